@@ -1,0 +1,5 @@
+"""`python -m quantizer` is the console script."""
+
+from quantizer.cli.main import main
+
+main()

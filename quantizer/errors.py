@@ -1,0 +1,47 @@
+"""What can go wrong for a user, one class per exit code. Imports nothing; only `cli` turns these into an exit."""
+
+from __future__ import annotations
+
+
+class QuantizerError(Exception):
+    """A sentence for the user: what happened and where, with `help` saying what to do.
+
+    Only `quantizer.cli` catches it; its `exit_code` is the process's.
+    """
+
+    exit_code = 70
+
+    def __init__(self, message: str, *, help: str | None = None) -> None:  # noqa: A002 - the word users read
+        super().__init__(message)
+        self.message = message
+        self.help = help
+
+
+class GateError(QuantizerError):
+    """The answer is no: a gate of `--gate` is not met."""
+
+    exit_code = 1
+
+
+class UsageError(QuantizerError):
+    """The command line or the config cannot be used."""
+
+    exit_code = 2
+
+
+class ModelError(QuantizerError):
+    """The model cannot be loaded, checked or traced."""
+
+    exit_code = 3
+
+
+class DataError(QuantizerError):
+    """The data is unreadable, empty, of the wrong shape, or not finite."""
+
+    exit_code = 4
+
+
+class ResultError(QuantizerError):
+    """Calibration results are missing, incomplete, or of another model or config."""
+
+    exit_code = 5
