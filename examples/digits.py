@@ -1,10 +1,10 @@
-"""A small residual network that reads 8×8 digits: the example that `make run` calibrates and tests.
+"""A small residual network that reads 8x8 digits: the example that `make run` calibrates and tests.
 
     quantizer --quant_mode calib --config_file configs/example.json --model examples/digits.py
     quantizer --quant_mode test --config_file configs/example.json --model examples/digits.py
 
-The data are the 1797 digits that scikit-learn ships (Alpaydin and Kaynak 1998, UCI): 1297 to train and calibrate on, 500 held out.
-The weights beside this file come from `train_digits.py`.
+The data are the 1797 digits that scikit-learn ships (Alpaydin and Kaynak 1998, UCI): 1297 to train and calibrate on,
+500 held out. The weights beside this file come from `train_digits.py`.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def model() -> ResNet:
 def calibration_data() -> list[Batch]:
     """256 training images in batches of 32."""
     images, labels = digits()
-    return list(zip(images[:256].split(32), labels[:256].split(32), strict=True))
+    return list(zip(images[:256].chunk(8), labels[:256].chunk(8), strict=True))
 
 
 def evaluation_data() -> list[Batch]:
     """The 500 held-out images in batches of 100."""
     images, labels = digits()
-    return list(zip(images[TRAINING_IMAGES:].split(100), labels[TRAINING_IMAGES:].split(100), strict=True))
+    return list(zip(images[TRAINING_IMAGES:].chunk(5), labels[TRAINING_IMAGES:].chunk(5), strict=True))
 
 
 def evaluate(model: Callable[[Tensor], Tensor], data: Iterable[Batch]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class BasicBlock(nn.Module):
-    """Two 3×3 convolutions and a shortcut (He et al. 2015, "Deep Residual Learning", figure 5 left)."""
+    """Two 3x3 convolutions and a shortcut (He et al. 2015, "Deep Residual Learning", figure 5 left)."""
 
     def __init__(self, inplanes: int, planes: int, stride: int = 1) -> None:
         super().__init__()
