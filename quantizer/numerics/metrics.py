@@ -1,0 +1,75 @@
+"""How close two tensors are: SQNR, cosine, top-1 agreement, with sums in float64. Knows nothing of quantization."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def energy(x: Tensor) -> float:
+    """Return the sum of the squares of `x`, a floating-point tensor, summed in float64.
+
+    >>> energy(torch.tensor([3.0, 4.0]))
+    25.0
+    """
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+
+
+def decibel(signal: float, noise: float) -> float:
+    """Return 10 log10(signal / noise) of two energies: inf without noise, -inf for noise without signal.
+
+    >>> decibel(100.0, 1.0)
+    20.0
+    """
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def sqnr_db(reference: Tensor, other: Tensor) -> float:
+    """Return the signal-to-quantization-noise ratio 10 log10(sum r^2 / sum (r - o)^2) in dB.
+
+    Both tensors are floating point; raises ValueError if their shapes differ. Over batches, add up the energies and
+    use `decibel`.
+
+    >>> round(sqnr_db(torch.tensor([1.0, 1.0]), torch.tensor([0.9, 1.1])), 3)
+    20.0
+    """
+    _check(reference, other)
+    return decibel(energy(reference), energy(reference - other))
+
+
+def cosine(reference: Tensor, other: Tensor) -> float:
+    """Return sum(r o) / sqrt(sum r^2 sum o^2) over all elements; 1 for two zero tensors, 0 if only one is zero.
+
+    Raises ValueError if the shapes differ.
+
+    >>> round(cosine(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])) ** 2, 6)
+    0.5
+    """
+    _check(reference, other)
+    product = math.sqrt(energy(reference)) * math.sqrt(energy(other))
+    if product == 0:
+        return float(energy(reference) == energy(other))
+    return float((reference.double() * other.double()).sum()) / product
+
+
+def top1_agreement(reference: Tensor, other: Tensor) -> float:
+    """Return the share of positions where both have their largest value at the same class; classes are dimension 1.
+
+    Raises ValueError if the shapes differ or there is no dimension 1.
+
+    >>> top1_agreement(torch.tensor([[0.1, 0.9], [0.7, 0.3]]), torch.tensor([[0.4, 0.6], [0.2, 0.8]]))
+    0.5
+    """
+    _check(reference, other)
+    if reference.ndim < 2:
+        raise ValueError(f"Classes are dimension 1 of the outputs, and {tuple(reference.shape)} has none.")
+    return float((reference.argmax(1) == other.argmax(1)).double().mean())
+
+
+def _check(reference: Tensor, other: Tensor) -> None:
+    if reference.shape != other.shape:
+        raise ValueError(f"The tensors differ in shape: {tuple(reference.shape)} and {tuple(other.shape)}.")

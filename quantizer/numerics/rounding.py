@@ -1,0 +1,70 @@
+"""Rounding to integers, one function per mode, in place and without error for any half-way case. Knows no scales.
+
+Values as the modes see them; they differ at the half-way points alone (0.49999997 is no half-way point):
+
+    x           -2.5  -1.5  -0.5  0.49999997  0.5  1.5  2.5
+    half_even     -2    -2     0           0    0    2    2   ties to even (IEEE 754, ONNX QuantizeLinear)
+    half_up       -2    -1     0           0    1    2    3   ties toward plus infinity
+    half_down     -2    -1     0           0    0    1    2   ties toward zero
+    std_round     -3    -2    -1           0    1    2    3   ties away from zero (round() of C)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from quantizer.numerics.registry import register
+
+RoundMode = Callable[[Tensor], Tensor]
+ROUND_MODES: dict[str, RoundMode] = {}
+
+
+@register(ROUND_MODES, "half_even")
+def half_even(x: Tensor) -> Tensor:
+    """Round the floating-point tensor `x` in place, ties to even, and return it.
+
+    >>> import torch
+    >>> half_even(torch.tensor([-2.5, -1.5, 0.5, 0.49999997, 1.5])).tolist()
+    [-2.0, -2.0, 0.0, 0.0, 2.0]
+    """
+    return x.round_()
+
+
+@register(ROUND_MODES, "half_up")
+def half_up(x: Tensor) -> Tensor:
+    """Round the floating-point tensor `x` in place, ties toward plus infinity, and return it.
+
+    Doubling is exact below half of the dtype's largest value, so ceil(floor(2x) / 2) sees ties as they are, where
+    floor(x + 0.5) rounds the sum first and takes 0.49999997 for a tie.
+
+    >>> import torch
+    >>> half_up(torch.tensor([-2.5, -1.5, 0.5, 0.49999997, 1.5])).tolist()
+    [-2.0, -1.0, 1.0, 0.0, 2.0]
+    """
+    return x.mul_(2).floor_().mul_(0.5).ceil_()
+
+
+@register(ROUND_MODES, "half_down")
+def half_down(x: Tensor) -> Tensor:
+    """Round the floating-point tensor `x` in place, ties toward zero, and return it; needs one temporary.
+
+    >>> import torch
+    >>> half_down(torch.tensor([-2.5, -1.5, 0.5, 0.49999997, 1.5])).tolist()
+    [-2.0, -1.0, 0.0, 0.0, 1.0]
+    """
+    sign = x.sign()
+    return x.abs_().mul_(2).ceil_().mul_(0.5).floor_().mul_(sign)
+
+
+@register(ROUND_MODES, "std_round")
+def std_round(x: Tensor) -> Tensor:
+    """Round the floating-point tensor `x` in place, ties away from zero, and return it; needs one temporary.
+
+    >>> import torch
+    >>> std_round(torch.tensor([-2.5, -1.5, 0.5, 0.49999997, 1.5])).tolist()
+    [-3.0, -2.0, 1.0, 0.0, 2.0]
+    """
+    sign = x.sign()
+    return half_up(x.abs_()).mul_(sign)
