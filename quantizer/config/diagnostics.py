@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+from quantizer.errors import UsageError
 
 Severity = Literal["error", "warning", "note"]
 
@@ -33,3 +36,21 @@ class Diagnostic:
     remark: str | None = None
     help: str | None = None
     related: tuple[tuple[Place, str], ...] = field(default=())
+
+
+class ConfigError(UsageError):
+    """A config cannot be used: `diagnostics` say why; `sources` maps a file's shown name to its text, for excerpts."""
+
+    def __init__(self, diagnostics: Sequence[Diagnostic], sources: Mapping[str, str] | None = None) -> None:
+        errors = [diagnostic for diagnostic in diagnostics if diagnostic.severity == "error"]
+        first = errors[0] if errors else diagnostics[0]
+        super().__init__(f"{first.place}: {first.message}" if first.place else first.message, help=first.help)
+        self.diagnostics = tuple(diagnostics)
+        self.sources = dict(sources or {})
+
+
+def in_order(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """The findings sorted by place, those of one cause (the same code at the same place) told once."""
+    once = {(found.code, found.place, found.severity): found for found in reversed(diagnostics)}
+    nowhere = Place("", 0, 0)
+    return tuple(sorted(once.values(), key=lambda found: (found.place or nowhere, found.code)))

@@ -1,4 +1,4 @@
-"""What a config says, as frozen values in the field's words. No tensors, no files, no seed's spelling: those end at `layered`."""
+"""What a config says, as frozen values in the field's words. No tensors, no files, no file's spelling."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class QuantizationSpec:
     """How one tensor is quantized; every axis is independent of the others.
 
     `dtype` is "int" (then `bit_width`, `signed`, `symmetric` and `narrow_range` give the integer grid) or the name of a
-    floating-point format ("float16", "bfloat16", "float32" = left alone). `method` finds the range, `percentage` is read by
-    the percentile method only, `statistic` reduces the batches' ranges to one. `ch_axis` is set when `qscheme` is "per_channel".
+    floating-point format ("float16", "bfloat16", "float32" = left alone). `method` finds the range, `percentage` is
+    read by the percentile method only, `statistic` reduces the batches' ranges to one. `ch_axis` is set when `qscheme`
+    is "per_channel".
     """
 
     dtype: str = "int"
@@ -38,13 +39,13 @@ class QuantizationSpec:
     def quant_min(self) -> int:
         """Smallest code: -2^(b-1) (+1 if narrow) for signed symmetric grids, else 0."""
         if self.signed and self.symmetric:
-            return -(2 ** (self.bit_width - 1)) + int(self.narrow_range)
+            return -(1 << (self.bit_width - 1)) + int(self.narrow_range)
         return 0
 
     @property
     def quant_max(self) -> int:
         """Largest code: 2^(b-1)-1 for signed symmetric grids, else 2^b-1."""
-        return 2 ** (self.bit_width - 1) - 1 if self.signed and self.symmetric else 2**self.bit_width - 1
+        return (1 << (self.bit_width - int(self.signed and self.symmetric))) - 1
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""
@@ -83,19 +84,24 @@ class Settings:
 
 @dataclass(frozen=True)
 class Selector:
-    """Which layers a rule is about: all, those of a type, or those a name pattern finds."""
+    """Which layers a rule is about: all, those of a type, or those a name pattern finds.
+
+    `required` False means that it may match none.
+    """
 
     kind: Literal["all", "type", "name"]
     text: str = ""
     place: Place | None = None
+    required: bool = True
 
 
 @dataclass(frozen=True)
 class Rule:
     """One block of a config: for the selected layers, which roles are quantized and which spec fields are set.
 
-    `label` is the block's path in the file (`layer_quantize_config[1]`). `roles` None means that this block does not say.
-    `fields[role][field]` uses the field names of `QuantizationSpec`, `qscheme` without `ch_axis` (the layer knows its axis).
+    `label` is the block's path in the file (`layer_quantize_config[1]`). `roles` None means that this block does not
+    say. `fields[role][field]` uses the field names of `QuantizationSpec`, `qscheme` without `ch_axis` (the layer knows
+    its axis).
     """
 
     selector: Selector
@@ -109,7 +115,7 @@ class Rule:
 class Config:
     """A validated config: settings, and rules in the file's order (overall first, then tensor, then layers).
 
-    `source` is the file as it was shown to the user; `document` the parsed JSON, kept for `config.resolved.json` and hashes.
+    `source` is the file as it was shown to the user; `document` the parsed JSON, for `config.resolved.json` and hashes.
     """
 
     settings: Settings

@@ -1,0 +1,184 @@
+"""Checks what a file means: the rules on every merged spec, with the places of the values in conflict; idle keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+
+from quantizer.config.diagnostics import Diagnostic, Place
+from quantizer.config.document import pointer_to
+from quantizer.config.layered import Block, Layered, Level
+from quantizer.config.model import ROLES, QuantizationSpec, Role, Settings, Sourced
+from quantizer.config.rules import Conflict, conflicts
+
+RESERVED = frozenset(
+    {"include_cle", "include_bias_corr", "change_concat_input_fix", "change_pool_input_fix", "onnx_opset_version"}
+)
+"""Settings that are accepted though nothing reads them yet."""
+
+
+def check_meaning(layered: Layered) -> Iterator[Diagnostic]:
+    """Findings on a file whose structure is sound, or on the sound part of it."""
+    scopes = list(_scopes(layered))
+    device = layered.settings.places.get("target_device")
+    for scope in scopes:
+        found = conflicts(scope.spec(), scope.role, layered.settings.target_device if device else "")
+        yield from filter(None, (_conflict(conflict, scope.merged(), device) for conflict in found))
+        yield from _under_float(scope)
+    yield from _reserved(layered.settings)
+    yield from _unused(layered, scopes)
+    for level in (layered.top, *layered.layers):
+        yield from _overall_per_channel(level)
+        yield from _unlisted(layered, level)
+    yield from _repeated(layered.layers)
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """What the file says about one tensor role of all layers, or of the layers of one entry: blocks, weakest first."""
+
+    role: Role
+    blocks: tuple[Block, ...]
+
+    def merged(self) -> dict[str, Sourced]:
+        return {name: sourced for block in self.blocks for name, sourced in block.items()}
+
+    def spec(self) -> QuantizationSpec:
+        return QuantizationSpec(**{name: sourced.value for name, sourced in self.merged().items()})
+
+
+def _scopes(layered: Layered) -> Iterator[_Scope]:
+    top = layered.top
+    for role in _roles(top):
+        yield _Scope(role, top.blocks(role))
+    for level in layered.layers:
+        for role in _roles(level):
+            yield _Scope(role, (*top.blocks(role), *level.blocks(role)))
+
+
+def _roles(level: Level) -> Iterable[Role]:
+    return [role for role in ROLES if level.roles is None or role in level.roles]
+
+
+def _conflict(conflict: Conflict, merged: Mapping[str, Sourced], device: Place | None) -> Diagnostic | None:
+    """The conflict at the value written last, the others related; None if one is missing, which is told elsewhere."""
+    places = [merged[name].place for name in conflict.fields if name in merged]
+    written = sorted(place for place in places if place)
+    if len(written) < len(conflict.fields):
+        return None
+    *others, last = written
+    related = [(place, "in conflict with this") for place in others]
+    if conflict.on_device and device:
+        related.append((device, "for this device"))
+    return Diagnostic(
+        conflict.code, conflict.message, last, conflict.severity, help=conflict.help, related=tuple(related)
+    )
+
+
+def _under_float(scope: _Scope) -> Iterator[Diagnostic]:
+    """Integer parameters in a block that inherits a floating-point datatype from a wider one."""
+    stating = [at for at, block in enumerate(scope.blocks) if "dtype" in block]
+    if not stating or scope.blocks[stating[-1]]["dtype"].value == "int":
+        return
+    dtype = scope.blocks[stating[-1]]["dtype"]
+    for block in scope.blocks[stating[-1] + 1 :]:
+        place = min((sourced.place for sourced in block.values() if sourced.place), default=None)
+        if place and dtype.place:
+            yield Diagnostic(
+                "QZ306",
+                f"these parameters would have no effect: the datatype is {dtype.value}",
+                place,
+                help='write "datatype": "int" beside them, or remove them',
+                related=((dtype.place, "inherited from here"),),
+            )
+
+
+def _reserved(settings: Settings) -> Iterator[Diagnostic]:
+    defaults = {field.name: field.default for field in fields(Settings)}
+    for name, place in settings.places.items():
+        if name in RESERVED and getattr(settings, name) != defaults[name]:
+            yield Diagnostic("QZ110", f"{name} is accepted, but nothing uses it yet", place, "warning")
+
+
+def _unused(layered: Layered, scopes: list[_Scope]) -> Iterator[Diagnostic]:
+    """Parameters that no spec reads, one finding per block; an overall block has to be complete, read or not."""
+    used = {sourced.place for scope in scopes for sourced in _read(scope)}
+    for level in (layered.top, *layered.layers):
+        blocks = [
+            (level.overall["weights"], True),
+            *((level.tensor[role], False) for role in level.tensor if role in _roles(level)),
+        ]
+        for block, complete in blocks:
+            floating = "dtype" in block and block["dtype"].value != "int"
+            idle = [
+                (name, sourced.place)
+                for name, sourced in block.items()
+                if sourced.place and sourced.place not in used and (name == "percentage" or floating or not complete)
+            ]
+            yield from _idle(idle, floating)
+
+
+def _read(scope: _Scope) -> Iterator[Sourced]:
+    merged, spec = scope.merged(), scope.spec()
+    for name, sourced in merged.items():
+        if name == "dtype" or (spec.dtype == "int" and (name != "percentage" or spec.method == "percentile")):
+            yield sourced
+
+
+def _idle(idle: list[tuple[str, Place]], floating: bool) -> Iterator[Diagnostic]:
+    if not idle:
+        return
+    words = [place.pointer.rpartition("/")[2] for _, place in idle]
+    message = f"{', '.join(words)} {'has' if len(words) == 1 else 'have'} no effect"
+    reason = (
+        "a floating-point datatype reads no other parameter"
+        if floating
+        else "`percentage` is read by the percentile method only"
+    )
+    yield Diagnostic("QZ111", message, min(place for _, place in idle), "warning", help=f"remove: {reason}")
+
+
+def _overall_per_channel(level: Level) -> Iterator[Diagnostic]:
+    qscheme = level.overall["weights"].get("qscheme")
+    others = [role for role in _roles(level) if role != "weights"]
+    if qscheme and qscheme.value == "per_channel" and others:
+        yield Diagnostic(
+            "QZ112",
+            f"per_channel holds for weights only; {', '.join(others)} stay per tensor",
+            qscheme.place,
+            "warning",
+            help='write "weights": {"per_channel": true} in tensor_quantize_config',
+        )
+
+
+def _unlisted(layered: Layered, level: Level) -> Iterator[Diagnostic]:
+    """Tensor blocks for roles that the level does not quantize; at the top a layer entry may still quantize them."""
+    listing = [level] if level.pointer else [level, *layered.layers]
+    listed = {role for each in listing for role in _roles(each)}
+    for role in level.tensor:
+        if role not in listed:
+            place = layered.document.place(pointer_to(*level.pointer, "tensor_quantize_config", role), key=True)
+            related = ((level.roles_place, "not listed here"),) if level.roles_place else ()
+            yield Diagnostic(
+                "QZ108",
+                f"{role} is not quantized, so nothing reads these parameters",
+                place,
+                help=f'add "{role}" to quantizable_data_type, or remove the block',
+                related=related,
+            )
+
+
+def _repeated(levels: Iterable[Level]) -> Iterator[Diagnostic]:
+    first: dict[tuple[str, str], Level] = {}
+    for level in levels:
+        selector = level.selector
+        earlier = first.setdefault((selector.kind, selector.text), level)
+        if earlier is not level and selector.place and earlier.selector.place:
+            yield Diagnostic(
+                "QZ109",
+                f'a second entry for "{selector.text[:60]}"; key by key the later one wins',
+                selector.place,
+                "warning",
+                help="make one entry of the two",
+                related=((earlier.selector.place, "first here"),),
+            )

@@ -1,0 +1,117 @@
+"""The table of diagnostic codes: what each means and what to do. Those of the rules come from the spec schema."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quantizer.config.resources import load_resource
+
+
+@dataclass(frozen=True)
+class Code:
+    """A page of `quantizer explain`: a title, why it is so, what to do."""
+
+    title: str
+    why: str
+    remedy: str
+
+
+CODES: dict[str, Code] = {
+    "QZ001": Code(
+        "the file cannot be read",
+        "There is no such file, or it is a directory, or its rights forbid reading.",
+        "Check the path.",
+    ),
+    "QZ002": Code(
+        "the file is not UTF-8",
+        "JSON is exchanged in UTF-8; a byte order mark at its start is accepted.",
+        "Save the file as UTF-8.",
+    ),
+    "QZ003": Code(
+        "the file is over a limit",
+        "A config has at most 1 MB and 64 levels of nesting.",
+        "Check that it is the right file.",
+    ),
+    "QZ004": Code("the file is not JSON", "The grammar is that of RFC 8259.", "Mend the place under the caret."),
+    "QZ005": Code(
+        "comment", "JSON has no comments.", 'Remove it, or write a key that begins with `//`: `"// note": "…"`.'
+    ),
+    "QZ006": Code("trailing comma", "JSON has a comma between members, none after the last.", "Remove the comma."),
+    "QZ007": Code("duplicate key", "Readers of JSON differ in which of the two they take.", "Keep one of the two."),
+    "QZ008": Code(
+        "not a finite number",
+        "JSON has no NaN and no Infinity, and numbers stay within the range of a double.",
+        "Write a finite number.",
+    ),
+    "QZ009": Code(
+        "not an object",
+        "A config is one JSON object.",
+        "Begin with `{`; `quantizer init` writes a config to start from.",
+    ),
+    "QZ101": Code(
+        "not one of the options",
+        "The key takes one of a few words.",
+        "Write one of the options listed under the caret.",
+    ),
+    "QZ102": Code(
+        "unknown key",
+        "A misspelt key would change nothing, silently. `$schema` and keys that begin with `//` are allowed.",
+        "Write the key that is meant.",
+    ),
+    "QZ103": Code(
+        "wrong type",
+        'JSON types are JSON types: `"false"` is a string, `false` a boolean.',
+        "Write the literal that the help line shows.",
+    ),
+    "QZ104": Code(
+        "out of range", "The number or the text is outside what the key allows.", "Write a value inside the range."
+    ),
+    "QZ105": Code(
+        "missing keys",
+        "A file states its global settings and a complete overall_quantize_config; "
+        "a layer entry states quantizable_data_type and a complete overall_quantize_config.",
+        "Paste the keys that the help line shows; `quantizer validate --fix` writes them.",
+    ),
+    "QZ106": Code(
+        "layer_type or layer_name",
+        "A layer entry selects by type or by name: exactly one of the two is not null.",
+        "Set the other to null.",
+    ),
+    "QZ107": Code("listed twice", "A list of tensor types is a set.", "Remove the repetition."),
+    "QZ108": Code(
+        "parameters that nothing reads",
+        "A tensor block is about a tensor type that quantizable_data_type does not list.",
+        "List the tensor type, or remove the block.",
+    ),
+    "QZ109": Code(
+        "two entries for one selector",
+        "Both entries match the same layers; key by key the later one wins.",
+        "Make one entry of the two.",
+    ),
+    "QZ110": Code(
+        "reserved key", "The key is accepted, but nothing uses it yet.", "Nothing, or set it to its default."
+    ),
+    "QZ111": Code(
+        "key without effect",
+        "`percentage` is read by the percentile method only; a floating-point datatype reads no other parameter.",
+        "Remove the keys.",
+    ),
+    "QZ112": Code(
+        "per_channel holds for weights only",
+        "per_channel in an overall block holds for the weights; the other tensors have one scale.",
+        'Write `"weights": {"per_channel": true}` in tensor_quantize_config to say the same without the warning.',
+    ),
+    "QZ306": Code(
+        "integer parameters under a floating-point datatype",
+        "A wider block sets a floating-point datatype, which the block inherits; its keys would have no effect.",
+        'Write `"datatype": "int"` beside them, or remove them.',
+    ),
+}
+
+
+def all_codes() -> Mapping[str, Code]:
+    """Every code in order: this table and the rules of the spec schema."""
+    schema = load_resource("schemas", "quantization_spec.schema.json")
+    rules = {rule["code"]: Code(rule["title"], rule["description"], rule["help"]) for rule in schema["then"]["allOf"]}
+    return dict(sorted({**CODES, **rules}.items()))

@@ -1,0 +1,61 @@
+"""A JSON document that knows where each of its keys and values stands. Knows nothing of what they mean."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from quantizer.config.diagnostics import Place
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A file's text under the name shown to the user; `encoding` is "utf-8", or "utf-8-sig" after a byte order mark."""
+
+    name: str
+    text: str
+    encoding: str = "utf-8"
+
+    @cached_property
+    def _line_starts(self) -> list[int]:
+        return [0, *(at + 1 for at, character in enumerate(self.text) if character == "\n")]
+
+    def place(self, span: Span, pointer: str = "") -> Place:
+        """The place of the characters `span[0]` to `span[1]`; of several lines only the first counts."""
+        start, end = span
+        line = bisect_right(self._line_starts, start)
+        line_end = self.text.find("\n", start)
+        last = end if line_end < 0 else min(end, line_end)
+        return Place(self.name, line, start - self._line_starts[line - 1] + 1, max(last - start, 1), pointer)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A parsed file. `values` and `keys` map a JSON pointer (RFC 6901) to the span of its value and of its key."""
+
+    source: Text
+    value: Any
+    values: Mapping[str, Span]
+    keys: Mapping[str, Span]
+
+    def place(self, pointer: str, *, key: bool = False) -> Place:
+        """Where the value (or the key) of `pointer` stands; an array's item has no key, so its value is taken."""
+        span = self.keys.get(pointer, self.values[pointer]) if key else self.values[pointer]
+        return self.source.place(span, pointer)
+
+    def __contains__(self, pointer: str) -> bool:
+        return pointer in self.values
+
+
+def pointer_to(*path: str | int) -> str:
+    """The JSON pointer of a path.
+
+    >>> pointer_to("layer_quantize_config", 0, "a/b")
+    '/layer_quantize_config/0/a~1b'
+    """
+    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)

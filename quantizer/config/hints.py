@@ -1,0 +1,110 @@
+"""What to write instead of a wrong key or value. Reads the schema's vocabulary; finds no errors itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from quantizer.config.resources import load_resource
+from quantizer.config.wording import closest, listed, quoted
+
+TYPE_WORDS = {
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "a string",
+    "null": "null",
+    "array": "a list [ … ]",
+    "object": "an object { … }",
+}
+_BOOLEANS = {
+    "true": "true",
+    "false": "false",
+    "yes": "true",
+    "no": "false",
+    "on": "true",
+    "off": "false",
+    "1": "true",
+    "0": "false",
+}
+
+
+def help_for_value(key: str, value: Any, schema: Mapping[str, Any]) -> str:
+    """What to write for `key` in place of `value`: the key it belongs to, the literal that is meant, or an example."""
+    if isinstance(value, str):
+        owner = _owners().get(value)
+        if owner and owner != key and value not in schema.get("enum", ()):
+            return f'{quoted(value)} is a {owner}; did you mean "{owner}": {quoted(value)}?'
+    literal = _literal(value, schema)
+    if literal is not None:
+        return f"write {literal}"
+    near = (
+        closest(str(value), [word for word in schema.get("enum", ()) if isinstance(word, str)])
+        if isinstance(value, str)
+        else None
+    )
+    if near:
+        return f'did you mean "{near}"?'
+    return f"for example {_example(key, schema)}"
+
+
+def help_for_key(key: str, known: tuple[str, ...]) -> str:
+    """The known key that a misspelt one is nearest to, or the block where it belongs, or all keys known here."""
+    homes = [home for home, keys in _homes().items() if key in keys]
+    if homes:
+        return f'"{key}" belongs in {" or ".join(homes)}'
+    near = closest(key, known)
+    if near:
+        return f'did you mean "{near}"?'
+    return f"known keys here: {listed(name for name in known if not name.startswith('$'))}"
+
+
+def _literal(value: Any, schema: Mapping[str, Any]) -> str | None:
+    wanted = schema.get("type")
+    text = (
+        value.strip().lower()
+        if isinstance(value, str)
+        else json.dumps(value)
+        if isinstance(value, (int, float))
+        else ""
+    )
+    if wanted == "boolean":
+        return _BOOLEANS.get(text)
+    if wanted in ("integer", "number") and isinstance(value, str) and text.lstrip("-").replace(".", "", 1).isdecimal():
+        whole = wanted == "number" or "." not in text
+        return text if whole else None
+    if wanted == "array" and isinstance(value, (str, dict)):
+        return f"[{quoted(value)}]" if isinstance(value, str) else "[ … ] around it"
+    return None
+
+
+def _example(key: str, schema: Mapping[str, Any]) -> str:
+    default = schema.get("default", (schema.get("examples") or [None])[0])
+    if default is None and schema.get("enum"):
+        default = schema["enum"][0]
+    return f'"{key}": {quoted(default)}' if key and default is not None else "see `quantizer schema --print`"
+
+
+@cache
+def _owners() -> Mapping[str, str]:
+    """Each option word, and the key that it is an option of."""
+    schema = load_resource("schemas", "layered.schema.json")
+    keys = {**schema["properties"], **schema["definitions"]["parameters"]["properties"]}
+    owners = {word: key for key, entry in keys.items() for word in entry.get("enum", ()) if isinstance(word, str)}
+    roles = schema["definitions"]["quantizable_data_type"]["items"]["enum"]
+    return {**owners, **dict.fromkeys(roles, "quantizable_data_type")}
+
+
+@cache
+def _homes() -> Mapping[str, frozenset[str]]:
+    """Each block of the form, and its keys."""
+    schema = load_resource("schemas", "layered.schema.json")
+    blocks = schema["definitions"]
+    return {
+        "the top level": frozenset(schema["properties"]),
+        "overall_quantize_config": frozenset(blocks["parameters"]["properties"]),
+        "tensor_quantize_config": frozenset(blocks["tensor_quantize_config"]["properties"]),
+        "an entry of layer_quantize_config": frozenset(blocks["layer_entry"]["properties"]),
+    }

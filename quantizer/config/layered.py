@@ -1,0 +1,161 @@
+"""Translates the layered form (overall, tensor, layer blocks) into `Config`. The form's own words end here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quantizer.config.diagnostics import Place
+from quantizer.config.document import Document, pointer_to
+from quantizer.config.model import ROLES, Config, Role, Rule, Selector, Settings, Sourced
+
+FIELDS = {
+    "datatype": "dtype",
+    "bit_width": "bit_width",
+    "method": "method",
+    "percentage": "percentage",
+    "round_mode": "round_mode",
+    "symmetry": "symmetric",
+    "per_channel": "qscheme",
+    "signed": "signed",
+    "narrow_range": "narrow_range",
+    "scale_type": "scale_type",
+    "calib_statistic_method": "statistic",
+}
+"""The form's word for each field of `QuantizationSpec`."""
+
+_VALUES: Mapping[str, Callable[[Any], Any]] = {
+    "qscheme": {True: "per_channel", False: "per_tensor"}.__getitem__,
+    "bit_width": int,
+    "percentage": float,
+}
+_SETTINGS = frozenset(field.name for field in fields(Settings)) - {"places"}
+
+Block = Mapping[str, Sourced]
+
+
+@dataclass(frozen=True)
+class Level:
+    """One part of the file that says something about all roles and about single ones: the top, or a layer entry."""
+
+    selector: Selector
+    label: str
+    pointer: tuple[str | int, ...]
+    roles: frozenset[Role] | None
+    roles_place: Place | None
+    overall: Mapping[Role, Block]
+    tensor: Mapping[Role, Block]
+
+    def blocks(self, role: Role) -> tuple[Block, Block]:
+        """What the level says about `role`, the weaker block first."""
+        return self.overall[role], self.tensor.get(role, {})
+
+
+@dataclass(frozen=True)
+class Layered:
+    """The file in the field's words, still level by level."""
+
+    document: Document
+    settings: Settings
+    top: Level
+    layers: tuple[Level, ...]
+
+    def config(self) -> Config:
+        """The rules in the file's order."""
+        top = self.top
+        rules = [
+            Rule(top.selector, "overall_quantize_config", top.roles, top.roles_place, top.overall),
+            Rule(top.selector, "tensor_quantize_config", fields=top.tensor),
+            *(
+                Rule(level.selector, level.label, level.roles, level.roles_place, _merged(level))
+                for level in self.layers
+            ),
+        ]
+        return Config(self.settings, tuple(rules), self.document.source.name, self.document.value)
+
+
+def translate(document: Document, ignored: Collection[str] = ()) -> Layered:
+    """Translate a document of the layered form.
+
+    `ignored` are pointers whose values are wrong: they are left out, so that the rest can be checked.
+    """
+    translator = _Translator(document, frozenset(ignored))
+    entries = translator.items("layer_quantize_config")
+    return Layered(document, translator.settings(), translator.top(), tuple(map(translator.layer, entries)))
+
+
+class _Translator:
+    """The document and what of it is to be ignored; each method reads one part."""
+
+    def __init__(self, document: Document, ignored: frozenset[str]) -> None:
+        self.document = document
+        self.ignored = ignored
+
+    def settings(self) -> Settings:
+        found = {name: value for name in _SETTINGS if (value := self._get(name)) is not None}
+        if "onnx_opset_version" in found:
+            found["onnx_opset_version"] = int(found["onnx_opset_version"])
+        places = {name: place for name in found if (place := self._place(name))}
+        return Settings(**found, places=places)
+
+    def top(self) -> Level:
+        return self._level(Selector("all"), "overall_quantize_config", ())
+
+    def items(self, key: str) -> Sequence[int]:
+        entries = self._get(key)
+        return [at for at in range(len(entries)) if self._get(key, at) is not None] if isinstance(entries, list) else []
+
+    def layer(self, index: int) -> Level:
+        path = ("layer_quantize_config", index)
+        required = self._get(*path, "required") is not False
+        for key, kind in (("layer_type", "type"), ("layer_name", "name")):
+            text = self._get(*path, key)
+            if text is not None:
+                selector = Selector("type" if kind == "type" else "name", text, self._place(*path, key), required)
+                return self._level(selector, f"layer_quantize_config[{index}]", path)
+        return self._level(Selector("name", required=False), f"layer_quantize_config[{index}]", path)
+
+    def _level(self, selector: Selector, label: str, path: tuple[str | int, ...]) -> Level:
+        overall = self._block(*path, "overall_quantize_config")
+        for_others = {name: sourced for name, sourced in overall.items() if sourced.value != "per_channel"}
+        roles = self._get(*path, "quantizable_data_type")
+        return Level(
+            selector=selector,
+            label=label,
+            pointer=path,
+            roles=None if roles is None else frozenset(role for role in ROLES if role in roles),
+            roles_place=self._place(*path, "quantizable_data_type") if roles is not None else None,
+            overall={role: overall if role == "weights" else for_others for role in ROLES},
+            tensor={role: block for role in ROLES if (block := self._block(*path, "tensor_quantize_config", role))},
+        )
+
+    def _block(self, *path: str | int) -> Block:
+        found = {word: value for word in FIELDS if (value := self._get(*path, word)) is not None}
+        return {
+            FIELDS[word]: Sourced(_VALUES.get(FIELDS[word], _same)(value), self._place(*path, word))
+            for word, value in found.items()
+        }
+
+    def _get(self, *path: str | int) -> Any:
+        """The value at `path`; None if it is not there, null, or to be ignored."""
+        value: Any = self.document.value
+        for depth, part in enumerate(path):
+            reached = isinstance(value, list) if isinstance(part, int) else isinstance(value, dict) and part in value
+            if not reached or pointer_to(*path[: depth + 1]) in self.ignored:
+                return None
+            value = value[part]
+        return value
+
+    def _place(self, *path: str | int) -> Place | None:
+        pointer = pointer_to(*path)
+        return self.document.place(pointer) if pointer in self.document else None
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _merged(level: Level) -> dict[Role, Block]:
+    roles = ROLES if level.roles is None else level.roles
+    return {role: {**level.overall[role], **level.tensor.get(role, {})} for role in ROLES if role in roles}

@@ -1,0 +1,86 @@
+"""From a path to a checked `Config`: the door of this room. Raises nothing but what `LoadResult.require` says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quantizer.config.check import check_meaning
+from quantizer.config.diagnostics import ConfigError, Diagnostic, in_order
+from quantizer.config.document import Document, Text
+from quantizer.config.layered import translate
+from quantizer.config.model import ROLES, Config
+from quantizer.config.read import read_document
+from quantizer.config.schema import check_structure
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What a file gave: the config if it can be used, and every finding; `sources` has the text for excerpts."""
+
+    config: Config | None
+    diagnostics: tuple[Diagnostic, ...]
+    sources: Mapping[str, str]
+    document: Document | None = None
+
+    def require(self) -> Config:
+        """The config; `ConfigError` (exit code 2) with all findings if there is none."""
+        if self.config is None:
+            raise ConfigError(self.diagnostics, self.sources)
+        return self.config
+
+
+def load_config(path: str | os.PathLike[str]) -> LoadResult:
+    """Read and check the file at `path`. Never raises for what is in the file: all of that is in `diagnostics`."""
+    try:
+        document = read_document(path)
+    except ConfigError as error:
+        return LoadResult(None, error.diagnostics, error.sources)
+    return check_document(document)
+
+
+def check_document(document: Document) -> LoadResult:
+    """Check a parsed document; the part of it that is sound is checked for conflicts even if another part is not."""
+    structure = check_structure(document)
+    wrong = {found.place.pointer for found in structure if found.place and found.code not in ("QZ105", "QZ106")}
+    layered = translate(document, wrong)
+    diagnostics = in_order([*structure, *check_meaning(layered)])
+    usable = not any(found.severity == "error" for found in diagnostics)
+    config = layered.config() if usable else None
+    return LoadResult(config, diagnostics, {document.source.name: document.source.text}, document)
+
+
+def default_config() -> Config:
+    """The config that holds when no file is given: DPU, power-of-two scales. The file check does not apply to it.
+
+    Source: Vitis AI, quantization configuration, table "Default Configurations", with `half_up` for activations as the
+    restrictions of the same page ask.
+    """
+    document = Document(Text("<built-in default>", ""), DEFAULT, values={}, keys={})
+    return translate(document).config()
+
+
+DEFAULT: dict[str, Any] = {
+    "convert_relu6_to_relu": False,
+    "convert_silu_to_hswish": False,
+    "include_cle": True,
+    "keep_first_last_layer_accuracy": False,
+    "keep_add_layer_accuracy": False,
+    "include_bias_corr": True,
+    "target_device": "DPU",
+    "quantizable_data_type": list(ROLES),
+    "overall_quantize_config": {
+        "bit_width": 8,
+        "method": "diffs",
+        "round_mode": "std_round",
+        "symmetry": True,
+        "per_channel": False,
+        "signed": True,
+        "narrow_range": False,
+        "scale_type": "poweroftwo",
+        "calib_statistic_method": "modal",
+    },
+    "tensor_quantize_config": {"activation": {"round_mode": "half_up"}},
+}

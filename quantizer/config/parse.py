@@ -1,0 +1,213 @@
+"""The JSON grammar (RFC 8259) with positions. Goes on after what it can understand (comments, trailing commas,
+duplicate keys, NaN), so that one run shows all of it; stops at what it cannot."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, NoReturn
+
+from quantizer.config.diagnostics import Diagnostic
+from quantizer.config.document import Span, Text, pointer_to
+
+MAX_DEPTH = 64
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
+_NUMBER_LIKE = re.compile(r"[-+.0-9](?:[-+.0-9A-Za-z_])*")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_LITERALS = {"true": True, "false": False, "null": None}
+_FOREIGN_LITERALS = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+    "TRUE": "true",
+    "FALSE": "false",
+    "undefined": "null",
+}
+_NOT_FINITE = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf", "-NaN", "+Infinity"}
+
+
+class _StopError(Exception):
+    """Parsing cannot go on; the reason is already in `problems`."""
+
+
+class Parser:
+    """One parse of one text; `problems`, `values` and `keys` fill as it goes."""
+
+    def __init__(self, source: Text) -> None:
+        self.source = source
+        self.text = source.text
+        self.start = 0
+        self.problems: list[Diagnostic] = []
+        self.values: dict[str, Span] = {}
+        self.keys: dict[str, Span] = {}
+        self._decoder = json.JSONDecoder()
+
+    def parse(self) -> Any:
+        """The value, or None if `problems` say why there is none."""
+        try:
+            self.start = self._space(0)
+            if self.start == len(self.text):
+                self._fail(
+                    "the file is empty", self.start, code="QZ009", help="`quantizer init` writes a config to start from"
+                )
+            value, at = self._value(self.start, (), 0)
+            at = self._space(at)
+            if at < len(self.text):
+                self._fail("there is text after the end of the JSON value", at, help="check the brackets above")
+        except _StopError:
+            return None
+        return value
+
+    def report(self, code: str, message: str, span: Span, *, help: str | None = None) -> None:  # noqa: A002
+        """Note a problem and go on."""
+        self.problems.append(Diagnostic(code, message, self.source.place(span), help=help))
+
+    def _fail(self, message: str, at: int, *, end: int = 0, code: str = "QZ004", help: str) -> NoReturn:  # noqa: A002
+        self.report(code, message, (at, end or at + 1), help=help)
+        raise _StopError
+
+    def _space(self, at: int) -> int:
+        while True:
+            at = self._match(_SPACE, at)
+            comment = _COMMENT.match(self.text, at)
+            if not comment:
+                return at
+            self.report(
+                "QZ005", "JSON has no comments", comment.span(), help='remove it, or write it as a key: "// note": "…"'
+            )
+            at = comment.end()
+
+    def _match(self, pattern: re.Pattern[str], at: int) -> int:
+        found = pattern.match(self.text, at)
+        return found.end() if found else at
+
+    def _value(self, at: int, path: tuple[str | int, ...], depth: int) -> tuple[Any, int]:
+        if depth > MAX_DEPTH:
+            self._fail(
+                f"the nesting is deeper than {MAX_DEPTH} levels", at, code="QZ003", help="no config nests deeper than 5"
+            )
+        value: Any
+        match self.text[at : at + 1]:
+            case "{":
+                value, end = self._object(at, path, depth)
+            case "[":
+                value, end = self._array(at, path, depth)
+            case '"':
+                value, end = self._string(at)
+            case _:
+                value, end = self._scalar(at)
+        self.values[pointer_to(*path)] = (at, end)
+        return value, end
+
+    def _object(self, start: int, path: tuple[str | int, ...], depth: int) -> tuple[dict[str, Any], int]:
+        members: dict[str, Any] = {}
+        at = self._space(start + 1)
+        while self.text[at : at + 1] != "}":
+            self._not_ended(at, start, "}")
+            key_at = at
+            key, at = self._key(at)
+            pointer = pointer_to(*path, key)
+            if key in members:
+                self._duplicate(key, self.keys[pointer], (key_at, at))
+            else:
+                self.keys[pointer] = (key_at, at)
+            at = self._space(at)
+            if self.text[at : at + 1] != ":":
+                self._fail("a colon is missing after this key", key_at, end=at, help='write "key": value')
+            members[key], at = self._value(self._space(at + 1), (*path, key), depth + 1)
+            at = self._separator(at, "}", start)
+        return members, at + 1
+
+    def _array(self, start: int, path: tuple[str | int, ...], depth: int) -> tuple[list[Any], int]:
+        items: list[Any] = []
+        at = self._space(start + 1)
+        while self.text[at : at + 1] != "]":
+            self._not_ended(at, start, "]")
+            item, at = self._value(at, (*path, len(items)), depth + 1)
+            items.append(item)
+            at = self._separator(at, "]", start)
+        return items, at + 1
+
+    def _separator(self, value_end: int, close: str, start: int) -> int:
+        at = self._space(value_end)
+        self._not_ended(at, start, close)
+        if self.text[at] == close:
+            return at
+        if self.text[at] != ",":
+            self._fail(
+                f'there is neither a comma nor a "{close}" after this value', value_end - 1, help="is a comma missing?"
+            )
+        following = self._space(at + 1)
+        if self.text[following : following + 1] == close:
+            self.report("QZ006", "JSON has no trailing commas", (at, at + 1), help=f'remove the comma before "{close}"')
+        return following
+
+    def _not_ended(self, at: int, start: int, close: str) -> None:
+        if at >= len(self.text):
+            self._fail(f'this bracket is never closed: a "{close}" is missing', start, help="is the file cut off?")
+
+    def _key(self, at: int) -> tuple[str, int]:
+        if self.text[at] != '"':
+            end = max(self._match(_WORD, at), at + 1)
+            remedy = "remove it" if self.text[at] == "," else "put the key in double quotes"
+            self._fail(f"a key in double quotes is expected, not {self.text[at:end][:40]}", at, end=end, help=remedy)
+        return self._string(at)
+
+    def _duplicate(self, key: str, first: Span, second: Span) -> None:
+        place, again = self.source.place(first), self.source.place(second)
+        message = f'the key "{key[:60]}" is there twice, at lines {place.line} and {again.line}'
+        self.problems.append(
+            Diagnostic("QZ007", message, again, help="keep one of the two", related=((place, "first here"),))
+        )
+
+    def _string(self, at: int) -> tuple[str, int]:
+        try:
+            value, end = self._decoder.raw_decode(self.text, at)
+        except json.JSONDecodeError as error:
+            reason = {"Unterminated": "this string is never closed", "Invalid \\": "there is no such escape"}
+            message = next(
+                (text for start, text in reason.items() if error.msg.startswith(start)),
+                "a string must not contain this character",
+            )
+            self._fail(message, error.pos, help='inside a string write \\n, \\t, \\\\ and \\"')
+        if _SURROGATE.search(value):
+            self._fail(
+                "this string has half of a surrogate pair",
+                at,
+                end=end,
+                help="write the character itself, or both halves",
+            )
+        return str(value), end
+
+    def _scalar(self, at: int) -> tuple[Any, int]:
+        end = max(self._match(_NUMBER_LIKE, at), self._match(_WORD, at))
+        word = self.text[at:end]
+        number = _NUMBER.fullmatch(word)
+        if number:
+            return self._number(number, (at, end)), end
+        if word in _LITERALS:
+            return _LITERALS[word], end
+        if word in _NOT_FINITE:
+            self.report("QZ008", f"JSON has no {word}", (at, end), help="write a finite number")
+        elif word in _FOREIGN_LITERALS:
+            self.report("QZ004", f"JSON has no {word}", (at, end), help=f"write {_FOREIGN_LITERALS[word]}")
+        elif self.text[at : at + 1] == "'":
+            self._fail("JSON strings are in double quotes", at, help='write "…"')
+        else:
+            shown = word[:40] or self.text[at : at + 1] or "the end of the file"
+            self._fail(f"a value is expected, not {shown}", at, end=end, help='text goes in double quotes: "…"')
+        return None, end
+
+    def _number(self, number: re.Match[str], span: Span) -> int | float | None:
+        if not math.isfinite(float(number.group())):
+            self.report(
+                "QZ008", f"the number {number.group()[:20]}… is out of range", span, help="write a smaller number"
+            )
+            return None
+        fraction, exponent = number.groups()
+        return int(number.group()) if fraction is None and exponent is None else float(number.group())

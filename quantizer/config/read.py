@@ -1,0 +1,93 @@
+"""Reads a file into a `Document`. Every fault of syntax or encoding is a diagnostic; only `ConfigError` escapes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from quantizer.config.diagnostics import ConfigError, Diagnostic, Place, in_order
+from quantizer.config.document import Document, Text
+from quantizer.config.parse import Parser
+from quantizer.config.wording import closest
+
+MAX_BYTES = 1_000_000
+
+
+def read_document(path: str | os.PathLike[str]) -> Document:
+    """Read the JSON object in the file `path`.
+
+    The file is UTF-8 (a byte order mark is accepted), at most 1 MB, nested at most 64 deep, and has no duplicate keys,
+    no comments, no trailing commas and no NaN or Infinity. `ConfigError` lists all that is wrong.
+    """
+    source = _decode(os.fspath(path), _read_bytes(path))
+    return parse_document(source)
+
+
+def parse_document(source: Text) -> Document:
+    """Parse text that is already read; errors as in `read_document`."""
+    parser = Parser(source)
+    value = parser.parse()
+    if not parser.problems and not isinstance(value, dict):
+        parser.report(
+            "QZ009",
+            f"the file holds {'an array' if isinstance(value, list) else 'a single value'}, not an object",
+            (parser.start, parser.start + 1),
+            help="a config begins with { and ends with }",
+        )
+    if parser.problems:
+        raise ConfigError(in_order(parser.problems), {source.name: source.text})
+    return Document(source, value, parser.values, parser.keys)
+
+
+def _read_bytes(path: str | os.PathLike[str]) -> bytes:
+    name = os.fspath(path)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise _unreadable(name, "there is no such file", help=_help_for_missing(Path(path))) from None
+    except IsADirectoryError:
+        raise _unreadable(name, "this is a directory", help="give the path of a JSON file") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise _unreadable(name, f"the file cannot be read: {reason}") from None
+    if len(data) > MAX_BYTES:
+        raise _unreadable(
+            name,
+            "the file is larger than 1 MB",
+            code="QZ003",
+            help="a config of this size is not one: is it the right file?",
+        )
+    return data
+
+
+def _decode(name: str, data: bytes) -> Text:
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise _unreadable(
+            name, "the file is not UTF-8 at byte 0: it looks like UTF-16", code="QZ002", help="save it as UTF-8"
+        )
+    if b"\0" in data:
+        at = data.index(b"\0")
+        raise _unreadable(
+            name, f"the file is not UTF-8 text at byte {at}: there is a NUL byte", code="QZ002", help="save it as UTF-8"
+        )
+    encoding = "utf-8-sig" if data.startswith(b"\xef\xbb\xbf") else "utf-8"
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        at = error.start + (3 if encoding == "utf-8-sig" else 0)
+        raise _unreadable(name, f"the file is not UTF-8 at byte {at}", code="QZ002", help="save it as UTF-8") from None
+    return Text(name, text, encoding)
+
+
+def _unreadable(name: str, message: str, *, code: str = "QZ001", help: str | None = None) -> ConfigError:  # noqa: A002
+    return ConfigError([Diagnostic(code, message, Place(name, 1, 1), help=help)])
+
+
+def _help_for_missing(path: Path) -> str:
+    try:
+        neighbours = [entry.name for entry in path.parent.iterdir() if entry.suffix == ".json"]
+    except (OSError, ValueError):
+        neighbours = []
+    found = closest(path.name, neighbours)
+    return f'did you mean "{path.parent / found}"?' if found else "`quantizer init` writes a config to start from"

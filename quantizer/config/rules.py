@@ -1,0 +1,72 @@
+"""The device restrictions and conflicts of one spec; the rules are rows of schemas/quantization_spec.schema.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+from jsonschema import Draft7Validator
+
+from quantizer.config.diagnostics import Severity
+from quantizer.config.model import QuantizationSpec, Role
+from quantizer.config.resources import load_resource
+
+_CONTEXT = ("tensor", "target_device")
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """One broken rule: `fields` are the fields of `QuantizationSpec` in conflict; `on_device`: the device counts too."""
+
+    code: str
+    message: str
+    fields: tuple[str, ...]
+    help: str
+    severity: Severity = "error"
+    on_device: bool = False
+
+
+@cache
+def spec_rules() -> Mapping[str, Mapping[str, Any]]:
+    """The rules of the spec schema by code; of each `title`, `description`, `help`, `if` and `then`."""
+    schema = load_resource("schemas", "quantization_spec.schema.json")
+    return {rule["code"]: rule for rule in schema["then"]["allOf"]}
+
+
+@lru_cache(maxsize=4096)
+def conflicts(spec: QuantizationSpec, role: Role, device: str) -> tuple[Conflict, ...]:
+    """The rules that `spec` breaks as the spec of a `role` tensor on `device` ("DPU", "CPU", "GPU"), ordered by code.
+
+    Floating-point specs break none.
+
+    >>> [conflict.code for conflict in conflicts(QuantizationSpec(symmetric=False, method="mse"), "activation", "CPU")]
+    ['QZ302']
+    """
+    if spec.dtype != "int":
+        return ()
+    instance = {**spec.to_json(), "tensor": role, "target_device": device}
+    return tuple(
+        _conflict(rule, error.schema["errorMessage"])
+        for rule, validator in _validators()
+        for error in validator.iter_errors(instance)
+        if isinstance(error.schema, dict)
+    )
+
+
+@cache
+def _validators() -> tuple[tuple[Mapping[str, Any], Draft7Validator], ...]:
+    return tuple((rule, Draft7Validator({"if": rule["if"], "then": rule["then"]})) for rule in spec_rules().values())
+
+
+def _conflict(rule: Mapping[str, Any], message: str) -> Conflict:
+    named = (*rule["then"]["properties"], *rule["if"]["properties"])
+    return Conflict(
+        code=rule["code"],
+        message=message,
+        fields=tuple(name for name in named if name not in _CONTEXT),
+        help=rule["help"],
+        severity=rule.get("severity", "error"),
+        on_device="target_device" in named,
+    )

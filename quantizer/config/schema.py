@@ -1,0 +1,125 @@
+"""Checks a file against its schema and says what is wrong in sentences: types, options, unknown and missing keys.
+
+Restrictions and conflicts are also in it, for editors; here they are left to `check`, which sees merged specs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from jsonschema import Draft7Validator
+from jsonschema.exceptions import ValidationError
+
+from quantizer.config.completion import missing_keys, paste
+from quantizer.config.diagnostics import Diagnostic
+from quantizer.config.document import Document, pointer_to
+from quantizer.config.hints import TYPE_WORDS, help_for_key, help_for_value
+from quantizer.config.resources import load_resource
+from quantizer.config.wording import listed, quoted
+
+_BY_KEYWORD = {
+    "enum": "QZ101",
+    "type": "QZ103",
+    "minimum": "QZ104",
+    "maximum": "QZ104",
+    "exclusiveMinimum": "QZ104",
+    "minLength": "QZ104",
+    "uniqueItems": "QZ107",
+    "not": "QZ106",
+}
+
+
+def check_structure(document: Document) -> list[Diagnostic]:
+    """What in the file differs from schemas/layered.schema.json: at most one finding per value, key or block."""
+    found: dict[tuple[str, str], Diagnostic] = {}
+    for error in _validator().iter_errors(document.value):
+        for diagnostic in _explain(document, error):
+            place = diagnostic.place
+            family = diagnostic.code if diagnostic.code in ("QZ102", "QZ105") else "value"
+            if place is not None and (place.pointer, family) not in found:
+                found[place.pointer, family] = diagnostic
+    return list(found.values())
+
+
+@cache
+def _validator() -> Draft7Validator:
+    return Draft7Validator(load_resource("schemas", "layered.schema.json"))
+
+
+def _explain(document: Document, error: ValidationError) -> Iterator[Diagnostic]:
+    schema = error.schema if isinstance(error.schema, dict) else {}
+    pointer = pointer_to(*error.absolute_path)
+    code = schema.get("code", "")
+    if code.startswith(("QZ2", "QZ3")):
+        return
+    if code:
+        yield Diagnostic(code, schema["errorMessage"], document.place(pointer), help=_selector_help(error.instance))
+    elif error.validator == "additionalProperties":
+        yield from _unknown_keys(document, error, schema)
+    elif error.validator == "required":
+        yield _missing(document, pointer)
+    else:
+        yield _wrong_value(document, error, schema)
+
+
+def _wrong_value(document: Document, error: ValidationError, schema: dict[str, Any]) -> Diagnostic:
+    path = list(error.absolute_path)
+    key = next((part for part in reversed(path) if isinstance(part, str)), "")
+    keyword, value = str(error.validator), error.instance
+    title = schema.get("title", key)
+    remark = None
+    if keyword == "enum":
+        message = f"{quoted(value)} is not a {title}"
+        remark = f"one of: {listed(schema['enum'])}"
+    elif keyword == "type":
+        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        name = f'"{key}"' if isinstance(path[-1] if path else "", str) else f'an item of "{key}"'
+        message = f"{name} is {' or '.join(TYPE_WORDS[word] for word in types)}, not {_kind(value)}"
+    elif keyword == "uniqueItems":
+        message = f'"{key}" names a tensor type twice'
+    else:
+        message = f"{quoted(value)} is out of range for {key}"
+        remark = _range(schema)
+    place = document.place(pointer_to(*path))
+    return Diagnostic(_BY_KEYWORD[keyword], message, place, remark=remark, help=help_for_value(key, value, schema))
+
+
+def _unknown_keys(document: Document, error: ValidationError, schema: dict[str, Any]) -> Iterator[Diagnostic]:
+    for key in error.instance if isinstance(error.instance, dict) else ():
+        if key not in schema["properties"] and not key.startswith("//"):
+            place = document.place(pointer_to(*error.absolute_path, key), key=True)
+            yield Diagnostic(
+                "QZ102",
+                f"unknown key {quoted(key)}",
+                place,
+                help=help_for_key(key, tuple(schema["properties"])),
+            )
+
+
+def _missing(document: Document, pointer: str) -> Diagnostic:
+    missing = missing_keys(document.value, pointer)
+    count = "a key is" if len(missing) == 1 else f"{len(missing)} keys are"
+    message = f"{count} missing here: {listed(missing)}"
+    return Diagnostic("QZ105", message, document.place(pointer, key=True), help=f"paste {paste(missing)}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, str):
+        return f"the string {quoted(value)}"
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "a list"
+    return quoted(value)
+
+
+def _range(schema: dict[str, Any]) -> str:
+    if schema.get("minLength"):
+        return "not empty"
+    low = f"more than {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else f"at least {schema['minimum']}"
+    return f"{low}, at most {schema['maximum']}" if "maximum" in schema else low
+
+
+def _selector_help(entry: Any) -> str:
+    if isinstance(entry, str):
+        return '"layer_name": null, or "layer_type": null to go by name'
+    return 'write "layer_type": "torch.nn.Conv2d", or a "layer_name" that `quantizer inspect` prints'

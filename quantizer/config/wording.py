@@ -1,0 +1,40 @@
+"""Small words of messages: how a value is quoted, what is closest to a misspelt word. No rules, no places."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+MAX_QUOTED = 60
+
+
+def quoted(value: Any) -> str:
+    """A value as JSON, cut so that it never floods a message.
+
+    >>> quoted("half_up"), quoted(True)
+    ('"half_up"', 'true')
+    """
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 1] + "…"
+
+
+def listed(words: Iterable[Any]) -> str:
+    """Words in a row.
+
+    >>> listed(["max", "mean"])
+    'max, mean'
+    """
+    return ", ".join(word if isinstance(word, str) else json.dumps(word) for word in words)
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The known word nearest to a misspelt one, whatever its case; None if none is near.
+
+    >>> closest("bit_widht", ["method", "bit_width"])
+    'bit_width'
+    """
+    by_lower = {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(word.lower()[:100], by_lower, n=1, cutoff=0.6)
+    return by_lower[matches[0]] if matches else None
