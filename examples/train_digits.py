@@ -1,4 +1,4 @@
-"""Trains the network of `digits.py` and writes its weights: `python examples/train_digits.py`, ten seconds on two cores."""
+"""Trains the network of `digits.py` and saves its weights, in ten seconds: `python examples/train_digits.py`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,188 @@
+"""How the user's model comes in: `--model` and `--weights` give a module in eval mode. A Python file is run as code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantizer.errors import DataError, ModelError
+from quantizer.sources.user_code import UserModule, import_user_module, split_spec, user_errors
+from quantizer.sources.weights import WEIGHT_SUFFIXES, check_finite, load_weights
+
+logger = logging.getLogger(__name__)
+
+FORMS = "give FILE.py, FILE.py:factory, package.module:factory, an exported .pt2 or a Hugging Face folder"
+Evaluate = Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A float model ready to be traced, and what its file offers under the conventional names.
+
+    `name` is the class name of `module`. `calibration_data` and `evaluation_data` (by default the same) return what
+    `load_batches` takes; `evaluate(model, data)` returns metrics by name.
+    """
+
+    module: nn.Module
+    name: str
+    calibration_data: Callable[[], Any] | None = None
+    evaluation_data: Callable[[], Any] | None = None
+    evaluate: Evaluate | None = None
+
+
+def load_model(spec: str, weights: str | None = None, *, trust: bool = False) -> LoadedModel:
+    """The model of `--model`, with the weights of `--weights` if given.
+
+    `spec` is `FILE.py` (its `model()`), `FILE.py:factory`, `package.module:factory`, an exported `.pt2` (only with
+    `trust`, as loading one can run code), or a Hugging Face folder. Raises `ModelError` for everything that goes wrong.
+    """
+    path = Path(spec)
+    if path.is_dir():
+        loaded = LoadedModel(module := _from_hugging_face(path), type(module).__name__)
+    elif reader := _FILES.get(path.suffix.lower()):
+        module = reader(path, trust)
+        loaded = LoadedModel(module, type(module).__name__)
+    else:
+        loaded = _from_python(spec)
+    if weights is not None:
+        load_weights(loaded.module, weights)
+    check_finite(loaded.module)
+    return loaded
+
+
+def load_evaluate(spec: str) -> Evaluate:
+    """The function `evaluate(model, data)` of `--evaluate FILE.py`, or the one that `FILE.py:function` names.
+
+    The function returned raises `ModelError` if the user's raises or does not return a dict of numbers.
+    """
+    location, name = split_spec(spec)
+    user = import_user_module(location)
+    return _checked_evaluate(user, user.get(name or "evaluate"))
+
+
+def _from_python(spec: str) -> LoadedModel:
+    location, name = split_spec(spec)
+    if name is None and not location.endswith(".py"):
+        raise ModelError(f"{spec!r} is neither a file, a folder nor module:factory", help=FORMS)
+    user = import_user_module(location)
+    module = _build(user, name or "model")
+    evaluate = user.find("evaluate")
+    calibration_data = _data(user, "calibration_data")
+    return LoadedModel(
+        module=_in_eval_mode(module),
+        name=type(module).__name__,
+        calibration_data=calibration_data,
+        evaluation_data=_data(user, "evaluation_data") or calibration_data,
+        evaluate=_checked_evaluate(user, evaluate) if evaluate is not None else None,
+    )
+
+
+def _build(user: UserModule, name: str) -> nn.Module:
+    factory = user.get(name)
+    if isinstance(factory, nn.Module):
+        return factory
+    what = f"{name} of {user.label}"
+    if not callable(factory):
+        raise ModelError(f"{what} is a {type(factory).__name__}, not a function that returns a torch.nn.Module")
+    required = _required_parameters(factory)
+    if required:
+        remedy = f"give them defaults, or write a function without parameters that calls {name}"
+        raise ModelError(f"{what} needs arguments: {', '.join(required)}", help=remedy)
+    module = user.call(factory, ModelError)
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"{what} returned a {type(module).__name__}, not a torch.nn.Module")
+    return module
+
+
+def _required_parameters(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):  # builtins have no signature; calling them will tell
+        return []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+
+
+def _in_eval_mode(module: nn.Module) -> nn.Module:
+    with user_errors("eval() of the model", ModelError):
+        return module.eval()
+
+
+def _data(user: UserModule, name: str) -> Callable[[], Any] | None:
+    source = user.find(name)
+    if source is None:
+        return None
+    return (lambda: user.call(source, DataError)) if callable(source) else (lambda: source)
+
+
+def _checked_evaluate(user: UserModule, function: Any) -> Evaluate:
+    if not callable(function):
+        raise ModelError(f"evaluate of {user.label} is a {type(function).__name__}, not a function of (model, data)")
+
+    def evaluate(model: Callable[..., Any], data: Iterable[Any]) -> dict[str, float]:
+        metrics = user.call(function, ModelError, model, data)
+        try:
+            return {str(name): float(value) for name, value in metrics.items()}
+        except (AttributeError, TypeError, ValueError) as cause:
+            what = f"evaluate() of {user.label} returned {metrics!r:.80}, not a dict of numbers"
+            raise ModelError(what, help='return for example {"top1": 0.97}') from cause
+
+    return evaluate
+
+
+def _from_pt2(path: Path, trust: bool) -> nn.Module:
+    if not path.is_file():
+        raise ModelError(f"there is no file {path}", help=FORMS)
+    if not trust:
+        raise ModelError(
+            f"{path} is not loaded: a .pt2 file can run code when torch.export.load opens it",
+            help="add --trust if it is your own, or give the Python that builds the model",
+        )
+    try:
+        return torch.export.load(path).module()
+    except Exception as cause:
+        raise ModelError(f"{path} cannot be read as an exported program: {cause}") from cause
+
+
+def _refuse_onnx(path: Path, trust: bool) -> nn.Module:
+    raise ModelError(
+        f"{path}: an ONNX graph is not a PyTorch model, and quantizer has no converter",
+        help="give the PyTorch model it was exported from, or convert it to a torch.nn.Module first",
+    )
+
+
+def _refuse_weights(path: Path, trust: bool) -> nn.Module:
+    raise ModelError(
+        f"{path} holds weights, not a model", help=f"give the Python that builds it: --model FILE.py --weights {path}"
+    )
+
+
+_FILES: dict[str, Callable[[Path, bool], nn.Module]] = {
+    ".pt2": _from_pt2,
+    ".onnx": _refuse_onnx,
+    **dict.fromkeys(WEIGHT_SUFFIXES, _refuse_weights),
+}
+
+
+def _from_hugging_face(folder: Path) -> nn.Module:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} is a folder without a config.json, so not a Hugging Face model", help=FORMS)
+    if importlib.util.find_spec("transformers") is None:
+        raise ModelError(
+            f"{folder} is a Hugging Face model, and transformers is missing", help="pip install transformers"
+        )
+    with user_errors(f"transformers, loading {folder},", ModelError):
+        architectures = json.loads((folder / "config.json").read_text("utf-8")).get("architectures") or ["AutoModel"]
+        model_class = getattr(importlib.import_module("transformers"), architectures[0])
+        logger.info("loading %s from %s", architectures[0], folder)
+        return _in_eval_mode(model_class.from_pretrained(folder, local_files_only=True, use_safetensors=True))

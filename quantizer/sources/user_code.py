@@ -1,0 +1,181 @@
+"""Imports the user's Python and calls it, so that what goes wrong there is told in the user's own lines.
+
+The only place that runs foreign code by name: `FILE.py:NAME` or `package.module:NAME`. Leaves `sys.path` as it was.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import logging
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from quantizer.errors import ModelError, QuantizerError
+
+logger = logging.getLogger(__name__)
+
+_INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OURS = str(Path(__file__).parents[1] / "_")[:-1]
+
+
+@dataclass(frozen=True)
+class UserModule:
+    """A module of the user's; `folder` is importable whenever code of it is started through `call`."""
+
+    module: ModuleType
+    folder: Path
+    label: str
+
+    def find(self, name: str) -> Any | None:
+        """The attribute called `name`, or None."""
+        return getattr(self.module, name, None)
+
+    def get(self, name: str) -> Any:
+        """The attribute called `name`. A miss is a `ModelError` with the closest names."""
+        if hasattr(self.module, name):
+            return getattr(self.module, name)
+        public = [known for known in vars(self.module) if not known.startswith("_")]
+        close = difflib.get_close_matches(name, public, n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"it defines: {', '.join(public) or 'nothing'}"
+        raise ModelError(f"{self.label} has no {name!r}", help=hint)
+
+    def call(self, function: Callable[..., Any], error: type[QuantizerError], *args: Any) -> Any:
+        """`function(*args)` with the folder importable; what it raises comes back as `error` with the user's frames."""
+        name = getattr(function, "__name__", type(function).__name__)
+        with user_errors(f"{name}() of {self.label}", error), _importable(self.folder):
+            return function(*args)
+
+
+def import_user_module(location: str) -> UserModule:
+    """The module at `location`: a path that ends in `.py`, or a dotted name looked up in the working directory first.
+
+    Raises `ModelError` if there is no such file or module, or if it raises while it is imported.
+    """
+    if location.endswith(".py"):
+        return _import_file(Path(location))
+    folder = Path.cwd()
+    with user_errors(location, ModelError), _importable(folder):
+        try:
+            module = importlib.import_module(location)
+        except ModuleNotFoundError as error:
+            if error.name and (location == error.name or location.startswith(f"{error.name}.")):
+                raise _no_such_module(location, error.name) from None
+            raise
+    logger.info("importing %s from %s", location, getattr(module, "__file__", "a namespace package"))
+    return UserModule(module, folder, location)
+
+
+def split_spec(spec: str) -> tuple[str, str | None]:
+    """`FILE.py:NAME` or `package.module:NAME` as (location, name); name is None if there is none.
+
+    >>> split_spec("nets/small.py:build"), split_spec("nets/small.py")
+    (('nets/small.py', 'build'), ('nets/small.py', None))
+    """
+    location, colon, name = spec.rpartition(":")
+    if not colon or name.endswith(".py") or "/" in name or "\\" in name:
+        return spec, None
+    return location, name
+
+
+@contextmanager
+def user_errors(what: str, error: type[QuantizerError]) -> Iterator[None]:
+    """Turn what the user's code raises into `error`: "`what` raised ValueError: …" and the user's own frames."""
+    try:
+        yield
+    except QuantizerError:
+        raise
+    except (Exception, SystemExit) as cause:
+        raise error(f"{what} raised {_one_line(cause)}", help=_user_frames(cause)) from cause
+
+
+def _import_file(path: Path) -> UserModule:
+    if not path.is_file():
+        raise ModelError(f"there is no file {path}", help="give FILE.py, FILE.py:factory or package.module:factory")
+    logger.info("importing %s", path)
+    name = _fresh_name(path)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{path} cannot be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and typing look a class's module up there
+    folder = path.resolve().parent
+    try:
+        with user_errors(str(path), ModelError), _importable(folder):
+            spec.loader.exec_module(module)
+    except QuantizerError:
+        del sys.modules[name]
+        raise
+    return UserModule(module, folder, str(path))
+
+
+def _fresh_name(path: Path) -> str:
+    """A module name that no other file holds, and that does not depend on where the file lies."""
+    stem, n = f"user_{path.stem}", 1
+    name = stem
+    while name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
+        n += 1
+        name = f"{stem}_{n}"
+    return name
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Look in `folder` first for imports, write no bytecode there, and undo both."""
+    _forget_namesakes(folder)
+    entry, wrote_bytecode = str(folder), sys.dont_write_bytecode
+    sys.path.insert(0, entry)
+    sys.dont_write_bytecode = True
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = wrote_bytecode
+        if entry in sys.path:
+            sys.path.remove(entry)
+
+
+def _forget_namesakes(folder: Path) -> None:
+    """Two users' files may each have a `helper.py` beside them: drop the one whose folder is no longer importable."""
+    importable = {str(Path(entry or ".").resolve()) for entry in sys.path}
+    for path in folder.glob("*.py"):
+        origin = getattr(sys.modules.get(path.stem), "__file__", None)
+        if origin and Path(origin).resolve() != path and str(Path(origin).resolve().parent) not in importable:
+            del sys.modules[path.stem]
+
+
+def _no_such_module(location: str, missing: str) -> ModelError:
+    if "/" in location or "\\" in location or not all(part.isidentifier() for part in location.split(".")):
+        return ModelError(
+            f"{location!r} is neither a file nor a module", help="give FILE.py:factory or package.module:factory"
+        )
+    where = "the working directory and the installed packages"
+    return ModelError(
+        f"there is no module {missing!r} in {where}", help="run from the folder that holds it, or give FILE.py:factory"
+    )
+
+
+def _one_line(cause: BaseException) -> str:
+    text = " ".join(str(cause).split())
+    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+
+
+def _user_frames(cause: BaseException) -> str:
+    """Where in the user's code: `file.py:12 in build: the line`, outermost first, at most five."""
+    frames = [f for f in traceback.extract_tb(cause.__traceback__) if _is_users(f.filename)]
+    return (
+        "\n".join(f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames[-5:])
+        or "no frame of your code is involved"
+    )
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith((*_INSTALLED, _OURS, "<frozen"))

@@ -1,0 +1,99 @@
+"""Puts the weights of a file into a module; checks that they fit and are finite. Weights are data: no code is run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantizer.errors import ModelError
+from quantizer.sources.tensor_files import read_file
+
+logger = logging.getLogger(__name__)
+
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
+_WRAPPERS = ("state_dict", "model", "model_state_dict")
+_SHOWN = 5
+
+
+def load_weights(module: nn.Module, path: str) -> None:
+    """Copy the tensors of a `.safetensors` or `.pt/.pth` state dict into `module`.
+
+    Raises `ModelError` if the file is unreadable or holds something else, and if a name or a shape differs.
+    """
+    if Path(path).suffix.lower() not in WEIGHT_SUFFIXES:
+        raise ModelError(f"{path} is not a weights file", help=f"its name must end in {', '.join(WEIGHT_SUFFIXES)}")
+    state = _state_dict(read_file(Path(path), ModelError), path)
+    _check_fit(module, state, path)
+    module.load_state_dict(state, strict=False)
+
+
+def check_finite(module: nn.Module) -> None:
+    """Raise `ModelError` naming the first parameter with NaN or Inf, or buffer with NaN (masks may hold -inf)."""
+    for name, parameter in module.named_parameters():
+        _check_tensor(name, parameter.detach(), "NaN or Inf", torch.isfinite)
+    for name, buffer in module.named_buffers():
+        _check_tensor(name, buffer, "NaN", lambda values: ~torch.isnan(values))
+
+
+def _check_tensor(name: str, tensor: Tensor, fault: str, is_sound: Callable[[Tensor], Tensor]) -> None:
+    # A finite sum proves all values finite and reads each once; only a sum that is not is worth the exact test.
+    if not tensor.is_floating_point() or torch.isfinite(tensor.float().sum()):
+        return
+    bad = tensor.numel() - int(is_sound(tensor.double()).sum())
+    if bad:
+        raise ModelError(f"the weights hold {fault}: {bad} of {tensor.numel()} values of {name}")
+
+
+def _state_dict(content: Any, path: str) -> dict[str, Tensor]:
+    for key in _WRAPPERS:
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            logger.info("%s: taking the weights under %r", path, key)
+            content = content[key]
+            break
+    if not isinstance(content, Mapping) or not content:
+        raise ModelError(f"{path} holds {_describe(content)}, not a state_dict", help="save model.state_dict()")
+    other = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
+    if other:
+        raise ModelError(
+            f"{path} is not a state_dict: {other[0]!r} is {_describe(content[other[0]])}, not a tensor",
+            help=f"save model.state_dict(), alone or under one of the keys {', '.join(_WRAPPERS)}",
+        )
+    return dict(content)
+
+
+def _describe(content: Any) -> str:
+    return "an empty dict" if content == {} else f"a {type(content).__name__}"
+
+
+def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> None:
+    own = module.state_dict()
+    given = {own[name].data_ptr() for name in state if name in own}  # a file may store tied weights once
+    missing = [
+        name
+        for name, tensor in own.items()
+        if name not in state and not name.endswith("num_batches_tracked") and tensor.data_ptr() not in given
+    ]
+    unexpected = [name for name in state if name not in own]
+    misshaped = [
+        f"{name} {list(tensor.shape)} (the model has {list(own[name].shape)})"
+        for name, tensor in state.items()
+        if name in own and tensor.shape != own[name].shape
+    ]
+    faults = {"missing in the file": missing, "not in the model": unexpected, "of another shape": misshaped}
+    lines = [f"{len(names)} {fault}: {_first(names)}" for fault, names in faults.items() if names]
+    if not lines:
+        return
+    if unexpected and all(name.startswith("module.") for name in unexpected):
+        lines.append(
+            'the file comes from DataParallel: strip "module." from the names, or save model.module.state_dict()'
+        )
+    raise ModelError(f"the weights of {path} do not fit the model", help="\n".join(lines))
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
