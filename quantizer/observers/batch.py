@@ -1,0 +1,86 @@
+"""What a range method may read of one batch: exact extremes, a bounded sample, its histogram. Lives for one batch.
+
+A tensor is a matrix here: one row, or one row per channel. Everything but the extremes is read from a regular sample of
+at most 2^16 values of all rows together, or 2^12 of each if that is more; smaller tensors are read whole. The sample's
+stride has no divisor in common with the row's length, so it cannot run along one column of an image.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from quantizer.numerics.layout import flat_view
+
+BINS = 2048  # per sign; the resolution of TensorRT's and pytorch_nndct's calibrators
+SAMPLE = 1 << 16
+SAMPLE_PER_ROW = 1 << 12
+
+Range = tuple[Tensor, Tensor]
+
+
+def as_rows(x: Tensor, ch_axis: int | None) -> Tensor:
+    """Return `x` as a matrix of one row, in memory order, or of one row per channel; a view where memory allows it.
+
+    >>> as_rows(torch.zeros(4, 3, 5, 5), 1).shape
+    torch.Size([3, 100])
+    """
+    if ch_axis is not None:
+        return x.movedim(ch_axis, 0).reshape(x.shape[ch_axis], -1)
+    flat = flat_view(x)
+    return (x.reshape(-1) if flat is None else flat).unsqueeze(0)
+
+
+def stride_for(length: int, limit: int) -> int:
+    """Return the smallest step that leaves at most `limit` of `length` values and shares no divisor with `length`.
+
+    >>> stride_for(1000, 1000), stride_for(112 * 112, 1000)
+    (1, 13)
+    """
+    stride = -(-length // limit)
+    while math.gcd(stride, length) > 1:
+        stride += 1
+    return stride
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch's values as `rows` (R, N), with the exact extremes `low` and `high` (R,), float64 on the CPU."""
+
+    rows: Tensor
+    low: Tensor
+    high: Tensor
+
+    @cached_property
+    def amax(self) -> Tensor:
+        """The largest magnitude of each row, (R,) float64."""
+        return torch.maximum(-self.low, self.high)
+
+    @cached_property
+    def sample(self) -> Tensor:
+        """The sampled values as float32, (R, n)."""
+        limit = max(SAMPLE // len(self.rows), SAMPLE_PER_ROW)
+        return self.rows[:, :: stride_for(self.rows.shape[1], limit)].float().contiguous()
+
+    @cached_property
+    def histogram(self) -> Tensor:
+        """Counts of the sample over [-amax, amax] in 2 * BINS equal bins, (R, 2 * BINS) float64 on the CPU."""
+        count, width = len(self.rows), 2 * BINS
+        amax = torch.where(self.amax == 0, 1.0, self.amax).to(self.sample)
+        index = (self.sample / amax[:, None]).mul_(BINS).add_(BINS).clamp_(0, width - 1).to(torch.int32)
+        if count > 1:
+            index += torch.arange(0, count * width, width, dtype=torch.int32, device=index.device)[:, None]
+        return torch.bincount(index.view(-1), minlength=count * width).view(count, width).double().cpu()
+
+    @cached_property
+    def magnitudes(self) -> Tensor:
+        """Counts of the sample's magnitudes over [0, amax] in BINS equal bins, (R, BINS) float64 on the CPU."""
+        return self.histogram[:, BINS:] + self.histogram[:, :BINS].flip(1)
+
+    def clipped(self, clip: Tensor) -> Range:
+        """Return the range cut to magnitudes of at most `clip` (R,)."""
+        return torch.maximum(self.low, -clip), torch.minimum(self.high, clip)

@@ -1,0 +1,47 @@
+"""The mse method: the clip with the least squared error, found on the histogram by one matrix product."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.numerics.fake_quantize import fake_quantize_
+from quantizer.numerics.registry import register
+from quantizer.observers.batch import BINS, Batch, Range
+from quantizer.observers.methods import METHODS
+
+STEPS_PER_OCTAVE = 16
+
+
+@register(METHODS, "mse")
+def mse(batch: Batch, spec: QuantizationSpec) -> Range:
+    """Return the range cut at the clip that gives the least squared error with the spec's grid and rounding mode."""
+    errors = batch.histogram @ _squared_errors(spec.quant_min, spec.quant_max, spec.round_mode).T
+    return batch.clipped(batch.amax * _clips()[errors.argmin(1)] / BINS)
+
+
+def _clips() -> Tensor:
+    """Clips to try, in bins: the centres 1536, 1552, ... of pytorch_nndct, the maximum, and 16 per octave below them.
+
+    Low bit widths need those: at 2 bits the best clip of Gaussian data is 1.03 sigma, a quarter of the maximum.
+    """
+    upper = torch.arange(1536, BINS, 16, dtype=torch.float64) + 0.5
+    octaves = torch.arange(7 * STEPS_PER_OCTAVE, 0, -1, dtype=torch.float64) / STEPS_PER_OCTAVE
+    return torch.cat([upper[0] / 2**octaves, upper, torch.tensor([float(BINS)], dtype=torch.float64)])
+
+
+@lru_cache(maxsize=16)
+def _squared_errors(quant_min: int, quant_max: int, round_mode: str) -> Tensor:
+    """Return the squared error, in bins^2, of every bin's centre under every clip, (clips, 2 * BINS) float64.
+
+    It depends on no data, so a histogram times this matrix gives the error of all clips at once.
+    """
+    centres = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
+    scale = (_clips() / quant_max).float()
+    values = centres.repeat(len(scale), 1)
+    zero_point = torch.zeros_like(scale, dtype=torch.int32)
+    fake_quantize_(values, scale, zero_point, quant_min, quant_max, round_mode, ch_axis=0)
+    return (values - centres).square_()

@@ -1,0 +1,116 @@
+"""Watches one tensor over the batches and gives its scale and zero point. Keeps one range per batch, no values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.numerics.qparams import QParams, qparams_from_range, qparams_from_step, step_from_range
+from quantizer.numerics.registry import lookup
+from quantizer.observers.batch import Batch, as_rows
+from quantizer.observers.errors import NegativeValuesError, NonFiniteError, ObservationError, UnobservedError
+from quantizer.observers.methods import METHODS, grid_of
+from quantizer.observers.statistic import STATISTICS, reduce_batches
+
+
+class Observer:
+    """Observes activations batch by batch, or a weight once, for an integer `spec`.
+
+    Every batch gives one range per tensor or channel by the spec's method. For a symmetric grid the statistic is taken
+    over the batches' scales, for an asymmetric one over either end of their ranges, where "max" is the outermost. A
+    statistic of powers of two is rounded up to one. Raises ValueError for a spec that no range exists for.
+    """
+
+    def __init__(self, spec: QuantizationSpec) -> None:
+        if spec.dtype != "int":
+            raise ValueError(f'Only integer grids have a range to observe, and dtype is "{spec.dtype}".')
+        if spec.method in ("mse", "entropy") and not spec.symmetric:
+            raise ValueError(f"The {spec.method} method needs a symmetric grid.")
+        if spec.method == "diffs" and spec.scale_type != "poweroftwo":
+            raise ValueError("The diffs method tries powers of two, so it needs scale_type poweroftwo.")
+        self.spec = spec
+        self._grid = grid_of(spec)
+        self._method = lookup(METHODS, spec.method, "calibration method")
+        lookup(STATISTICS, spec.statistic, "statistic over batches")
+        self._batches: list[
+            Tensor
+        ] = []  # of each batch (4, R): the method's low and high, the least and greatest value
+
+    @property
+    def low(self) -> Tensor:
+        """The smallest value seen, float64 of shape () or (C,). Raises UnobservedError before the first batch."""
+        return self._shaped(self._stacked()[:, 2].amin(0))
+
+    @property
+    def high(self) -> Tensor:
+        """The largest value seen, like `low`."""
+        return self._shaped(self._stacked()[:, 3].amax(0))
+
+    @torch.no_grad()
+    def observe(self, x: Tensor) -> None:
+        """Take in one batch: a floating-point tensor of any layout, on any device.
+
+        Raises NonFiniteError, NegativeValuesError (unsigned symmetric grids) or ObservationError (no values at all);
+        such a batch leaves no trace.
+        """
+        batch = self._batch(x)
+        low, high = self._method(batch, self.spec)
+        self._batches.append(torch.stack([low, high, batch.low, batch.high]))
+
+    def qparams(self) -> QParams:
+        """Return scale and zero point for the batches so far, shape () or (C,). Raises UnobservedError without any."""
+        lows, highs = self._stacked()[:, 0], self._stacked()[:, 1]
+        if self._grid.symmetric:
+            step = reduce_batches(step_from_range(lows, highs, self._grid), self.spec.statistic)
+            qparams = qparams_from_step(step, torch.zeros_like(step), self._grid)
+        else:
+            low = -reduce_batches(-lows, self.spec.statistic)
+            high = reduce_batches(highs, self.spec.statistic)
+            qparams = qparams_from_range(low, high, self._grid)
+        return QParams(self._shaped(qparams.scale), self._shaped(qparams.zero_point))
+
+    def merge(self, other: Observer) -> None:
+        """Take in what `other` saw, as if its batches had come here. Raises ValueError if it watched another spec."""
+        if other.spec != self.spec:
+            raise ValueError(f"Only observers of one spec can be merged, not of {self.spec} and {other.spec}.")
+        self._batches += other._batches
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all there is to keep: "batches", float64 (B, 4, R), 32 bytes per batch and row; (0, 4, 0) if new."""
+        return {"batches": self._stacked() if self._batches else torch.empty(0, 4, 0, dtype=torch.float64)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replace what was seen by a state of `state_dict`. Raises ValueError for anything else."""
+        batches = state.get("batches")
+        if set(state) != {"batches"} or batches is None or batches.ndim != 3 or batches.shape[1] != 4:
+            raise ValueError(f'An observer\'s state is one tensor "batches" of shape (B, 4, R), not {sorted(state)}.')
+        self._batches = list(batches.double().unbind(0))
+
+    def _batch(self, x: Tensor) -> Batch:
+        """Return `x` with its extremes, read once; NaN and infinity show in them."""
+        if not x.is_floating_point():
+            raise TypeError(f"Only floating-point tensors can be observed, not {x.dtype}.")
+        if x.numel() == 0:
+            raise ObservationError(f"The tensor of shape {tuple(x.shape)} has no values.")
+        rows = as_rows(x, self.spec.ch_axis)
+        low, high = rows.aminmax(dim=1) if len(rows) > 1 else (end.view(1) for end in rows.aminmax())
+        low, high = low.double().cpu(), high.double().cpu()
+        if not (low.isfinite() & high.isfinite()).all():
+            raise NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
+        if self._grid.symmetric and self._grid.quant_min == 0 and bool((low < 0).any()):
+            raise NegativeValuesError(
+                f"The smallest value is {low.min():g}, and an unsigned symmetric grid has no negative values; "
+                "make it signed, or asymmetric."
+            )
+        return Batch(rows, low, high)
+
+    def _stacked(self) -> Tensor:
+        if not self._batches:
+            raise UnobservedError("No values were observed, so there is no range and no scale.")
+        return torch.stack(self._batches)
+
+    def _shaped(self, row: Tensor) -> Tensor:
+        return row.squeeze(0) if self.spec.ch_axis is None else row
