@@ -8,6 +8,7 @@ from typing import Any
 
 from quantizer.config.document import Document
 from quantizer.config.resources import load_resource
+from quantizer.config.wording import closest
 
 _FLOAT_DATATYPES = ("float16", "bfloat16", "float32")
 
@@ -29,7 +30,9 @@ def missing_keys(value: Mapping[str, Any], pointer: str) -> dict[str, Any]:
         roles = value.get("quantizable_data_type", preset["quantizable_data_type"])
         parameters = _parameters(value, preset, inherit=True)
         wanted = {"quantizable_data_type": roles, "overall_quantize_config": parameters}
-    return {key: wanted[key] for key in wanted if key not in here}
+    # A misspelt key is there: it is told as unknown, and not a second time as missing.
+    misspelt = {closest(key, wanted) for key in here if key not in wanted}
+    return {key: wanted[key] for key in wanted if key not in here and key not in misspelt}
 
 
 def paste(members: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ _CONTEXT = ("tensor", "target_device")
 
 @dataclass(frozen=True)
 class Conflict:
-    """One broken rule: `fields` are the fields of `QuantizationSpec` in conflict; `on_device`: the device counts too."""
+    """One broken rule: `fields` are fields of `QuantizationSpec`; `on_device` says that the device counts too."""
 
     code: str
     message: str

@@ -58,7 +58,7 @@ def _explain(document: Document, error: ValidationError) -> Iterator[Diagnostic]
     elif error.validator == "additionalProperties":
         yield from _unknown_keys(document, error, schema)
     elif error.validator == "required":
-        yield _missing(document, pointer)
+        yield from _missing(document, pointer)
     else:
         yield _wrong_value(document, error, schema)
 
@@ -97,11 +97,13 @@ def _unknown_keys(document: Document, error: ValidationError, schema: dict[str, 
             )
 
 
-def _missing(document: Document, pointer: str) -> Diagnostic:
+def _missing(document: Document, pointer: str) -> Iterator[Diagnostic]:
     missing = missing_keys(document.value, pointer)
+    if not missing:
+        return
     count = "a key is" if len(missing) == 1 else f"{len(missing)} keys are"
     message = f"{count} missing here: {listed(missing)}"
-    return Diagnostic("QZ105", message, document.place(pointer, key=True), help=f"paste {paste(missing)}")
+    yield Diagnostic("QZ105", message, document.place(pointer, key=True), help=f"paste {paste(missing)}")
 
 
 def _kind(value: Any) -> str:

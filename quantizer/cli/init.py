@@ -1,0 +1,42 @@
+"""`quantizer init`: writes a preset as a config to start from. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from quantizer.cli.files import write_text
+from quantizer.cli.options import SETTINGS
+from quantizer.config.resources import resource
+from quantizer.errors import UsageError
+
+PRESETS = {"CPU": "cpu_int8.json", "GPU": "gpu.json", "DPU": "dpu.json"}
+
+
+@click.command(context_settings=SETTINGS)
+@click.option("--device", type=click.Choice(list(PRESETS), case_sensitive=False), default="CPU", show_default=True)
+@click.option(
+    "--output", "-o", default="quantize_config.json", show_default=True, help="The file; - for standard output."
+)
+@click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
+def init(device: str, output: str, overwrite: bool) -> None:
+    """Write a config to start from: one that is valid for the device.
+
+    \b
+    quantizer init --device DPU -o net.json
+    """
+    preset = resource("configs", PRESETS[device]).read_text("utf-8").splitlines(keepends=True)
+    # The preset names its schema by a path that does not hold where the new file is.
+    text = "".join(line for line in preset if not line.lstrip().startswith('"$schema"'))
+    if output == "-":
+        click.echo(text, nl=False)
+        return
+    if Path(output).is_dir():
+        raise UsageError(f"{output} is a directory", help="give the path of a file with -o")
+    if Path(output).exists() and not overwrite:
+        raise UsageError(f"{output} is there already", help="write another file with -o, or give --overwrite")
+    write_text(output, text)
+    click.echo(
+        f"wrote {output}; `quantizer validate {output}` checks it, `quantizer explain KEY` explains a key", err=True
+    )

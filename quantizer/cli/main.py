@@ -1,0 +1,160 @@
+"""The command `quantizer`: finds the subcommand, and turns every error into a sentence and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from quantizer import __version__
+from quantizer.cli.options import SETTINGS, RunOptions, run_options
+from quantizer.cli.render import print_diagnostics
+from quantizer.config.diagnostics import ConfigError
+from quantizer.errors import QuantizerError, UsageError
+
+COMMANDS = {
+    "init": ("quantizer.cli.init:init", "Write a config to start from."),
+    "validate": ("quantizer.cli.validate:validate", "Check config files; show all errors at once."),
+    "explain": ("quantizer.cli.explain:explain", "Explain a code, a config key, or what holds for one layer."),
+    "inspect": ("quantizer.cli.inspect:inspect", "Show the layers of a model and what can be quantized."),
+    "plan": ("quantizer.cli.plan:plan", "Show what a config does to a model, without data."),
+    "schema": ("quantizer.cli.schema:schema", "Print the JSON Schema of the config, for editors."),
+}
+"""Each subcommand: where it is, and its help, so that `--help` imports none of them."""
+
+RUN = "quantizer.cli.run:run"
+
+EPILOG = """\b
+Exit codes: 0 done · 1 the answer is no (validation errors, a failed --gate)
+2 usage or unreadable config · 3 model · 4 data · 5 results
+70 internal error · 130 interrupted · 143 terminated"""
+
+
+class LazyCommands(click.Group):
+    """A group that imports a subcommand when it is run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        entry = COMMANDS.get(cmd_name)
+        return _load(entry[0]) if entry else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_text) for name, (_, help_text) in COMMANDS.items()])
+
+
+@click.group(
+    cls=LazyCommands,
+    invoke_without_command=True,
+    context_settings={**SETTINGS, "auto_envvar_prefix": "QUANTIZER"},
+    epilog=EPILOG,
+)
+@click.version_option(__version__, prog_name="quantizer")
+@click.option(
+    "--color",
+    type=click.Choice(["auto", "always", "never"]),
+    default="auto",
+    show_default=True,
+    help="Coloured output.",
+)
+@run_options
+@click.pass_context
+def cli(ctx: click.Context, /, color: str, quant_mode: str | None, **options: Any) -> int | None:
+    """Quantize a PyTorch model as one JSON file says.
+
+    \b
+    quantizer --quant_mode calib --config_file configs/cpu_int8.json --model examples/digits.py
+    quantizer --quant_mode test  --config_file configs/cpu_int8.json --model examples/digits.py
+    """
+    ctx.color = {"always": True, "never": False}.get(color, False if os.environ.get("NO_COLOR") else None)
+    if ctx.invoked_subcommand is not None:
+        if quant_mode is not None:
+            raise click.UsageError("--quant_mode does not go with a subcommand.")
+        return None
+    if quant_mode is None:
+        given = [name for name in options if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
+        if given:
+            raise click.UsageError("Missing option '--quant_mode': float, calib or test.")
+        click.echo(ctx.get_help(), err=True)
+        return UsageError.exit_code
+    code: int | None = _load(RUN)(RunOptions(quant_mode=quant_mode, **options))
+    return code
+
+
+def main() -> NoReturn:
+    """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        # A layer's or file's name may hold what the terminal's encoding lacks; that must not end in a traceback.
+        getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
+    signal.signal(signal.SIGTERM, _terminated)
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: list[str]) -> int:
+    """Run one command line and return its exit code; every error is printed on standard error."""
+    try:
+        code = cli.main(arguments, prog_name="quantizer", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        return 130
+    except ConfigError as error:
+        print_diagnostics(error.diagnostics, error.sources)
+        return error.exit_code
+    except QuantizerError as error:
+        _show(error.message, error.help)
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - the last boundary: whatever it is, the user gets a sentence
+        return _internal_error(error, arguments)
+    return code if isinstance(code, int) else 0
+
+
+def _load(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _show(message: str, help_text: str | None) -> None:
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True)
+    if help_text:
+        click.echo(f"help: {help_text}", err=True)
+
+
+def _internal_error(error: Exception, arguments: list[str]) -> int:
+    """Tell the error in one sentence; its traceback goes to run.log beside the results, or with --debug to the screen."""
+    details = "".join(traceback.format_exception(error))
+    where = "run it again with --debug to see the traceback"
+    if "--debug" in arguments:
+        click.echo(details, err=True)
+        where = "the traceback is above"
+    elif folder := _output_dir(arguments):
+        try:
+            with (folder / "run.log").open("a", encoding="utf-8") as log:
+                log.write(details)
+            where = f"the traceback is in {folder / 'run.log'}"
+        except OSError:
+            pass
+    _show(f"internal error: {type(error).__name__}: {error}", f"this is a bug of quantizer; {where}")
+    return QuantizerError.exit_code
+
+
+def _output_dir(arguments: list[str]) -> Path | None:
+    """The result folder of a run, if it is there already: an internal error makes no folders."""
+    context = cli.make_context("quantizer", list(arguments), resilient_parsing=True)
+    folder = Path(context.params.get("output_dir") or "quantize_result")
+    return folder if folder.is_dir() else None
+
+
+def _terminated(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signum)

@@ -1,0 +1,154 @@
+"""Shows diagnostics: text with excerpts, JSON, GitHub annotations, SARIF. Changes none of them."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+
+import click
+
+from quantizer import __version__
+from quantizer.config.diagnostics import Diagnostic, Place
+
+MAX_SHOWN = 50
+MAX_WIDTH = 100
+
+Renderer = Callable[[Sequence[Diagnostic], Mapping[str, str]], str]
+_COLORS = {"error": "red", "warning": "yellow", "note": "blue"}
+
+
+def print_diagnostics(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> None:
+    """Print findings as text on standard error; nothing if there are none."""
+    if diagnostics:
+        click.echo(render_text(diagnostics, sources), err=True)
+
+
+def render_text(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> str:
+    """`file:line:column: error CODE: message`, the source line with a caret, and what to do; at most 50 findings."""
+    shown = [_text(diagnostic, sources) for diagnostic in diagnostics[:MAX_SHOWN]]
+    if len(diagnostics) > MAX_SHOWN:
+        shown.append(f"… and {len(diagnostics) - MAX_SHOWN} more")
+    return "\n".join(shown)
+
+
+def render_json(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> str:
+    """A JSON list with one object per finding."""
+    return json.dumps([_as_json(diagnostic) for diagnostic in diagnostics], indent=2, ensure_ascii=False)
+
+
+def render_github(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> str:
+    """GitHub Actions workflow commands (docs.github.com, "Workflow commands", setting an error message)."""
+    return "\n".join(map(_github, diagnostics))
+
+
+def render_sarif(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> str:
+    """A SARIF 2.1.0 log (OASIS standard)."""
+    driver = {
+        "name": "quantizer",
+        "version": __version__,
+        "rules": [{"id": c} for c in sorted({d.code for d in diagnostics})],
+    }
+    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": list(map(_sarif, diagnostics))}
+    log = {"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]}
+    return json.dumps(log, indent=2, ensure_ascii=False)
+
+
+RENDERERS: dict[str, Renderer] = {
+    "text": render_text,
+    "json": render_json,
+    "github": render_github,
+    "sarif": render_sarif,
+}
+
+
+def _text(diagnostic: Diagnostic, sources: Mapping[str, str]) -> str:
+    label = click.style(f"{diagnostic.severity} {diagnostic.code}:", fg=_COLORS[diagnostic.severity], bold=True)
+    where = f"{diagnostic.place}: " if diagnostic.place else ""
+    lines = [f"{_printable(where)}{label} {_printable(diagnostic.message)}"]
+    color = _COLORS[diagnostic.severity]
+    if diagnostic.place:
+        lines += _excerpt(diagnostic.place, sources, click.style("^", fg=color), diagnostic.remark or "")
+    for place, remark in diagnostic.related:
+        lines += _excerpt(place, sources, click.style("-", fg="blue"), remark)
+    if diagnostic.help:
+        lines.append(f"   help: {_printable(diagnostic.help)}")
+    return "\n".join(lines)
+
+
+def _excerpt(place: Place, sources: Mapping[str, str], mark: str, remark: str) -> list[str]:
+    """The source line, cut to a window if it is long, and marks under the place."""
+    lines = sources.get(place.file, "").split("\n")
+    if place.line > len(lines) or not lines[place.line - 1].strip():
+        return []
+    line = _printable(lines[place.line - 1].rstrip("\r"))
+    start, length = place.column - 1, place.length
+    if len(line) > MAX_WIDTH:
+        cut = max(0, start - MAX_WIDTH // 3)
+        line, start = line[cut : cut + MAX_WIDTH], start - cut
+    length = max(1, min(length, len(line) - start))
+    padding, marked = _width(line[:start]), max(1, _width(line[start : start + length]))
+    return [f"{place.line:5} | {line}", f"{'':5} | {' ' * padding}{mark * marked} {_printable(remark)}".rstrip()]
+
+
+def _printable(text: str) -> str:
+    """Text that cannot steer the terminal, character for character as long, so that carets stay in place."""
+    return "".join(c if c.isprintable() else " " if c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _width(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def _as_json(diagnostic: Diagnostic) -> dict[str, object]:
+    return {
+        "code": diagnostic.code,
+        "severity": diagnostic.severity,
+        "message": diagnostic.message,
+        "help": diagnostic.help,
+        **(_place_json(diagnostic.place) if diagnostic.place else {}),
+        "related": [{**_place_json(place), "remark": remark} for place, remark in diagnostic.related],
+    }
+
+
+def _place_json(place: Place) -> dict[str, object]:
+    return {
+        "file": place.file,
+        "line": place.line,
+        "column": place.column,
+        "length": place.length,
+        "pointer": place.pointer,
+    }
+
+
+def _github(diagnostic: Diagnostic) -> str:
+    level = {"error": "error", "warning": "warning", "note": "notice"}[diagnostic.severity]
+    properties = {"title": diagnostic.code}
+    if diagnostic.place:
+        place = diagnostic.place
+        properties = {"file": place.file, "line": str(place.line), "col": str(place.column), **properties}
+    text = diagnostic.message + (f"\nhelp: {diagnostic.help}" if diagnostic.help else "")
+    escaped = ",".join(f"{key}={_github_escape(value, in_property=True)}" for key, value in properties.items())
+    return f"::{level} {escaped}::{_github_escape(text)}"
+
+
+def _github_escape(text: str, *, in_property: bool = False) -> str:
+    replaced = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return replaced.replace(":", "%3A").replace(",", "%2C") if in_property else replaced
+
+
+def _sarif(diagnostic: Diagnostic) -> dict[str, object]:
+    text = diagnostic.message + (f" ({diagnostic.help})" if diagnostic.help else "")
+    result: dict[str, object] = {"ruleId": diagnostic.code, "level": diagnostic.severity, "message": {"text": text}}
+    if diagnostic.place:
+        result["locations"] = [_sarif_place(diagnostic.place)]
+    if diagnostic.related:
+        result["relatedLocations"] = [
+            {**_sarif_place(place), "message": {"text": remark}} for place, remark in diagnostic.related
+        ]
+    return result
+
+
+def _sarif_place(place: Place) -> dict[str, object]:
+    region = {"startLine": place.line, "startColumn": place.column, "endColumn": place.column + place.length}
+    return {"physicalLocation": {"artifactLocation": {"uri": place.file.replace("\\", "/")}, "region": region}}

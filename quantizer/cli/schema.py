@@ -1,0 +1,23 @@
+"""`quantizer schema`: the JSON Schemas, for editors and other tools. Imports no torch."""
+
+from __future__ import annotations
+
+import click
+
+from quantizer.cli.options import SETTINGS
+from quantizer.config.resources import resource
+
+NAMES = ("layered", "quantization_spec")
+
+
+@click.command(context_settings=SETTINGS)
+@click.argument("name", type=click.Choice(NAMES), default="layered")
+@click.option("--print/--path", "as_text", default=True, help="Print the schema, or where it lies.")
+def schema(name: str, as_text: bool) -> None:
+    """Print the JSON Schema of the config, for editors: `layered`, or `quantization_spec` of one tensor.
+
+    \b
+    quantizer schema --path
+    """
+    path = resource("schemas", f"{name}.schema.json")
+    click.echo(path.read_text("utf-8") if as_text else str(path), nl=not as_text)
