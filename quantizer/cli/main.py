@@ -17,6 +17,7 @@ from quantizer import __version__
 from quantizer.cli.options import SETTINGS, RunOptions, run_options
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import ConfigError
+from quantizer.config.wording import closest
 from quantizer.errors import QuantizerError, UsageError
 
 COMMANDS = {
@@ -46,6 +47,14 @@ class LazyCommands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         entry = COMMANDS.get(cmd_name)
         return _load(entry[0]) if entry else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS:
+            near = closest(args[0], COMMANDS)
+            ctx.fail(f"No such command '{args[0]}'." + (f" Did you mean '{near}'?" if near else ""))
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -132,7 +141,7 @@ def _show(message: str, help_text: str | None) -> None:
 
 
 def _internal_error(error: Exception, arguments: list[str]) -> int:
-    """Tell the error in one sentence; its traceback goes to run.log beside the results, or with --debug to the screen."""
+    """Tell the error in a sentence; its traceback goes to run.log beside the results, or with --debug to the screen."""
     details = "".join(traceback.format_exception(error))
     where = "run it again with --debug to see the traceback"
     if "--debug" in arguments:

@@ -102,6 +102,26 @@ CODES: dict[str, Code] = {
         "per_channel in an overall block holds for the weights; the other tensors have one scale.",
         'Write `"weights": {"per_channel": true}` in tensor_quantize_config to say the same without the warning.',
     ),
+    "QZ402": Code(
+        "a selector matches no layer",
+        "A rule that silently matches nothing would be lost.",
+        'Write one of the closest names, or `"required": false` in the entry.',
+    ),
+    "QZ403": Code(
+        "two equally strong entries for one layer",
+        "Both selectors are of the same kind; key by key the later entry wins.",
+        "Make one selector more exact, or one entry of the two.",
+    ),
+    "QZ404": Code(
+        "a name that is not taken literally",
+        "The scope of the name has exactly one layer, though its last part differs; that layer is taken.",
+        "Write the name that the note shows.",
+    ),
+    "QZ405": Code(
+        "an entry changes nothing",
+        "Its layers have none of the listed tensors, or they stay in float for another reason.",
+        "Remove the entry, or list the tensor types that the layers have.",
+    ),
     "QZ306": Code(
         "integer parameters under a floating-point datatype",
         "A wider block sets a floating-point datatype, which the block inherits; its keys would have no effect.",

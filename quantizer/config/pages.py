@@ -1,4 +1,4 @@
-"""The pages of the config's keys and of the codes, made from the schemas; docs/config and docs/rules.md hold the same."""
+"""The pages of the config's keys and of the codes, made from the schemas; docs/config and docs/rules.md hold them."""
 
 from __future__ import annotations
 
