@@ -151,7 +151,7 @@ def _blocks(
     axis = order.index(ch_axis % x.ndim)
     ordered = x.permute(order)
     channels, inner = ordered.shape[axis], math.prod(ordered.shape[axis + 1 :])
-    rows = ordered.view(-1, channels, inner)
+    rows = ordered.view(math.prod(ordered.shape[:axis]), channels, inner)
     zero_points = zero_point.to(x).view(1, -1, 1) if zero_point.any() else None
     scales = scale.view(1, -1, 1)
     wide = max(1, min(channels, BLOCK // max(1, inner)))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: 1 / scale stays finite
+LARGEST_VALUE = 2.0**128 - 2.0**105  # two steps below infinity, for the rounding of the scale itself to float32
 FINEST_POSITION = {True: 12, False: 15}  # by bit_width <= 8: the most fraction bits the DPU takes (pytorch_nndct 3.5)
 
 
@@ -82,17 +83,16 @@ def qparams_from_step(step: Tensor, low: Tensor, grid: Grid) -> QParams:
     even, lies on the grid, and is 0 for symmetric grids.
     """
     largest_code = max(-grid.quant_min, grid.quant_max) if grid.symmetric else grid.quant_max - grid.quant_min
-    largest = torch.tensor(torch.finfo(torch.float32).max / largest_code, dtype=torch.float64)
+    largest = torch.tensor(LARGEST_VALUE / largest_code, dtype=torch.float64)
     if grid.scale_type == "poweroftwo":
         finest = 2.0 ** -FINEST_POSITION[grid.bit_width <= 8]
         scale = power_of_two(step).clamp(finest, (power_of_two(largest) / 2).item())
     else:
         scale = torch.where(step == 0, 1.0, step.clamp(SMALLEST_SCALE, largest.item()))
-    scale = scale.float()
     if grid.symmetric:
-        return QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
-    zero_point = grid.quant_min - torch.round(low.double().clamp(max=0) / scale.double())
-    return QParams(scale, zero_point.clamp(grid.quant_min, grid.quant_max).to(torch.int32))
+        return QParams(scale.float(), torch.zeros_like(scale, dtype=torch.int32))
+    zero_point = grid.quant_min - torch.round(low.double().clamp(max=0) / scale)
+    return QParams(scale.float(), zero_point.clamp(grid.quant_min, grid.quant_max).to(torch.int32))
 
 
 def qparams_from_range(low: Tensor, high: Tensor, grid: Grid) -> QParams:

@@ -1,0 +1,177 @@
+"""What every range method promises, on every grid a config can ask for."""
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.numerics.fake_quantize import fake_quantize
+from quantizer.numerics.rounding import ROUND_MODES
+from quantizer.observers import METHODS, NonFiniteError, ObservationError, Observer, UnobservedError
+
+SYMMETRIC_ONLY = ("mse", "entropy")  # restrictions of the config format
+POWER_OF_TWO_ONLY = ("diffs",)
+
+
+def specs(bit_widths, round_modes):
+    return [
+        QuantizationSpec(
+            bit_width=bit_width,
+            symmetric=symmetric,
+            scale_type=scale_type,
+            round_mode=round_mode,
+            qscheme="per_tensor" if ch_axis is None else "per_channel",
+            ch_axis=ch_axis,
+            method=method,
+            percentage=99.0,
+        )
+        for method, symmetric, scale_type, ch_axis, bit_width, round_mode in product(
+            METHODS, (True, False), ("float", "poweroftwo"), (None, 0), bit_widths, round_modes
+        )
+        if (symmetric or method not in SYMMETRIC_ONLY) and (scale_type != "float" or method not in POWER_OF_TWO_ONLY)
+    ]
+
+
+def label(spec):
+    words = [spec.method, f"b{spec.bit_width}", spec.scale_type, spec.qscheme, spec.round_mode]
+    return "-".join([*words, "symmetric" if spec.symmetric else "asymmetric"])
+
+
+def batches(count=3):
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(4, 50, generator=generator) * (1 + i) + 0.3 for i in range(count)]
+
+
+def observed(spec, tensors):
+    observer = Observer(spec)
+    for x in tensors:
+        observer.observe(x)
+    return observer
+
+
+def quantized(x, spec, qparams):
+    bounds = spec.quant_min, spec.quant_max
+    return fake_quantize(x, qparams.scale, qparams.zero_point, *bounds, spec.round_mode, spec.ch_axis)
+
+
+def broadcast(row, spec):
+    return row if spec.ch_axis is None else row[:, None]
+
+
+def same(one, other):
+    return torch.equal(one.scale, other.scale) and torch.equal(one.zero_point, other.zero_point)
+
+
+@pytest.mark.parametrize("spec", specs((2, 3, 4, 8, 16), ROUND_MODES), ids=label)
+def test_scale_and_zero_point_fit_the_grid_and_the_data(spec):
+    x = batches(1)[0]
+    qparams = observed(spec, [x]).qparams()
+    shape = () if spec.ch_axis is None else (len(x),)
+    assert (qparams.scale.dtype, qparams.scale.shape) == (torch.float32, shape)
+    assert (qparams.zero_point.dtype, qparams.zero_point.shape) == (torch.int32, shape)
+    assert ((qparams.zero_point >= spec.quant_min) & (qparams.zero_point <= spec.quant_max)).all()
+    if spec.symmetric:
+        assert not qparams.zero_point.any()
+    if spec.scale_type == "poweroftwo":
+        assert (torch.frexp(qparams.scale).mantissa == 0.5).all()
+    assert not quantized(torch.zeros_like(x), spec, qparams).any()
+
+    scale, zero_point = broadcast(qparams.scale, spec), broadcast(qparams.zero_point, spec)
+    inside = (x >= (spec.quant_min - zero_point) * scale) & (x <= (spec.quant_max - zero_point) * scale)
+    error = (x - quantized(x, spec, qparams)).abs()
+    assert (error <= scale / 2 + x.abs() * 2.0**-22)[inside].all()  # float32 resolves 2^-23 of a value
+    assert inside.float().mean() > (0.9 if spec.bit_width >= 8 else 0.3)
+
+
+@pytest.mark.parametrize("spec", specs((4, 8), ["half_up"]), ids=label)
+@pytest.mark.parametrize("value", [0.0, 1e-45, -1e-45, 1e-30, -3.0, 1e30, -1e37])
+def test_constant_tensors_come_back_within_a_step(spec, value):
+    x = torch.full((3, 20), value)
+    qparams = observed(spec, [x]).qparams()
+    assert (qparams.scale >= 2.0**-126).all()
+    assert ((x - quantized(x, spec, qparams)).abs() <= broadcast(qparams.scale, spec)).all()
+
+
+@pytest.mark.parametrize("spec", specs((2, 8, 16), ["half_even"]), ids=label)
+def test_the_whole_float_range_stays_finite(spec):
+    largest = torch.finfo(torch.float32).max
+    for x in (
+        torch.full((2, 9), largest),
+        torch.full((2, 9), -largest),
+        torch.tensor([[largest, -largest, 0.0, 1.0]] * 2),
+    ):
+        assert quantized(x, spec, observed(spec, [x]).qparams()).isfinite().all()
+
+
+@pytest.mark.parametrize("spec", specs((8,), ["half_even"]), ids=label)
+def test_a_silent_channel_or_batch_gives_a_scale_and_spoils_no_other(spec):
+    loud = batches(1)[0]
+    if spec.ch_axis is None:
+        assert same(observed(spec, [torch.zeros(4, 50), loud]).qparams(), observed(spec, [loud]).qparams())
+    else:
+        loud[1] = 0
+        qparams = observed(spec, [loud]).qparams()
+        assert qparams.scale[1] == (1 if spec.scale_type == "float" else 2.0**-12)
+        alone = observed(spec, [loud[2:]]).qparams()
+        assert torch.equal(qparams.scale[2:], alone.scale)
+
+
+@pytest.mark.parametrize("spec", specs((8,), ["half_even"]), ids=label)
+@pytest.mark.parametrize("statistic", ["max", "mean", "median", "modal"])
+def test_merging_equals_observing_all_batches_in_any_order(spec, statistic):
+    spec = replace(spec, statistic=statistic)
+    first, second, third = batches()
+    merged = observed(spec, [third])
+    merged.merge(observed(spec, [first, second]))
+    together = observed(spec, [first, second, third])
+    assert same(merged.qparams(), together.qparams())
+    assert torch.equal(merged.low, together.low) and torch.equal(merged.high, together.high)
+
+
+@pytest.mark.parametrize("spec", specs((8,), ["half_even"]), ids=label)
+def test_state_round_trip(spec):
+    observer = observed(spec, batches())
+    restored = Observer(spec)
+    restored.load_state_dict(observer.state_dict())
+    assert same(restored.qparams(), observer.qparams())
+    restored.load_state_dict(Observer(spec).state_dict())
+    with pytest.raises(UnobservedError):
+        restored.qparams()
+
+
+@pytest.mark.parametrize("spec", specs((8,), ["half_even"]), ids=label)
+def test_nothing_seen_is_an_error(spec):
+    for read in (Observer(spec).qparams, lambda: Observer(spec).low, lambda: Observer(spec).high):
+        with pytest.raises(UnobservedError, match="No values"):
+            read()
+
+
+@pytest.mark.parametrize("spec", specs((8,), ["half_even"]), ids=label)
+def test_what_is_not_finite_is_counted_and_leaves_no_trace(spec):
+    good, bad = batches(1)[0], batches(1)[0]
+    bad[1, 2], bad[3, 4], bad[3, 5] = math.nan, math.inf, -math.inf
+    observer = observed(spec, [good])
+    with pytest.raises(NonFiniteError, match="1 NaN and 2 infinite among 200") as caught:
+        observer.observe(bad)
+    assert (caught.value.nans, caught.value.infinities) == (1, 2)
+    with pytest.raises(ObservationError, match="no values"):
+        observer.observe(torch.empty(0, 3))
+    assert same(observer.qparams(), observed(spec, [good]).qparams())
+
+
+@pytest.mark.parametrize("spec", specs((8,), ["half_even"]), ids=label)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_other_float_types_are_observed_as_their_values(spec, dtype):
+    x = batches(1)[0].to(dtype)
+    assert same(observed(spec, [x]).qparams(), observed(spec, [x.float()]).qparams())
+
+
+@pytest.mark.parametrize("spec", specs((8,), ["half_even"]), ids=label)
+def test_the_tensor_itself_is_left_alone(spec):
+    x = batches(1)[0]
+    kept = x.clone()
+    observed(spec, [x])
+    assert torch.equal(x, kept)

@@ -1,0 +1,102 @@
+"""SQNR, cosine and top-1 agreement on numbers one can check by hand, and the laws quantization noise obeys."""
+
+import math
+
+import pytest
+import torch
+
+from quantizer.numerics.fake_quantize import fake_quantize
+from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
+from quantizer.numerics.metrics import BLOCK, cosine, decibel, energy, sqnr_db, top1_agreement
+from quantizer.numerics.qparams import Grid, qparams_from_range
+
+
+def quantized(x, grid):
+    qparams = qparams_from_range(x.min(), x.max(), grid)
+    return fake_quantize(x, qparams.scale, qparams.zero_point, grid.quant_min, grid.quant_max, "half_even")
+
+
+def test_energy_adds_up_over_blocks_layouts_and_dtypes():
+    x = torch.full((3, BLOCK), 0.5)
+    assert energy(x) == energy(x.T) == energy(x.half()) == 0.75 * BLOCK
+    assert energy(torch.zeros(0)) == 0
+
+
+def test_sqnr_of_a_tenth_is_twenty_decibel():
+    assert sqnr_db(torch.ones(5), torch.full((5,), 1.1)) == pytest.approx(20, abs=1e-5)
+
+
+def test_sqnr_at_its_ends():
+    zeros, ones = torch.zeros(3), torch.ones(3)
+    assert sqnr_db(ones, ones) == math.inf
+    assert sqnr_db(zeros, zeros) == math.inf
+    assert sqnr_db(zeros, ones) == -math.inf
+    assert decibel(1, 10) == -10
+
+
+def test_cosine():
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert cosine(x, 3 * x) == pytest.approx(1)
+    assert cosine(x, -x) == pytest.approx(-1)
+    assert cosine(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])) == 0
+    assert cosine(torch.zeros(2), torch.zeros(2)) == 1
+    assert cosine(torch.zeros(2), torch.ones(2)) == 0
+
+
+def test_top1_agreement_compares_classes_at_every_position():
+    reference = torch.tensor([[[0.9, 0.1], [0.1, 0.9]]])  # (batch, class, position)
+    assert top1_agreement(reference, reference) == 1
+    assert top1_agreement(reference, reference.flip(1)) == 0
+    assert top1_agreement(reference, torch.tensor([[[0.9, 0.9], [0.1, 0.1]]])) == 0.5
+
+
+def test_different_shapes_are_an_error():
+    for metric in (sqnr_db, cosine, top1_agreement):
+        with pytest.raises(ValueError, match="differ in shape"):
+            metric(torch.zeros(2, 3), torch.zeros(3, 2))
+    with pytest.raises(ValueError, match="dimension 1"):
+        top1_agreement(torch.zeros(3), torch.zeros(3))
+
+
+@pytest.mark.parametrize("bits", range(2, 17))
+def test_uniform_data_follow_six_decibel_per_bit(bits):
+    """E8: min-max quantization of U(-1, 1) has 20 log10(2^b - 1) dB; an off-by-one in grid or scale shows."""
+    x = torch.rand(1_000_000, generator=torch.Generator().manual_seed(bits), dtype=torch.float64) * 2 - 1
+    expected = 20 * math.log10(2**bits - 1)
+    assert sqnr_db(x, quantized(x, Grid(0, 2**bits - 1, symmetric=False))) == pytest.approx(expected, abs=0.1)
+
+
+def samples():
+    generator = torch.Generator().manual_seed(11)
+    gauss = torch.randn(5, 1_000_000, generator=generator, dtype=torch.float64)
+    uniform = torch.rand(1_000_000, generator=generator, dtype=torch.float64) - 0.5
+    return {
+        "gauss": gauss[0],
+        "laplace": -uniform.sign() * torch.log1p(-2 * uniform.abs()),
+        "student": gauss[1] / gauss[2:].square().mean(0).sqrt(),
+    }
+
+
+DATA = samples()
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize(("name", "expected"), [("fp8_e4m3", 31.5), ("fp8_e5m2", 25.6)])
+def test_fp8_does_not_care_for_the_distribution(data, name, expected):
+    """E9: with scale = absmax / largest value. Source: FP8 Formats for Deep Learning, arXiv 2209.05433."""
+    x = DATA[data]
+    scale = x.abs().max() / FLOAT_FORMATS[name].largest
+    assert sqnr_db(x, cast_round_trip_(x / scale, name) * scale) == pytest.approx(expected, abs=0.3)
+
+
+def test_int8_does_care_for_the_distribution():
+    sqnr = {name: sqnr_db(x, quantized(x, Grid(-128, 127))) for name, x in DATA.items()}
+    assert sqnr["gauss"] == pytest.approx(39.2, abs=1)
+    assert 25 < sqnr["laplace"] < sqnr["gauss"] - 4
+    assert sqnr["student"] < 25
+
+
+@pytest.mark.parametrize(("name", "expected"), [("bfloat16", 55.6), ("float16", 73.7)])
+def test_sixteen_bit_floats_on_gaussian_data(name, expected):
+    x = DATA["gauss"]
+    assert sqnr_db(x, cast_round_trip_(x.clone(), name)) == pytest.approx(expected, abs=0.3)

@@ -1,0 +1,114 @@
+"""Scales and zero points: the ends of the grid, powers of two, and ranges at the edge of float32."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantizer.numerics.qparams import Grid, power_of_two, qparams_from_range
+
+SIGNED, UNSIGNED, ASYMMETRIC = Grid(-128, 127), Grid(0, 255), Grid(0, 255, symmetric=False)
+POWER_OF_TWO = Grid(-128, 127, scale_type="poweroftwo")
+
+reals = st.floats(-(2.0**120), 2.0**120, width=32)
+grids = st.builds(
+    lambda bits, signed, narrow, symmetric, scale_type: Grid(
+        -(2 ** (bits - 1)) + narrow if signed and symmetric else 0,
+        2 ** (bits - 1) - 1 if signed and symmetric else 2**bits - 1,
+        symmetric,
+        scale_type,
+    ),
+    st.integers(2, 16),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["float", "poweroftwo"]),
+)
+
+
+def qparams(low, high, grid):
+    return qparams_from_range(torch.tensor(low), torch.tensor(high), grid)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "grid", "scale", "zero_point"),
+    [
+        (-1.0, 2.54, SIGNED, 0.02, 0),
+        (-2.54, 1.0, SIGNED, 0.02, 0),
+        (0.0, 5.1, UNSIGNED, 0.02, 0),
+        (-1.0, 4.1, ASYMMETRIC, 0.02, 50),
+        (1.0, 5.1, ASYMMETRIC, 0.02, 0),  # extended to contain 0
+        (-5.1, -1.0, ASYMMETRIC, 0.02, 255),
+        (-1.0, 1.0, Grid(0, 15, symmetric=False), 2 / 15, 8),  # 7.5, rounded to even
+        (0.0, 0.0, SIGNED, 1.0, 0),
+        (0.0, 0.0, ASYMMETRIC, 1.0, 0),
+    ],
+)
+def test_the_range_fills_the_grid(low, high, grid, scale, zero_point):
+    found = qparams(low, high, grid)
+    assert found.scale.item() == pytest.approx(scale, rel=1e-6)
+    assert found.zero_point.item() == zero_point
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "position"),
+    [(-1, 1, 6), (0, 127.5, 0), (-128.5, 0, 0), (0, 127.6, -1), (0, 200, -1), (0, 0, 12), (-1e-9, 1e-9, 12)],
+)
+def test_power_of_two_positions_cut_off_half_a_step_at_most(low, high, position):
+    assert qparams(float(low), float(high), POWER_OF_TWO).scale.item() == 2.0**-position
+
+
+def test_more_than_eight_bits_may_have_fifteen_fraction_bits():
+    assert qparams(-1e-9, 1e-9, Grid(-32768, 32767, scale_type="poweroftwo")).scale.item() == 2.0**-15
+
+
+def test_powers_of_two_work_with_zero_points():
+    found = qparams(-1.0, 3.0, Grid(0, 255, symmetric=False, scale_type="poweroftwo"))
+    assert (found.scale.item(), found.zero_point.item()) == (2.0**-5, 32)
+
+
+def test_a_32_bit_grid_is_scaled_in_float64():
+    found = qparams(-1.0, 1.0, Grid(-(2**31), 2**31 - 1))
+    assert found.scale.item() == pytest.approx(1 / (2**31 - 1), rel=1e-7)
+
+
+@pytest.mark.parametrize("grid", [SIGNED, UNSIGNED, ASYMMETRIC, POWER_OF_TWO])
+@pytest.mark.parametrize("high", [1e-45, 1e-38, 3.4e38])
+def test_extreme_ranges_give_normal_scales_and_finite_values(grid, high):
+    scale = qparams(0.0, high, grid).scale
+    assert scale >= 2.0**-126
+    assert (scale * max(-grid.quant_min, grid.quant_max)).isfinite()
+
+
+def test_channels_are_scaled_each_by_itself():
+    found = qparams_from_range(torch.tensor([-1.0, 0.0, 0.0]), torch.tensor([4.1, 0.0, 5.1]), ASYMMETRIC)
+    assert found.scale.tolist() == pytest.approx([0.02, 1.0, 0.02], rel=1e-6)
+    assert found.zero_point.tolist() == [50, 0, 0]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 0), (5, 1), (1, 5), (-1, 0)])
+def test_a_grid_without_a_code_above_zero_is_refused(low, high):
+    with pytest.raises(ValueError, match="quant_min <= 0 < quant_max"):
+        Grid(low, high)
+
+
+def test_an_unknown_scale_type_is_refused():
+    with pytest.raises(ValueError, match='"pow2" is not a scale type'):
+        Grid(-8, 7, scale_type="pow2")
+
+
+@given(ends=st.lists(reals, min_size=2, max_size=2), grid=grids)
+@settings(derandomize=True, max_examples=300, deadline=None)
+def test_any_range_and_grid(ends, grid):
+    low, high = min(ends), max(ends)
+    if grid.symmetric and grid.quant_min == 0:
+        low, high = 0.0, abs(high)
+    found = qparams(low, high, grid)
+    scale, zero_point = found.scale.double().item(), found.zero_point.item()
+    assert 2.0**-126 <= scale < float("inf")
+    assert grid.quant_min <= zero_point <= grid.quant_max
+    # Nothing of the range is cut off but half a step, or a few roundings of float32.
+    assert (grid.quant_min - zero_point - 0.5) * scale <= low * (1 - 1e-6) + 1e-40 or low >= 0
+    assert (grid.quant_max - zero_point + 0.5) * scale >= high * (1 - 1e-6) or high <= 0
+    if grid.scale_type == "poweroftwo":
+        assert power_of_two(found.scale.double()).item() == scale
