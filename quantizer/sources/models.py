@@ -66,7 +66,7 @@ def load_evaluate(spec: str) -> Evaluate:
     The function returned raises `ModelError` if the user's raises or does not return a dict of numbers.
     """
     location, name = split_spec(spec)
-    user = import_user_module(location)
+    user = import_user_module(location, ModelError)
     return _checked_evaluate(user, user.get(name or "evaluate"))
 
 
@@ -74,7 +74,7 @@ def _from_python(spec: str) -> LoadedModel:
     location, name = split_spec(spec)
     if name is None and not location.endswith(".py"):
         raise ModelError(f"{spec!r} is neither a file, a folder nor module:factory", help=FORMS)
-    user = import_user_module(location)
+    user = import_user_module(location, ModelError)
     module = _build(user, name or "model")
     evaluate = user.find("evaluate")
     calibration_data = _data(user, "calibration_data")

@@ -1,6 +1,6 @@
 """Reads named tensors from `.safetensors`, `.pt/.pth`, `.npy` and `.npz` files. Never unpickles code, never falls back.
 
-numpy is not needed. Unreadable files are told apart: missing, empty, Git LFS pointer, HTML page, truncated, pickled code.
+numpy is not needed. Unreadable files are told apart: empty, Git LFS pointer, HTML page, truncated, pickled code.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from quantizer.errors import ModelError, QuantizerError
+from quantizer.errors import QuantizerError
 
 logger = logging.getLogger(__name__)
 
@@ -29,24 +29,25 @@ _OURS = str(Path(__file__).parents[1] / "_")[:-1]
 
 @dataclass(frozen=True)
 class UserModule:
-    """A module of the user's; `folder` is importable whenever code of it is started through `call`."""
+    """A module of the user's; `folder` is importable whenever code of it is started through `call`, misses raise `error`."""
 
     module: ModuleType
     folder: Path
     label: str
+    error: type[QuantizerError]
 
     def find(self, name: str) -> Any | None:
         """The attribute called `name`, or None."""
         return getattr(self.module, name, None)
 
     def get(self, name: str) -> Any:
-        """The attribute called `name`. A miss is a `ModelError` with the closest names."""
+        """The attribute called `name`. A miss is an error with the closest names."""
         if hasattr(self.module, name):
             return getattr(self.module, name)
         public = [known for known in vars(self.module) if not known.startswith("_")]
         close = difflib.get_close_matches(name, public, n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else f"it defines: {', '.join(public) or 'nothing'}"
-        raise ModelError(f"{self.label} has no {name!r}", help=hint)
+        raise self.error(f"{self.label} has no {name!r}", help=hint)
 
     def call(self, function: Callable[..., Any], error: type[QuantizerError], *args: Any) -> Any:
         """`function(*args)` with the folder importable; what it raises comes back as `error` with the user's frames."""
@@ -55,23 +56,23 @@ class UserModule:
             return function(*args)
 
 
-def import_user_module(location: str) -> UserModule:
+def import_user_module(location: str, error: type[QuantizerError]) -> UserModule:
     """The module at `location`: a path that ends in `.py`, or a dotted name looked up in the working directory first.
 
-    Raises `ModelError` if there is no such file or module, or if it raises while it is imported.
+    Raises `error` if there is no such file or module, or if it raises while it is imported.
     """
     if location.endswith(".py"):
-        return _import_file(Path(location))
+        return _import_file(Path(location), error)
     folder = Path.cwd()
-    with user_errors(location, ModelError), _importable(folder):
+    with user_errors(location, error), _importable(folder):
         try:
             module = importlib.import_module(location)
-        except ModuleNotFoundError as error:
-            if error.name and (location == error.name or location.startswith(f"{error.name}.")):
-                raise _no_such_module(location, error.name) from None
+        except ModuleNotFoundError as cause:
+            if cause.name and (location == cause.name or location.startswith(f"{cause.name}.")):
+                raise _no_such_module(location, cause.name, error) from None
             raise
     logger.info("importing %s from %s", location, getattr(module, "__file__", "a namespace package"))
-    return UserModule(module, folder, location)
+    return UserModule(module, folder, location, error)
 
 
 def split_spec(spec: str) -> tuple[str, str | None]:
@@ -97,24 +98,24 @@ def user_errors(what: str, error: type[QuantizerError]) -> Iterator[None]:
         raise error(f"{what} raised {_one_line(cause)}", help=_user_frames(cause)) from cause
 
 
-def _import_file(path: Path) -> UserModule:
+def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:
     if not path.is_file():
-        raise ModelError(f"there is no file {path}", help="give FILE.py, FILE.py:factory or package.module:factory")
+        raise error(f"there is no file {path}", help="give FILE.py, FILE.py:factory or package.module:factory")
     logger.info("importing %s", path)
     name = _fresh_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ModelError(f"{path} cannot be imported as Python")
+        raise error(f"{path} cannot be imported as Python")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and typing look a class's module up there
     folder = path.resolve().parent
     try:
-        with user_errors(str(path), ModelError), _importable(folder):
+        with user_errors(str(path), error), _importable(folder):
             spec.loader.exec_module(module)
     except QuantizerError:
         del sys.modules[name]
         raise
-    return UserModule(module, folder, str(path))
+    return UserModule(module, folder, str(path), error)
 
 
 def _fresh_name(path: Path) -> str:
@@ -152,14 +153,12 @@ def _forget_namesakes(folder: Path) -> None:
             del sys.modules[path.stem]
 
 
-def _no_such_module(location: str, missing: str) -> ModelError:
-    if "/" in location or "\\" in location or not all(part.isidentifier() for part in location.split(".")):
-        return ModelError(
-            f"{location!r} is neither a file nor a module", help="give FILE.py:factory or package.module:factory"
-        )
-    where = "the working directory and the installed packages"
-    return ModelError(
-        f"there is no module {missing!r} in {where}", help="run from the folder that holds it, or give FILE.py:factory"
+def _no_such_module(location: str, missing: str, error: type[QuantizerError]) -> QuantizerError:
+    remedy = "give FILE.py:factory or package.module:factory, and run from the folder that holds the package"
+    if not all(part.isidentifier() for part in location.split(".")):
+        return error(f"{location!r} is neither a file nor a module", help=remedy)
+    return error(
+        f"there is no module {missing!r} in the working directory or among the installed packages", help=remedy
     )
 
 

@@ -1,0 +1,140 @@
+"""One batch in the form the engine feeds to a model, and the rules by which a user's item becomes one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantizer.errors import DataError
+
+TARGET_NAMES = ("y", "target", "label", "labels")
+_ANY = 1 << 30
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one call of the model gets, `module(*args, **kwargs)`; `raw` is the item as the user's data gave it.
+
+    Tensors carry the samples along dimension 0. `target` is None if the data has no labels.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Tensor | None
+    raw: Any
+
+    @property
+    def size(self) -> int:
+        """Number of samples: dimension 0 of the first input tensor."""
+        return next(iter(self.tensors()))[1].shape[0]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The input tensors, nested ones too, with a name each: `args[0]`, `kwargs['mask']`, …"""
+        yield from _leaves("args", self.args)
+        yield from _leaves("kwargs", self.kwargs)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch with its tensors on `device`."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def first(self, count: int) -> Batch:
+        """The first `count` samples."""
+        size = self.size
+        return self._map(lambda tensor: tensor[:count] if tensor.dim() and tensor.shape[0] == size else tensor)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        changed = {name: _map_tensors(function, getattr(self, name)) for name in ("args", "kwargs", "target", "raw")}
+        return replace(self, **changed)
+
+
+def positional_inputs(module: nn.Module | None) -> tuple[int, int]:
+    """How many positional inputs `module.forward` needs at least and takes at most; (1, many) if that is unknown."""
+    if module is None:
+        return 1, _ANY
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return 1, _ANY
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return max(1, sum(p.default is p.empty for p in positional)), len(positional)
+
+
+def as_batch(item: Any, inputs: tuple[int, int]) -> Batch:
+    """The batch that a user's item stands for, given what `positional_inputs` found.
+
+    A tensor is the input. A dict gives keyword arguments, apart from its target. A tuple or list gives the positional
+    inputs; with one element more than the model needs, the last is the target. Raises `DataError` for anything else.
+    """
+    if isinstance(item, Tensor):
+        batch = Batch((item,), {}, None, item)
+    elif isinstance(item, Mapping):
+        batch = _from_mapping(item, None, item)
+    elif isinstance(item, tuple | list):
+        batch = _from_sequence(item, inputs)
+    else:
+        raise DataError(f"is a {type(item).__name__}, not a tensor, a tuple or a dict of tensors")
+    _check_samples(batch)
+    return batch
+
+
+def _from_mapping(item: Mapping[Any, Any], target: Any, raw: Any) -> Batch:
+    if not all(isinstance(name, str) for name in item):
+        raise DataError("is a dict whose keys are not all names of the model's inputs")
+    names = [name for name in TARGET_NAMES if name in item]
+    if names:
+        target = item[names[0]]
+    kwargs = {name: value for name, value in item.items() if name not in names}
+    return Batch((), kwargs, target if isinstance(target, Tensor) else None, raw)
+
+
+def _from_sequence(item: tuple[Any, ...] | list[Any], inputs: tuple[int, int]) -> Batch:
+    required, most = inputs
+    if len(item) == required + 1:
+        *args, target = item
+        if isinstance(target, int | float):
+            raise DataError("is one sample and its label, not a batch of them")
+        if required == 1 and isinstance(args[0], Mapping):
+            return _from_mapping(args[0], target, item)
+        return Batch(tuple(args), {}, target if isinstance(target, Tensor) else None, item)
+    if required <= len(item) <= most:
+        return Batch(tuple(item), {}, None, item)
+    wanted = str(required) if required == most else f"{required} to {most}"
+    raise DataError(f"has {len(item)} elements, but the model takes {wanted} inputs (and one target may follow)")
+
+
+def _check_samples(batch: Batch) -> None:
+    tensors = list(batch.tensors())
+    if not tensors:
+        raise DataError("holds no tensor")
+    name, tensor = tensors[0]
+    if tensor.dim() == 0:
+        raise DataError(f"is not a batch: {name} is a single number, without a dimension for the samples")
+    if tensor.shape[0] == 0:
+        raise DataError(f"is empty: {name} has the shape {list(tensor.shape)}")
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, element in value.items():
+            yield from _leaves(f"{name}[{key!r}]", element)
+    elif isinstance(value, tuple | list):
+        for index, element in enumerate(value):
+            yield from _leaves(f"{name}[{index}]", element)
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(function, element) for key, element in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map_tensors(function, element) for element in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_map_tensors(function, element) for element in value)
+    return value

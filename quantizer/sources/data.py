@@ -1,0 +1,201 @@
+"""How calibration and evaluation data come in: `--data`, or what the model's file offers, become batches. Guesses nothing."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from quantizer.errors import DataError, QuantizerError, UsageError
+from quantizer.sources.batches import Batch, as_batch, positional_inputs
+from quantizer.sources.fingerprint import Fingerprint
+from quantizer.sources.images import EXAMPLE, IMAGE_SUFFIXES, find_images, image_batches, parse_preprocess
+from quantizer.sources.prefetch import prefetched
+from quantizer.sources.tensor_data import tensor_batches
+from quantizer.sources.tensor_files import READERS
+from quantizer.sources.user_code import import_user_module, split_spec, user_errors
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BATCH_SIZE = 32
+FORMS = (
+    "give FILE.py:factory, package.module:factory, a file, folder or glob of .npy, .npz, .safetensors or .pt tensors, "
+    "a folder of images, or random:NxCxHxW"
+)
+
+
+@dataclass
+class Batches:
+    """Batches that can be gone through several times, the same ones each time.
+
+    `stamp` says what reports must say about the data ("random data"). `fingerprint` is None until one pass is complete.
+    Iterating raises `DataError` with the batch's number if the data cannot be had or used.
+    """
+
+    open_pass: Callable[[], Iterator[Batch]]
+    label: str
+    subset_len: int | None = None
+    stamp: str | None = None
+    fingerprint: Mapping[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        seen = Fingerprint()
+        for batch in self._subset():
+            _check_finite(batch, f"batch {seen.batches} of {self.label}")
+            if self.fingerprint is None and not seen.batches and batch.target is not None:
+                logger.info("%s gives inputs and targets: the targets go to the evaluation only", self.label)
+            seen.update(batch)
+            yield batch
+        if not seen.batches:
+            raise DataError(f"{self.label} gives no batch", help=FORMS)
+        if self.subset_len and seen.samples < self.subset_len:
+            logger.warning("%s has %d samples of the %d asked for", self.label, seen.samples, self.subset_len)
+        self.fingerprint = seen.to_json()
+
+    def _subset(self) -> Iterator[Batch]:
+        if self.subset_len is None:
+            yield from self.open_pass()
+            return
+        left = self.subset_len
+        for batch in self.open_pass():
+            yield batch if batch.size <= left else batch.first(left)
+            left -= batch.size
+            if left <= 0:
+                return
+
+
+def load_batches(
+    source: str | Callable[[], Any] | Iterable[Any],
+    *,
+    module: nn.Module | None = None,
+    batch_size: int | None = None,
+    subset_len: int | None = None,
+    seed: int = 0,
+    preprocess: str | None = None,
+) -> Batches:
+    """The batches of `--data`, or of a callable or iterable of the user's.
+
+    The user's own batches stay as they are; files, images and random data are cut to `batch_size` (default 32). `subset_len`
+    counts samples exactly and cuts the last batch. `seed` draws random data and the order of images, and seeds torch before
+    each pass of the user's loader. `module` tells how many inputs a tuple holds. Raises `DataError` or `UsageError`.
+    """
+    for name, value in {"batch size": batch_size, "subset length": subset_len}.items():
+        if value is not None and value < 1:
+            raise UsageError(f"the {name} must be at least 1, not {value}")
+    size = batch_size or DEFAULT_BATCH_SIZE
+    paths = _paths(source) if isinstance(source, str) else []
+    if paths and paths[0].suffix.lower() not in READERS:
+        if preprocess is None:
+            raise UsageError(
+                f"{source}: images need preprocessing, and none is given", help=f"--preprocess '{EXAMPLE}'"
+            )
+        open_images = partial(image_batches, find_images(paths), parse_preprocess(preprocess), size, seed)
+        return Batches(partial(prefetched, open_images), str(source), subset_len)
+    if preprocess is not None:
+        raise UsageError("--preprocess is for folders of images, and the data are none")
+    if paths:
+        return Batches(partial(prefetched, partial(tensor_batches, paths, size)), str(source), subset_len)
+    if isinstance(source, str) and source.startswith("random:"):
+        shape = _random_shape(source)
+        return Batches(partial(_random_batches, shape, size, seed), source, subset_len, stamp="random data")
+    opened, label = _from_python(source) if isinstance(source, str) else (source, "the data of the model's file")
+    return Batches(partial(_user_batches, opened, label, positional_inputs(module), seed), label, subset_len)
+
+
+def _paths(spec: str) -> list[Path]:
+    """The files that `spec` stands for, all of one kind; a folder of images stays a folder; none if it is no path."""
+    path = Path(spec)
+    if path.suffix == ".py" or spec.startswith("random:"):
+        return []
+    if path.is_dir():
+        found = sorted(path.iterdir())
+        if not any(file.suffix.lower() in READERS for file in found):
+            return [path]
+    elif path.is_file():
+        found = [path]
+    elif glob.has_magic(spec):
+        found = sorted(Path(name) for name in glob.glob(spec, recursive=True))
+    elif split_spec(spec)[1]:
+        return []
+    else:
+        raise DataError(f"there is no file or folder {spec}", help=FORMS)
+    return _of_one_kind(spec, found)
+
+
+def _of_one_kind(spec: str, found: list[Path]) -> list[Path]:
+    tensors = [path for path in found if path.suffix.lower() in READERS]
+    images = [path for path in found if path.suffix.lower() in IMAGE_SUFFIXES]
+    if tensors and images:
+        raise DataError(
+            f"{spec} holds tensor files and images", help=f"name one kind, for example {Path(spec) / '*.npy'}"
+        )
+    if not tensors and not images:
+        raise DataError(f"{spec} gives no tensor file and no image", help=FORMS)
+    return tensors or images
+
+
+def _random_shape(spec: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"random:[1-9]\d{0,8}(x[1-9]\d{0,8})+", spec):
+        raise UsageError(f"{spec!r} is not random:NxCxHxW", help="for example random:32x3x224x224")
+    shape = tuple(int(number) for number in spec.removeprefix("random:").split("x"))
+    if math.prod(shape[1:]) > 2**31:
+        raise UsageError(f"one sample of {spec} has {math.prod(shape[1:])} values, more than 2^31")
+    return shape
+
+
+def _random_batches(shape: tuple[int, ...], size: int, seed: int) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    for start in range(0, shape[0], size):
+        x = torch.randn(min(size, shape[0] - start), *shape[1:], generator=generator)
+        yield Batch((x,), {}, None, x)
+
+
+def _from_python(spec: str) -> tuple[Any, str]:
+    location, name = split_spec(spec)
+    user = import_user_module(location, DataError)
+    source = user.get(name or "calibration_data")
+    return partial(user.call, source, DataError) if callable(source) else source, spec
+
+
+def _user_batches(source: Any, label: str, inputs: tuple[int, int], seed: int) -> Iterator[Batch]:
+    torch.manual_seed(seed)  # a loader that shuffles gives the same order in every pass
+    with user_errors(label, DataError):
+        items = _iterator(source() if callable(source) else source, label)
+    for index in range(1 << 62):
+        place = f"batch {index} of {label}"
+        with user_errors(f"loading {place}", DataError):
+            item = next(items, items)
+        if item is items:
+            return
+        try:
+            yield as_batch(item, inputs)
+        except DataError as error:
+            raise DataError(f"{place} {error.message}", help=error.help) from error
+
+
+def _iterator(source: Any, label: str) -> Iterator[Any]:
+    if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
+        remedy = "wrap it: torch.utils.data.DataLoader(dataset, batch_size=32)"
+        raise DataError(f"{label} is a Dataset, which gives single samples, not batches", help=remedy)
+    if isinstance(source, Tensor | str | Mapping) or not isinstance(source, Iterable):
+        remedy = "give a list of batches, a DataLoader, or a function that returns one"
+        raise DataError(f"{label} is a {type(source).__name__}, not an iterable of batches", help=remedy)
+    return iter(source)
+
+
+def _check_finite(batch: Batch, place: str) -> None:
+    for name, tensor in batch.tensors():
+        if tensor.is_floating_point() and not torch.isfinite(tensor.float().sum()):
+            bad = tensor.numel() - int(torch.isfinite(tensor.double()).sum())
+            if bad:
+                raise DataError(f"{place} holds NaN or Inf: {bad} of {tensor.numel()} values of {name}")

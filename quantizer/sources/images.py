@@ -1,0 +1,176 @@
+"""Image files as batches: finding them, their labels, and the preprocessing that the user states. Needs pillow."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantizer.errors import DataError, UsageError
+from quantizer.sources.batches import Batch
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
+EXAMPLE = '{"resize": 256, "crop": 224, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}'
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """From pixels to a tensor: shorter side to `resize`, centre `crop` (pixels), then (pixel/255 - mean) / std.
+
+    One mean per channel: three for RGB, one for grey.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    resize: int | None = None
+    crop: int | None = None
+    interpolation: str = "bilinear"
+
+    def __call__(self, image: Any) -> Tensor:
+        """A pillow image as float32 [channels, height, width]. Raises `DataError` if it is smaller than the crop."""
+        image = image.convert("RGB" if len(self.mean) == 3 else "L")
+        if self.resize:
+            image = image.resize(self._resized(*image.size), _pillow().Resampling[self.interpolation.upper()])
+        if self.crop:
+            image = image.crop(self._centre(*image.size))
+        width, height = image.size
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(height, width, -1)
+        mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
+        return (pixels.permute(2, 0, 1).float() / 255 - mean) / std
+
+    def _resized(self, width: int, height: int) -> tuple[int, int]:
+        assert self.resize
+        short = min(width, height)
+        return self.resize * width // short, self.resize * height // short
+
+    def _centre(self, width: int, height: int) -> tuple[int, int, int, int]:
+        assert self.crop
+        if min(width, height) < self.crop:
+            raise DataError(f"is {width}x{height}, smaller than the crop of {self.crop}")
+        left, top = round((width - self.crop) / 2), round((height - self.crop) / 2)
+        return left, top, left + self.crop, top + self.crop
+
+
+def parse_preprocess(text: str) -> Preprocess:
+    """`--preprocess`: a JSON object, or the name of a file that holds one. Raises `UsageError` for anything unknown."""
+    place = "--preprocess"
+    if not text.lstrip().startswith("{"):
+        place = text
+        try:
+            text = Path(text).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as cause:
+            raise UsageError(
+                f"--preprocess {place} cannot be read: {cause}", help=f"give a file or: {EXAMPLE}"
+            ) from cause
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as cause:
+        raise UsageError(f"{place} is not JSON: {cause}", help=f"for example: {EXAMPLE}") from cause
+    if not isinstance(fields, dict):
+        raise UsageError(f"{place} is not a JSON object", help=f"for example: {EXAMPLE}")
+    _check_fields(fields, place)
+    return Preprocess(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+
+
+def find_images(paths: Sequence[Path]) -> list[tuple[Path, int | None]]:
+    """The image files and their labels: None, or the index of the class folder in sorted order if `paths` is one folder."""
+    if len(paths) != 1 or not paths[0].is_dir():
+        return [(path, None) for path in paths]
+    flat = _images_in(paths[0])
+    classes = [(folder, _images_in(folder)) for folder in sorted(paths[0].iterdir()) if folder.is_dir()]
+    classes = [(folder, images) for folder, images in classes if images]
+    if flat and classes:
+        raise DataError(
+            f"{paths[0]} holds images and folders of images", help="keep either class folders or a flat folder"
+        )
+    if flat:
+        return [(path, None) for path in flat]
+    return [(path, label) for label, (_, images) in enumerate(classes) for path in images]
+
+
+def image_batches(
+    images: Sequence[tuple[Path, int | None]], preprocess: Preprocess, size: int, seed: int
+) -> Iterator[Batch]:
+    """Batches of `size` images, in an order drawn from `seed`, so that a subset is not all of one class."""
+    order = list(images)
+    random.Random(seed).shuffle(order)
+    for start in range(0, len(order), size):
+        chosen = order[start : start + size]
+        x = _stack([_decode(path, preprocess) for path, _ in chosen], [path for path, _ in chosen])
+        labels = [label for _, label in chosen if label is not None]
+        target = torch.tensor(labels) if labels else None
+        yield Batch((x,), {}, target, x if target is None else (x, target))
+
+
+def _images_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+
+
+def _pillow() -> Any:
+    try:
+        return importlib.import_module("PIL.Image")
+    except ImportError as cause:
+        raise DataError("reading images needs pillow", help="pip install 'quantizer[images]'") from cause
+
+
+def _decode(path: Path, preprocess: Preprocess) -> Tensor:
+    pillow = _pillow()
+    try:
+        with pillow.open(path) as image:
+            return preprocess(image)
+    except DataError as error:
+        raise DataError(f"{path} {error.message}", help=error.help) from error
+    except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as cause:
+        raise DataError(f"{path} cannot be read as an image: {cause}") from cause
+
+
+def _stack(images: Sequence[Tensor], paths: Sequence[Path]) -> Tensor:
+    for image, path in zip(images, paths, strict=True):
+        if image.shape != images[0].shape:
+            sizes = f"{path} gives {list(image.shape)}, {paths[0]} gives {list(images[0].shape)}"
+            raise DataError(f"the images differ in size: {sizes}", help='set "resize" and "crop" in --preprocess')
+    return torch.stack(list(images))
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _are_numbers(value: Any) -> bool:
+    numbers = isinstance(value, list) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in value)
+    return numbers and len(value) in (1, 3) and all(math.isfinite(v) for v in value)
+
+
+_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "resize": (_is_size, "a number of pixels"),
+    "crop": (_is_size, "a number of pixels"),
+    "mean": (_are_numbers, "a list of one or three numbers"),
+    "std": (lambda value: _are_numbers(value) and all(v > 0 for v in value), "a list of one or three positive numbers"),
+    "interpolation": (lambda value: value in INTERPOLATIONS, f"one of {', '.join(INTERPOLATIONS)}"),
+}
+
+
+def _check_fields(fields: Mapping[str, Any], place: str) -> None:
+    for name, value in fields.items():
+        if name not in _FIELDS:
+            close = difflib.get_close_matches(name, _FIELDS, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(_FIELDS)}"
+            raise UsageError(f"{place}: unknown key {name!r}", help=hint)
+        is_valid, expected = _FIELDS[name]
+        if not is_valid(value):
+            raise UsageError(f"{place}: {name!r} must be {expected}, not {json.dumps(value)}")
+    for name in ("mean", "std"):
+        if name not in fields:
+            raise UsageError(f"{place}: {name!r} is missing", help=f"for example: {EXAMPLE}")
+    if len(fields["mean"]) != len(fields["std"]):
+        raise UsageError(f"{place}: 'mean' and 'std' must have the same length")
