@@ -1,0 +1,51 @@
+"""`quantizer plan`: what a config does to a model, before any calibration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from quantizer.cli import session
+from quantizer.cli.options import SETTINGS, ModelOptions, model_options
+from quantizer.engine.files import write_json
+from quantizer.plan.size import peak_activation_bytes, weight_bytes
+from quantizer.report import tables
+
+_MB = 1e6
+
+
+@click.command(context_settings=SETTINGS)
+@model_options
+def plan(options: ModelOptions) -> None:
+    """Show how many layers each rule matches, each tensor's spec, the size before and after, and the memory calibration
+    takes.
+
+    Only the first batch is read, for its shape.
+
+    \b
+    quantizer plan --config_file configs/example.json --model examples/digits.py
+    """
+    read = session.read_config(options.config_file)
+    with session.told_notes(options.json):
+        loaded = session.open_model(options)
+        original = session.trace_model(options, loaded, session.open_data(options, loaded))
+    found = session.make_plan(read, original)
+    before, after = weight_bytes(found)
+    memory = peak_activation_bytes(found.graph, options.batch_size)
+    content = found.to_json() | {
+        "weight_bytes": {"float": before, "quantized": after},
+        "peak_activation_bytes": {"batch_size": options.batch_size, "bytes": memory},
+    }
+    if options.output and options.output != "-":
+        write_json(Path(options.output), content)
+    if options.json:
+        click.echo(session.as_json(content))
+        return
+    console = session.console()
+    console.print(tables.rule_table(found))
+    console.print()
+    console.print(tables.plan_table(found))
+    console.print()
+    click.echo(f"{len(found.tensors)} tensors quantized; weights {before / _MB:.2f} MB -> {after / _MB:.2f} MB")
+    click.echo(f"activations alive at once in calibration: {memory / _MB:.1f} MB at batch size {options.batch_size}")

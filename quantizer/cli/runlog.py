@@ -1,0 +1,55 @@
+"""run.json and run.log: how a run was started, on what, and how it ended. The only files that differ between equal
+runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+import quantizer
+from quantizer.cli.options import RunOptions
+from quantizer.engine.files import write_bytes, write_json
+from quantizer.errors import QuantizerError
+
+
+@contextmanager
+def recorded(folder: Path, options: RunOptions) -> Iterator[None]:
+    """Write both files when the body ends, in whatever way it ends."""
+    started = time.time()
+    outcome, log = "done", ""
+    try:
+        yield
+    except QuantizerError as error:
+        outcome, log = f"{type(error).__name__}: {error}", f"error: {error}\nhelp: {error.help}\n"
+        raise
+    except BaseException as error:
+        outcome, log = type(error).__name__, traceback.format_exc()
+        raise
+    finally:
+        facts = {
+            "options": dataclasses.asdict(options),
+            "argv": sys.argv[1:],
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+            "seconds": round(time.time() - started, 3),
+            "peak_memory_kb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "outcome": outcome,
+            "quantizer": quantizer.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "threads": torch.get_num_threads(),
+        }
+        write_json(folder / "run.json", facts)
+        write_bytes(
+            folder / "run.log", f"{facts['started']} quantizer {' '.join(sys.argv[1:])}\n{log}{outcome}\n".encode()
+        )

@@ -1,0 +1,179 @@
+"""What the commands about a model share: load it, trace it, plan it, and tell the user what was found on the way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from quantizer.cli.options import ModelOptions, RunOptions
+from quantizer.cli.render import print_diagnostics
+from quantizer.config.diagnostics import ConfigError, Diagnostic
+from quantizer.config.load import default_config, load_config
+from quantizer.config.model import Config, Settings
+from quantizer.errors import DataError, UsageError
+from quantizer.graph.ir import Graph
+from quantizer.graph.passes import run_passes
+from quantizer.graph.trace import trace
+from quantizer.plan.model import Plan
+from quantizer.plan.resolve import resolve
+from quantizer.sources.data import Batches, load_batches
+from quantizer.sources.models import LoadedModel, load_model
+
+Options = RunOptions | ModelOptions
+
+
+@dataclass(frozen=True)
+class ReadConfig:
+    """A config, its findings, and the text of the files they point into."""
+
+    config: Config
+    diagnostics: tuple[Diagnostic, ...]
+    sources: dict[str, str]
+
+
+def read_config(path: str | None) -> ReadConfig:
+    """The config of `--config_file`, or the built-in default.
+
+    Raises:
+        ConfigError: with all findings, when it cannot be used.
+    """
+    if path is None:
+        return ReadConfig(default_config(), (), {})
+    result = load_config(path)
+    return ReadConfig(result.require(), result.diagnostics, dict(result.sources))
+
+
+def open_model(options: Options) -> LoadedModel:
+    """The model of `--model`, on its device.
+
+    Raises:
+        UsageError: no `--model`, or a device this machine lacks.
+        ModelError: it cannot be loaded.
+    """
+    if options.model is None:
+        raise UsageError(
+            "Missing option '--model'", help="give FILE.py with a function model(), or package.module:factory"
+        )
+    loaded = load_model(options.model, options.weights, trust=options.trust)
+    loaded.module.to(device_of(options))
+    return loaded
+
+
+def device_of(options: Options) -> torch.device:
+    """The device of `--device`; cpu for commands without one.
+
+    Raises:
+        UsageError: no such device here.
+    """
+    name = getattr(options, "device", "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(
+            f"--device {name} cannot be used here: {str(error).splitlines()[0]}", help="use cpu or cuda"
+        ) from error
+    return device
+
+
+def open_data(options: Options, loaded: LoadedModel, *, evaluation: bool = False) -> Batches:
+    """The batches of `--data` (in test mode of `--eval_data` first), else those the model's file offers.
+
+    Raises:
+        UsageError: there are none.
+        DataError: they cannot be read.
+    """
+    given = (getattr(options, "eval_data", None) if evaluation else None) or options.data
+    source = given or (loaded.evaluation_data if evaluation else loaded.calibration_data)
+    if source is None:
+        raise UsageError("Missing option '--data'", help="give --data, or add calibration_data() to the model's file")
+    return load_batches(
+        source,
+        module=loaded.module,
+        batch_size=options.batch_size,
+        subset_len=getattr(options, "subset_len", None),
+        seed=getattr(options, "seed", 0),
+        preprocess=getattr(options, "preprocess", None),
+    )
+
+
+def trace_model(options: Options, loaded: LoadedModel, batches: Batches) -> Graph:
+    """The model's graph, traced on the first batch."""
+    first = next(iter(batches), None)
+    if first is None:
+        raise DataError("the data has no batches", help="check --data")
+    batch = first.to(device_of(options))
+    return trace(loaded.module, batch.args, batch.kwargs)
+
+
+def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False) -> Plan:
+    """The plan of a config for a traced graph; warnings and notes go to stderr.
+
+    Raises:
+        ConfigError: a selector matches nothing, or values conflict once merged.
+    """
+    plan = resolve(read.config, apply_passes(original, read.config.settings), original)
+    findings = (*read.diagnostics, *plan.diagnostics)
+    if any(finding.severity == "error" for finding in findings):
+        raise ConfigError(findings, read.sources)
+    if not quiet:
+        print_diagnostics(findings, read.sources)
+    return plan
+
+
+def apply_passes(original: Graph, settings: Settings) -> Graph:
+    """The graph that is planned and run."""
+    return run_passes(original, settings)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that does not cut lines when it is not a terminal: layer names must survive a pipe."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else int(os.environ.get("COLUMNS", 0)) or 200
+    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+
+
+def shows_bars() -> bool:
+    """Bars only on a terminal and never in CI."""
+    return sys.stderr.isatty() and not os.environ.get("CI")
+
+
+@contextmanager
+def told_notes(quiet: bool) -> Iterator[None]:
+    """Show the package's own log records (which file was imported, which column was taken) on stderr."""
+    logger = logging.getLogger("quantizer")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    level, propagate = logger.level, logger.propagate
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    logger.propagate = False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+def seed_everything(seed: int) -> None:
+    """Nothing in a run is random without this seed."""
+    import random
+
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def as_json(value: Any) -> str:
+    """Sorted, readable JSON."""
+    import json
+
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)

@@ -1,0 +1,127 @@
+"""Runs the float network over the calibration data and shows each planned tensor to its observer; keeps no values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
+from quantizer.nn.network import Network, observe
+from quantizer.observers import NegativeValuesError, ObservationError, Observer
+from quantizer.plan.model import Plan, TensorPlan
+from quantizer.sources.batches import Batch
+
+Key = tuple[str, str]
+
+
+@dataclass
+class Calibration:
+    """Observers by (layer, role), and how many batches they have seen."""
+
+    plan: Plan
+    observers: dict[Key, Observer] = field(default_factory=dict)
+    batches: int = 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All observers' statistics, keys `<layer>|<role>|<name>`."""
+        return {
+            f"{layer}|{role}|{name}": tensor
+            for (layer, role), observer in self.observers.items()
+            for name, tensor in observer.state_dict().items()
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Continue from stored statistics.
+
+        Raises:
+            ResultError: they are of other tensors.
+        """
+        parts: dict[Key, dict[str, Tensor]] = {}
+        for key, tensor in state.items():
+            layer, role, name = key.rsplit("|", 2)
+            parts.setdefault((layer, role), {})[name] = tensor
+        if set(parts) - set(self.observers):
+            raise ResultError("the checkpoint is of another model or config", help="run without --resume")
+        for where, tensors in parts.items():
+            self.observers[where].load_state_dict(tensors)
+
+
+def start(plan: Plan, network: Network) -> Calibration:
+    """Observers for all integer tensors of the plan; weights and biases are observed here, once."""
+    calibration = Calibration(plan)
+    for key, tensor in plan.tensors.items():
+        if tensor.spec.dtype != "int":
+            continue
+        observer = Observer(tensor.spec)
+        calibration.observers[key] = observer
+        if tensor.role in ("weights", "bias"):
+            layer = network.layers[tensor.layer]
+            parameter = layer.get_parameter("weight" if tensor.role == "weights" else "bias")
+            with _located(tensor, ModelError, ""):
+                observer.observe(parameter.detach())
+    return calibration
+
+
+def run(
+    calibration: Calibration,
+    network: Network,
+    batches: Iterable[Batch],
+    after_batch: Callable[[Calibration], None] | None = None,
+) -> None:
+    """Observe every batch; `after_batch` is called between batches, for progress and checkpoints.
+
+    Raises:
+        DataError: no batch at all, or NaN or Inf in a tensor (layer and batch are named).
+    """
+    watched: dict[str, list[tuple[TensorPlan, Observer]]] = {}
+    for key, observer in calibration.observers.items():
+        tensor = calibration.plan.tensors[key]
+        if tensor.role not in ("weights", "bias"):
+            watched.setdefault(tensor.source, []).append((tensor, observer))
+    for batch in batches:
+        index = calibration.batches
+        observe(network, batch.args, batch.kwargs, {name: _watcher(pairs, index) for name, pairs in watched.items()})
+        calibration.batches += 1
+        if after_batch is not None:
+            after_batch(calibration)
+    if not calibration.batches:
+        raise DataError("the calibration data has no batches", help="check --data and --subset_len")
+
+
+def _watcher(pairs: list[tuple[TensorPlan, Observer]], index: int) -> Callable[[Tensor], None]:
+    def watch(value: Tensor) -> None:
+        for tensor, observer in pairs:
+            with _located(tensor, DataError, f", batch {index}"):
+                observer.observe(value)
+
+    return watch
+
+
+class _located:  # noqa: N801 - reads as a verb: with _located(...)
+    """Adds layer and batch to what an observer finds wrong."""
+
+    def __init__(self, tensor: TensorPlan, error: type[QuantizerError], suffix: str) -> None:
+        self.tensor, self.error, self.suffix = tensor, error, suffix
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, ObservationError):
+            where = f"{self.tensor.role} of {self.tensor.layer}{self.suffix}"
+            help_ = "set signed to true" if isinstance(error, NegativeValuesError) else "check the data and the weights"
+            raise self.error(f"{where}: {error}", help=f"{help_}, or leave this tensor float") from error
+
+
+def qparams(calibration: Calibration) -> Iterator[tuple[Key, Tensor, Tensor]]:
+    """(key, scale, zero point) of every planned tensor; floating-point formats have scale 1."""
+    for key in calibration.plan.tensors:
+        observer = calibration.observers.get(key)
+        if observer is None:
+            yield key, torch.ones(()), torch.zeros((), dtype=torch.int32)
+            continue
+        found = observer.qparams()
+        yield key, found.scale, found.zero_point

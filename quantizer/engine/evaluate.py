@@ -1,0 +1,211 @@
+"""Float and quantized network on the same batches, node by node: what each tensor loses, and what the outputs are
+worth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from quantizer.errors import DataError
+from quantizer.nn.network import Network
+from quantizer.numerics.metrics import decibel, energy
+from quantizer.sources.batches import Batch
+
+
+@dataclass
+class Noise:
+    """Running energies over batches of a tensor x and its approximation y: |x|^2, |y|^2 and |x - y|^2."""
+
+    signal: float = 0.0
+    other: float = 0.0
+    error: float = 0.0
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Take in one batch."""
+        self.signal += energy(x)
+        self.other += energy(y)
+        self.error += energy(x - y)
+
+    @property
+    def sqnr_db(self) -> float:
+        """10 log10(|x|^2 / |x - y|^2): infinite when they are equal."""
+        return decibel(self.signal, self.error)
+
+    @property
+    def cosine(self) -> float:
+        """x.y / (|x| |y|), with x.y = (|x|^2 + |y|^2 - |x - y|^2) / 2; 1 when both are zero."""
+        norm = math.sqrt(self.signal) * math.sqrt(self.other)
+        return (self.signal + self.other - self.error) / 2 / norm if norm else float(self.signal == self.other)
+
+
+@dataclass
+class LayerNoise:
+    """`local`: only this tensor is quantized; `accumulated`: the whole network is."""
+
+    layer: str
+    role: str
+    local: Noise = field(default_factory=Noise)
+    accumulated: Noise | None = None
+
+
+@dataclass
+class Comparison:
+    """What a paired run found; figures about classes are absent when the output or the data has none."""
+
+    layers: list[LayerNoise]
+    output: Noise = field(default_factory=Noise)
+    samples: int = 0
+    agreeing: int = 0
+    rankable: bool = True
+    labelled: int = 0
+    correct_float: int = 0
+    correct_quantized: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """The figures that gates and reports use."""
+        found = {"sqnr_db": self.output.sqnr_db, "cosine": self.output.cosine}
+        if self.rankable and self.samples:
+            found["top1_agreement"] = self.agreeing / self.samples
+        return found
+
+    def accuracies(self) -> dict[str, dict[str, float]]:
+        """Top-1 accuracy of both networks, where the data has labels."""
+        if not self.labelled:
+            return {}
+        return {
+            "top1": {"float": self.correct_float / self.labelled, "quantized": self.correct_quantized / self.labelled}
+        }
+
+
+def accuracy(model: Callable[..., Any], batches: Iterable[Batch]) -> dict[str, float]:
+    """Top-1 accuracy of one model on labelled batches; nothing when the data has no labels."""
+    labelled = correct = 0
+    for batch in batches:
+        output = pytree.tree_leaves(model(*batch.args, **batch.kwargs))[0]
+        target = batch.target
+        if (
+            isinstance(target, Tensor)
+            and isinstance(output, Tensor)
+            and output.dim() == 2
+            and target.shape == output.shape[:1]
+        ):
+            labelled += len(target)
+            correct += int((output.argmax(1) == target.to(output.device)).sum())
+    return {"top1": correct / labelled} if labelled else {}
+
+
+def compare(
+    reference: Network,
+    quantized: Network,
+    batches: Iterable[Batch],
+    after_batch: Callable[[int], None] | None = None,
+) -> Comparison:
+    """Run both networks on each batch, once.
+
+    Raises:
+        DataError: no batch at all, or an output that is not finite.
+    """
+    result = Comparison(_parameters(reference, quantized))
+    taps = {
+        name: _tap(name, layer.quantizers, result)
+        for name, layer in quantized.layers.items()
+        if "activation" in layer.quantizers
+    }
+    taps |= {
+        n: _tap(n, layer.quantizers, result)
+        for n, layer in quantized.layers.items()
+        if reference.graph.by_name[n].op == "input" and "input" in layer.quantizers
+    }
+    count = 0
+    with torch.no_grad():
+        for batch in batches:
+            _one_batch(reference, quantized, batch, taps, result, count)
+            count += 1
+            if after_batch is not None:
+                after_batch(count)
+    if not count:
+        raise DataError("the evaluation data has no batches", help="check --data and --subset_len")
+    return result
+
+
+def _one_batch(
+    reference: Network,
+    quantized: Network,
+    batch: Batch,
+    taps: Mapping[str, tuple[Callable[[Tensor], Tensor], LayerNoise]],
+    result: Comparison,
+    index: int,
+) -> None:
+    """Walk both networks in step, so that each pair of values is compared while it exists."""
+    left, right = reference.walk(batch.args, batch.kwargs), quantized.walk(batch.args, batch.kwargs)
+    while True:
+        try:
+            name, x = next(left)
+        except StopIteration as done:
+            outputs = done.value
+            break
+        _, y = next(right)
+        if name in taps:
+            quantize, noise = taps[name]
+            noise.local.add(x, quantize(x))
+            assert noise.accumulated is not None
+            noise.accumulated.add(x, y)
+    try:
+        next(right)
+    except StopIteration as done:
+        _outputs(outputs, done.value, batch, result, index)
+
+
+def _tap(name: str, quantizers: Any, result: Comparison) -> tuple[Callable[[Tensor], Tensor], LayerNoise]:
+    """The quantizer of a layer's value, never in place, and where its noise is summed."""
+    role = "activation" if "activation" in quantizers else "input"
+    quantizer = quantizers[role]
+    noise = LayerNoise(name, role, accumulated=Noise())
+    result.layers.append(noise)
+    return (lambda x: quantizer(x.clone() if quantizer.inplace else x)), noise
+
+
+def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
+    """The noise of weights and biases, which needs no data."""
+    rows = []
+    for name, role, _ in quantized.quantizers():
+        if role in ("weights", "bias"):
+            key = "weight" if role == "weights" else "bias"
+            row = LayerNoise(name, role)
+            row.local.add(reference.layers[name].get_parameter(key), quantized.layers[name].get_parameter(key))
+            rows.append(row)
+    return rows
+
+
+def _outputs(reference: Any, quantized: Any, batch: Batch, result: Comparison, index: int) -> None:
+    """Noise of all floating-point outputs, and what classes the first one says."""
+    pairs = [
+        (x, y)
+        for x, y in zip(pytree.tree_leaves(reference), pytree.tree_leaves(quantized), strict=True)
+        if isinstance(x, Tensor) and x.is_floating_point()
+    ]
+    for x, y in pairs:
+        if not bool(torch.isfinite(x).all()):
+            raise DataError(
+                f"the float model's output is not finite in batch {index}", help="check the data and the weights"
+            )
+        result.output.add(x, y)
+    first = pairs[0] if pairs else None
+    if first is None or first[0].dim() != 2 or first[0].shape[1] < 2:
+        result.rankable = False
+        return
+    classes, quantized_classes = first[0].argmax(1), first[1].argmax(1)
+    result.samples += len(classes)
+    result.agreeing += int((classes == quantized_classes).sum())
+    target = batch.target
+    if isinstance(target, Tensor) and target.shape == classes.shape and not target.is_floating_point():
+        result.labelled += len(target)
+        result.correct_float += int((classes == target.to(classes.device)).sum())
+        result.correct_quantized += int((quantized_classes == target.to(classes.device)).sum())

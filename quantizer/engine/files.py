@@ -1,0 +1,132 @@
+"""Files that are either whole or not there: temporary sibling, fsync, rename. Also the one lock of a result folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from quantizer.errors import ResultError
+
+
+def write_bytes(path: Path, content: bytes) -> str:
+    """Write atomically and return the content's sha256; a crash leaves the old file or the new one.
+
+    Raises:
+        ResultError: the folder cannot be written or the disk is full.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise ResultError(
+            f"cannot write {path}: {error.strerror or error}", help="choose another --output_dir or free some space"
+        ) from error
+    return hashlib.sha256(content).hexdigest()
+
+
+def write_json(path: Path, value: Any) -> str:
+    """Sorted keys, two spaces, one newline at the end."""
+    return write_bytes(path, (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode())
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
+    """A safetensors file; its bytes depend on the tensors alone."""
+    contents = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(tensors.items())}
+    return write_bytes(path, save(contents, metadata=dict(metadata) if metadata else None))
+
+
+def read_json(path: Path) -> Any:
+    """The parsed file.
+
+    Raises:
+        ResultError: missing or not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ResultError(
+            f"{path} does not exist", help="run --quant_mode calib first, with the same --output_dir"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ResultError(
+            f"{path} is not a readable JSON file: {error}", help="run --quant_mode calib again"
+        ) from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        ResultError: missing or damaged.
+    """
+    try:
+        return load(path.read_bytes())
+    except FileNotFoundError:
+        raise ResultError(
+            f"{path} does not exist", help="run --quant_mode calib first, with the same --output_dir"
+        ) from None
+    except Exception as error:
+        raise ResultError(
+            f"{path} is not a readable safetensors file: {error}", help="run --quant_mode calib again"
+        ) from error
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the kernel releases when the process ends in whatever way.
+
+    Raises:
+        ResultError: another process holds it, or the folder cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise ResultError(
+            f"cannot use {folder} for results: {error.strerror}", help="choose another --output_dir"
+        ) from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ResultError(
+                f"{folder} is in use by another run", help="wait for it or choose another --output_dir"
+            ) from None
+        yield
+    finally:
+        os.close(handle)
+        with contextlib.suppress(OSError):
+            (folder / ".lock").unlink()
+
+
+def _umask() -> int:
+    """The process's umask, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

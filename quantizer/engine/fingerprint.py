@@ -1,0 +1,75 @@
+"""What a calibration was made of, so that results are never used with something else. Hashes contents, not files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantizer.config.model import Config
+from quantizer.graph.ir import Graph
+
+
+def weights(graph: Graph) -> dict[str, str]:
+    """A digest per parameter, buffer and constant, by path: over dtype, shape and bytes."""
+    return {path: _tensor(tensor) for path, tensor in sorted(graph.tensors.items())}
+
+
+def layers(graph: Graph) -> dict[str, str]:
+    """A digest per layer: operator, constants and what it reads; devices are left out, so results move between them."""
+    return {
+        node.name: _text(
+            [node.op, node.target, repr(node.inputs), repr(_without_device(node.attrs)), dict(node.params)]
+        )
+        for node in graph.nodes
+    }
+
+
+def config(value: Config) -> str:
+    """A digest of the config's meaning: comments and the editor's `$schema` do not count."""
+    return _text(_stripped(value.document) if value.document else "default")
+
+
+def combined(digests: Mapping[str, str]) -> str:
+    """One digest of many."""
+    return _text(dict(digests))
+
+
+def first_difference(stored: Mapping[str, str], current: Mapping[str, str]) -> str | None:
+    """The first name, in the current order, whose digest is new or changed; else a stored name that is gone."""
+    for name, digest in current.items():
+        if stored.get(name) != digest:
+            return name
+    return next((name for name in stored if name not in current), None)
+
+
+def _tensor(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    digest.update(memoryview(bytes(flat.untyped_storage())) if not flat.numel() else _bytes(flat))
+    return digest.hexdigest()[:16]
+
+
+def _bytes(flat: Tensor) -> memoryview:
+    """The tensor's memory without numpy."""
+    import ctypes
+
+    return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")
+
+
+def _text(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _without_device(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in attrs.items() if not isinstance(value, torch.device)}
+
+
+def _stripped(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _stripped(v) for k, v in value.items() if k != "$schema" and not k.startswith("//")}
+    return [_stripped(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,205 @@
+"""The result folder: what calibration leaves and how test mode reads it back. quant_info.json is written last."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import quantizer
+from quantizer.config.model import Config, QuantizationSpec, Settings
+from quantizer.engine import fingerprint
+from quantizer.engine.attach import writes_inplace
+from quantizer.engine.calibrate import Calibration, qparams
+from quantizer.engine.files import read_json, read_tensors, write_bytes, write_json, write_tensors
+from quantizer.errors import ResultError
+from quantizer.graph.emit import emit
+from quantizer.graph.ir import Graph
+from quantizer.nn.network import Network
+
+FORMAT = 1
+INFO = "quant_info.json"
+WEIGHTS = "weights.safetensors"
+
+
+@dataclass(frozen=True)
+class QuantInfo:
+    """quant_info.json as values: the header and (spec, scale, zero point) of each (layer, role)."""
+
+    header: Mapping[str, Any]
+    tensors: Mapping[tuple[str, str], tuple[QuantizationSpec, Tensor, Tensor]]
+
+    @property
+    def settings(self) -> Settings:
+        """The global settings calibration ran with."""
+        known = {f.name for f in fields(Settings)} - {"places"}
+        return Settings(**{key: value for key, value in self.header["settings"].items() if key in known})
+
+
+def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
+    """Refuse to write over the results of another model.
+
+    Raises:
+        ResultError: the folder holds some, and `overwrite` is not set.
+    """
+    if overwrite or not (folder / INFO).exists():
+        return
+    try:
+        owner = read_json(folder / INFO)["header"]["model"]
+    except (ResultError, KeyError, TypeError):
+        return  # nothing anyone could use
+    if owner != model:
+        raise ResultError(
+            f"{folder} holds results of {owner}, not of {model}", help="choose another --output_dir or add --overwrite"
+        )
+
+
+def write_results(
+    folder: Path, original: Graph, config: Config, calibration: Calibration, network: Network, run: Mapping[str, Any]
+) -> None:
+    """Write everything `test` needs; until the last file is in place the folder does not count as calibrated.
+
+    `run` goes into the header: seed, number of samples, fingerprint of the data and the like, nothing that differs
+    between equal runs.
+    """
+    plan, graph = calibration.plan, calibration.plan.graph
+    (folder / INFO).unlink(missing_ok=True)
+    files = {
+        WEIGHTS: write_tensors(folder / WEIGHTS, network.state_dict()),
+        "statistics.safetensors": write_tensors(folder / "statistics.safetensors", calibration.state_dict()),
+        "plan.json": write_json(folder / "plan.json", plan.to_json()),
+        "config.resolved.json": write_json(folder / "config.resolved.json", dict(config.document)),
+        f"{graph.model}.py": write_bytes(folder / f"{graph.model}.py", emit(graph).encode()),
+    }
+    settings = {key: value for key, value in asdict(config.settings).items() if key != "places"}
+    header = {
+        "format": FORMAT,
+        "model": graph.model,
+        "quantizer": quantizer.__version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "settings": settings,
+        "batches": calibration.batches,
+        "config": fingerprint.config(config),
+        "weights": fingerprint.weights(original),
+        "layers": fingerprint.layers(original),
+        "files": files,
+        **run,
+    }
+    tensors: dict[str, dict[str, Any]] = {}
+    for (layer, role), scale, zero_point in qparams(calibration):
+        tensors.setdefault(layer, {})[role] = _entry(calibration, network, (layer, role), scale, zero_point)
+    write_json(folder / INFO, {"header": header, "tensors": tensors, "complete": True})
+
+
+def _entry(
+    calibration: Calibration, network: Network, key: tuple[str, str], scale: Tensor, zero_point: Tensor
+) -> dict[str, Any]:
+    """One tensor of quant_info.json."""
+    layer, role = key
+    planned = calibration.plan.tensors[key]
+    entry = planned.to_json() | {
+        "module": network.module_names[layer],
+        "inplace": writes_inplace(calibration.plan.graph, layer, role),
+        "scale": scale.tolist(),
+        "zero_point": zero_point.tolist(),
+    }
+    if planned.spec.dtype == "int":
+        observer = calibration.observers[key]
+        entry |= {
+            "quant_min": planned.spec.quant_min,
+            "quant_max": planned.spec.quant_max,
+            "observed_min": torch.as_tensor(observer.low).tolist(),
+            "observed_max": torch.as_tensor(observer.high).tolist(),
+        }
+        if planned.spec.scale_type == "poweroftwo":
+            entry["position"] = (-torch.log2(scale)).round().to(torch.int32).tolist()
+    return entry
+
+
+def read_info(folder: Path) -> QuantInfo:
+    """The calibration in a folder, its files checked against the sums in the header.
+
+    Raises:
+        ResultError: missing, unfinished, from another format, or a file was changed since.
+    """
+    content = read_json(folder / INFO)
+    if not isinstance(content, dict) or content.get("complete") is not True or "header" not in content:
+        raise ResultError(
+            f"{folder / INFO} is not complete: calibration did not finish", help="run --quant_mode calib again"
+        )
+    header = content["header"]
+    if header.get("format") != FORMAT:
+        raise ResultError(
+            f"{folder / INFO} has format {header.get('format')}, this version reads {FORMAT}", help="calibrate again"
+        )
+    for name, digest in header.get("files", {}).items():
+        path = folder / name
+        if "/" in name or not path.is_file():
+            raise ResultError(f"{path} is missing", help="run --quant_mode calib again")
+        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise ResultError(f"{path} was changed after calibration", help="run --quant_mode calib again")
+    tensors = {}
+    try:
+        for layer, roles in content["tensors"].items():
+            for role, entry in roles.items():
+                tensors[layer, role] = (
+                    QuantizationSpec(**entry["spec"]),
+                    torch.tensor(entry["scale"], dtype=torch.float32),
+                    torch.tensor(entry["zero_point"], dtype=torch.int32),
+                )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ResultError(f"{folder / INFO} is damaged: {error}", help="run --quant_mode calib again") from error
+    return QuantInfo(header, tensors)
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The float parameters of the folder's network, by module name."""
+    return read_tensors(folder / WEIGHTS)
+
+
+def check_model(info: QuantInfo, original: Graph) -> None:
+    """Refuse a model that is not the calibrated one.
+
+    Raises:
+        ResultError: naming the first layer or tensor that differs.
+    """
+    layer = fingerprint.first_difference(info.header["layers"], fingerprint.layers(original))
+    if layer is not None:
+        raise ResultError(
+            f"the model is not the calibrated one: layer {layer} differs", help="calibrate this model first"
+        )
+    path = fingerprint.first_difference(info.header["weights"], fingerprint.weights(original))
+    if path is not None:
+        owner = next((node.name for node in original.nodes if path in node.params.values()), path)
+        raise ResultError(
+            f"the weights are not those that were calibrated: {path} of layer {owner} differs",
+            help="calibrate again, or pass the same --weights",
+        )
+
+
+def check_plan(info: QuantInfo, config: Config, planned: Mapping[tuple[str, str], Any]) -> None:
+    """Refuse a config that would have planned something else; `planned` is its plan's tensors.
+
+    Raises:
+        ResultError: naming the first setting or layer that differs.
+    """
+    for f in fields(Settings):
+        if f.name != "places" and getattr(config.settings, f.name) != getattr(info.settings, f.name):
+            raise ResultError(
+                f"the config is not the calibrated one: {f.name} is {getattr(config.settings, f.name)!r}, "
+                f"calibrated with {getattr(info.settings, f.name)!r}",
+                help="calibrate with this config first, or leave out --config_file",
+            )
+    for key in [*planned, *info.tensors]:
+        mine, stored = planned.get(key), info.tensors.get(key)
+        if mine is None or stored is None or mine.spec != stored[0]:
+            raise ResultError(
+                f"the config is not the calibrated one: {key[1]} of layer {key[0]} differs",
+                help="calibrate with this config first, or leave out --config_file",
+            )

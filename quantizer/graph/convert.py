@@ -1,0 +1,311 @@
+"""From an exported program to our graph: canonical operators, arguments by name, in-place ones made functional."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from quantizer.errors import ModelError
+from quantizer.graph.ir import Graph, Node, Ref
+from quantizer.graph.names import Namer
+from quantizer.graph.ops import OPS, find_op
+
+_NORM_WITHOUT_STATISTICS = "aten._native_batch_norm_legit_no_training.default"
+_PARAMETRIC = ("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "prelu")
+
+
+def convert(
+    program: ExportedProgram, namer: Namer, module: nn.Module, input_paths: tuple[tuple[Any, ...], ...]
+) -> Graph:
+    """The graph of an exported program.
+
+    Raises:
+        ModelError: the program holds a kind of node that has no place in a straight line (a higher-order operator).
+    """
+    if _mutates_views(program.graph):
+        program = program.run_decompositions(
+            {}
+        )  # torch's own functionalization; it renames batch_norm, which `_Converter` undoes
+    return _Converter(program, namer, module).run(input_paths)
+
+
+def _mutates_views(graph: fx.Graph) -> bool:
+    """Whether an in-place operation writes through a view, which renaming values cannot express."""
+    for node in graph.nodes:
+        if _is_inplace(node) and isinstance(node.args[0], fx.Node):
+            source = node.args[0]
+            if source.op == "call_function" and _is_view(source):
+                return True
+    return False
+
+
+def _is_inplace(node: fx.Node) -> bool:
+    """Whether the node writes into its first argument (its schema says so)."""
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema and schema.is_mutable and schema.name.endswith("_") and not schema.name.endswith("__"))
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the node's output shares memory with an input (its schema says so); splitting makes views too."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+    return any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
+
+
+class _Converter:
+    """Walks the program once; `values` maps its nodes to ours."""
+
+    def __init__(self, program: ExportedProgram, namer: Namer, module: nn.Module) -> None:
+        self.program, self.namer = program, namer
+        self.nodes: list[Node] = []
+        self.values: dict[fx.Node, Any] = {}
+        self.paths: dict[fx.Node, str] = {}
+        self.parameter_nodes: dict[str, str] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self._first_path = {id(t): p for p, t in itertools.chain(module.named_buffers(), module.named_parameters())}
+
+    def run(self, input_paths: tuple[tuple[Any, ...], ...]) -> Graph:
+        signature = {spec.arg.name: spec for spec in self.program.graph_signature.input_specs}
+        inputs = 0
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                spec = signature[node.name]
+                if spec.kind == InputKind.USER_INPUT:
+                    self._input(node, inputs)
+                    inputs += 1
+                else:
+                    self._tensor(node, spec.target or node.name)
+            elif node.op == "call_function":
+                self._call(node)
+            elif node.op == "output":
+                leaves = [self._value(argument) for argument in node.args[0]]
+            else:
+                raise ModelError(f"{self.namer.model} cannot be quantized: its trace contains {node.op} {node.target}")
+        out_spec = self.program.call_spec.out_spec
+        assert out_spec is not None  # torch.export always fills it
+        graph = Graph(
+            self.namer.model,
+            tuple(self.nodes),
+            _plain(pytree.tree_unflatten(leaves, out_spec)),
+            self.tensors,
+            input_paths,
+            rebuild=_rebuilder(out_spec),
+        )
+        return _without_dead(graph)
+
+    def _input(self, node: fx.Node, index: int) -> None:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            self.values[node] = value  # torch bakes plain numbers into the trace
+        name = self.namer.input_name(index)
+        self.nodes.append(
+            Node(name, "input", "input", attrs={"index": index}, shape=_shape(value), dtype=_dtype(value))
+        )
+        if isinstance(value, Tensor):
+            self.values[node] = Ref(name)
+
+    def _tensor(self, node: fx.Node, target: str) -> None:
+        state = self.program.state_dict.get(target)
+        tensor = state if state is not None else self.program.constants[target]
+        assert isinstance(tensor, Tensor)
+        path = self._first_path.get(id(tensor), target)
+        self.paths[node] = path
+        self.tensors[path] = tensor.detach()
+
+    def _value(self, argument: Any) -> Any:
+        """Our value for an argument: a Ref, a parameter node's Ref, a constant, or a list of these."""
+        if isinstance(argument, fx.Node):
+            if argument in self.paths:
+                return Ref(self._parameter(self.paths[argument]))
+            return self.values[argument]
+        if isinstance(argument, (list, tuple)):
+            return [self._value(item) for item in argument]
+        return argument
+
+    def _parameter(self, path: str) -> str:
+        """The node that gives a parameter used by a plain expression (`x + self.shift`)."""
+        if path not in self.parameter_nodes:
+            scope, _, attr = path.rpartition(".")
+            name = self.namer.name(self.namer.canonical(scope), attr)
+            tensor = self.tensors[path]
+            node = Node(
+                name, "parameter", "parameter", params={"value": path}, shape=tuple(tensor.shape), dtype=tensor.dtype
+            )
+            self.nodes.append(node)
+            self.parameter_nodes[path] = name
+        return self.parameter_nodes[path]
+
+    def _call(self, node: fx.Node) -> None:
+        target = _target_name(node)
+        if target == _NORM_WITHOUT_STATISTICS:
+            target, arguments = "aten.batch_norm.default", _batch_norm_arguments(node)
+        else:
+            arguments = _named_arguments(node)
+        if _is_noise(node, target):
+            self.values[node] = self._value(node.args[0]) if node.args else None
+            return
+        if target == "operator.getitem" and _target_name(node.args[0]) == _NORM_WITHOUT_STATISTICS:
+            self.values[node] = self.values[node.args[0]]
+            return
+        row = find_op(_packet(target))
+        op = _refine(row.name, arguments)
+        path = self.namer.canonical(_module_path(node))
+        inputs, attrs, params = self._split(op, arguments)
+        value = node.meta.get("val")
+        ours = Node(
+            self.namer.name(path, op),
+            op,
+            _functional(target, op),
+            inputs,
+            attrs,
+            params,
+            path,
+            self.namer.classes(path),
+            _shape(value if target != "aten.batch_norm.default" or isinstance(value, Tensor) else value[0]),
+            _dtype(value if target != "aten.batch_norm.default" or isinstance(value, Tensor) else value[0]),
+        )
+        self.nodes.append(ours)
+        self.values[node] = Ref(ours.name)
+        if _is_inplace(node):
+            self._rename_mutated(node, ours.name)
+
+    def _rename_mutated(self, node: fx.Node, name: str) -> None:
+        """After `y = x.add_(1)`, whoever reads x reads y; an in-place chain on one tensor renames every link."""
+        before = self.values.get(node.args[0])
+        for key, value in self.values.items():
+            if value == before:
+                self.values[key] = Ref(name)
+
+    def _split(self, op: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+        """Arguments as what other nodes make, constants, and tensor paths that the layer itself will own."""
+        inputs: dict[str, Any] = {}
+        attrs: dict[str, Any] = {}
+        params: dict[str, str] = {}
+        owns = op in OPS and (OPS[op].weight or op in _PARAMETRIC)
+        for key, argument in arguments.items():
+            if owns and isinstance(argument, fx.Node) and argument in self.paths and key not in ("input", "indices"):
+                params[key] = self.paths[argument]
+                continue
+            value = self._value(argument)
+            (inputs if _has_ref(value) else attrs)[key] = value
+        return inputs, attrs, params
+
+
+def _has_ref(value: Any) -> bool:
+    return isinstance(value, Ref) or (isinstance(value, list) and any(_has_ref(item) for item in value))
+
+
+def _target_name(node: Any) -> str:
+    """`aten.conv2d.default`, `operator.getitem`."""
+    target = node.target if isinstance(node, fx.Node) else node
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"operator.{getattr(target, '__name__', str(target))}"
+
+
+def _packet(target: str) -> str:
+    """`conv2d` of `aten.conv2d.default`; Python's integer arithmetic keeps apart from tensor arithmetic."""
+    namespace, packet = target.split(".")[:2]
+    if namespace == "operator":
+        return "getitem" if packet == "getitem" else f"operator_{packet}"
+    return packet if namespace == "aten" else f"{namespace}_{packet}"
+
+
+def _functional(target: str, op: str) -> str:
+    """The target without the trailing underscore of in-place operations, where torch has such a twin."""
+    namespace, packet, *overload = target.split(".")
+    if namespace != "aten" or not packet.endswith("_") or packet.endswith("__"):
+        return target
+    twin = packet.removesuffix("_")
+    if not hasattr(torch.ops.aten, twin):
+        return target
+    names = getattr(torch.ops.aten, twin).overloads()
+    return f"aten.{twin}.{overload[0] if overload and overload[0] in names else names[0]}"
+
+
+def _refine(op: str, arguments: dict[str, Any]) -> str:
+    """torch traces ReLU6 as hardtanh between 0 and 6."""
+    if op == "hardtanh" and arguments.get("min_val") == 0 and arguments.get("max_val") == 6:
+        return "relu6"
+    return op
+
+
+def _named_arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments by the names of the operator's schema."""
+    schema = getattr(node.target, "_schema", None)
+    names = (
+        ["input" if argument.name == "self" else argument.name for argument in schema.arguments]
+        if schema
+        else ["a", "b", "c"]
+    )
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _batch_norm_arguments(node: fx.Node) -> dict[str, Any]:
+    names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
+    return {**dict(zip(names, node.args, strict=False)), "training": False, "cudnn_enabled": False}
+
+
+def _module_path(node: fx.Node) -> str:
+    """Dotted path of the innermost module the node ran in."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = stack[-1][0] if stack else ""
+    return "" if path.startswith("_empty") else str(path).partition("@")[0]
+
+
+def _is_noise(node: fx.Node, target: str) -> bool:
+    """Checks and bookkeeping that compute nothing."""
+    packet = target.split(".")[1]
+    return packet.startswith(("_assert", "sym_constrain", "lift_fresh", "_guards")) or packet in (
+        "detach",
+        "detach_",
+        "alias",
+    )
+
+
+def _shape(value: Any) -> tuple[int | None, ...] | None:
+    if not isinstance(value, Tensor):
+        return None
+    return tuple(size if isinstance(size, int) else None for size in value.shape)
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def _plain(value: Any) -> Any:
+    """Output containers as plain dicts, lists and tuples."""
+    if isinstance(value, Ref):
+        return value
+    if isinstance(value, dict) or hasattr(value, "items"):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_plain(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _rebuilder(out_spec: Any) -> Callable[[Any], Any]:
+    """Turns the plain output back into the model's own type."""
+    return lambda output: pytree.tree_unflatten(pytree.tree_leaves(output, is_leaf=lambda item: item is None), out_spec)
+
+
+def _without_dead(graph: Graph) -> Graph:
+    """Without nodes that nothing reads; inputs stay, because they are the call's signature."""
+    from quantizer.graph.ir import references
+
+    alive = set(references(graph.output))
+    kept = []
+    for node in reversed(graph.nodes):
+        if node.name in alive or node.op == "input":
+            kept.append(node)
+            alive.update(node.refs())
+    return graph.replaced(nodes=tuple(reversed(kept)))

@@ -1,0 +1,145 @@
+"""How a node is written down: the class in `quantizer.nn` and its arguments. The executor and the generated code both
+read this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from quantizer.graph.ir import Graph, Node
+
+# Classes of `quantizer.nn` that are one torch function: class name -> target.
+FUNCTION_LAYERS: dict[str, str] = {
+    "ReLU": "aten.relu.default",
+    "ReLU6": "aten.hardtanh.default",
+    "LeakyReLU": "aten.leaky_relu.default",
+    "Hardtanh": "aten.hardtanh.default",
+    "PReLU": "aten.prelu.default",
+    "ELU": "aten.elu.default",
+    "GELU": "aten.gelu.default",
+    "SiLU": "aten.silu.default",
+    "Mish": "aten.mish.default",
+    "Sigmoid": "aten.sigmoid.default",
+    "Tanh": "aten.tanh.default",
+    "Hardswish": "aten.hardswish.default",
+    "Hardsigmoid": "aten.hardsigmoid.default",
+    "Softmax": "aten.softmax.int",
+    "LogSoftmax": "aten.log_softmax.int",
+    "BatchNorm": "aten.batch_norm.default",
+    "LayerNorm": "aten.layer_norm.default",
+    "GroupNorm": "aten.group_norm.default",
+    "InstanceNorm": "aten.instance_norm.default",
+    "RMSNorm": "aten.rms_norm.default",
+    "Add": "aten.add.Tensor",
+    "Sub": "aten.sub.Tensor",
+    "Mul": "aten.mul.Tensor",
+    "Div": "aten.div.Tensor",
+    "Mean": "aten.mean.dim",
+    "Sum": "aten.sum.dim_IntList",
+    "Matmul": "aten.matmul.default",
+    "Bmm": "aten.bmm.default",
+    "Addmm": "aten.addmm.default",
+    "ScaledDotProductAttention": "aten.scaled_dot_product_attention.default",
+    "Cat": "aten.cat.default",
+    "Stack": "aten.stack.default",
+    "Chunk": "aten.chunk.default",
+    "Split": "aten.split.Tensor",
+    "MaxPool1d": "aten.max_pool1d.default",
+    "MaxPool2d": "aten.max_pool2d.default",
+    "MaxPool3d": "aten.max_pool3d.default",
+    "AvgPool1d": "aten.avg_pool1d.default",
+    "AvgPool2d": "aten.avg_pool2d.default",
+    "AvgPool3d": "aten.avg_pool3d.default",
+    "AdaptiveAvgPool1d": "aten.adaptive_avg_pool1d.default",
+    "AdaptiveAvgPool2d": "aten.adaptive_avg_pool2d.default",
+    "AdaptiveAvgPool3d": "aten.adaptive_avg_pool3d.default",
+    "Flatten": "aten.flatten.using_ints",
+    "Reshape": "aten.reshape.default",
+    "View": "aten.view.default",
+    "Permute": "aten.permute.default",
+    "Transpose": "aten.transpose.int",
+    "Slice": "aten.slice.Tensor",
+    "Select": "aten.select.int",
+    "Pad": "aten.pad.default",
+    "Size": "aten.sym_size.int",
+    "GetItem": "operator.getitem",
+}
+_CLASS_OF_TARGET = {target: name for name, target in reversed(FUNCTION_LAYERS.items())}
+# Activations that may overwrite their input when nobody else reads it.
+_INPLACE = ("relu", "relu6", "leaky_relu", "hardtanh", "silu", "hardswish")
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """`quantizer.nn.<cls>(*args, **kwargs)`; all arguments are literals."""
+
+    cls: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def describe(graph: Graph, node: Node) -> LayerCall:
+    """The constructor call of a node's layer."""
+    if node.op == "input":
+        return LayerCall("Input")
+    if node.op == "parameter":
+        tensor = graph.tensors[node.params["value"]]
+        return LayerCall("Parameter", (list(tensor.shape),), {"dtype": tensor.dtype})
+    if node.row.weight and "weight" in node.params:
+        return _weighted(node, graph.tensors)
+    kwargs = dict(node.attrs)
+    if node.params:
+        kwargs["params"] = {key: list(graph.tensors[path].shape) for key, path in node.params.items()}
+    if node.op in _INPLACE and _owns_input(graph, node):
+        kwargs["inplace"] = True
+    if node.op == "relu6":
+        return LayerCall("ReLU6", (), kwargs)
+    cls = _CLASS_OF_TARGET.get(node.target)
+    return LayerCall(cls, (), kwargs) if cls else LayerCall("Function", (node.target,), kwargs)
+
+
+def _owns_input(graph: Graph, node: Node) -> bool:
+    """Whether the node is the only reader of memory that its producer just made."""
+    source = next(iter(node.refs()), None)
+    return source is not None and graph.by_name[source].row.fresh and graph.consumers[source] == (node.name,)
+
+
+def _weighted(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
+    """Constructor arguments as torch.nn spells them, read off the weight's shape and the call's constants."""
+    shape = tensors[node.params["weight"]].shape
+    bias = "bias" in node.params
+    if node.op == "linear":
+        return LayerCall("Linear", (), {"in_features": shape[1], "out_features": shape[0], "bias": bias})
+    if node.op == "embedding":
+        padding = node.attrs.get("padding_idx", -1)
+        return LayerCall(
+            "Embedding",
+            (),
+            {"num_embeddings": shape[0], "embedding_dim": shape[1], "padding_idx": None if padding == -1 else padding},
+        )
+    dims = len(shape) - 2
+    groups = node.attrs.get("groups", 1)
+    transposed = "transpose" in node.op
+    kwargs: dict[str, Any] = {
+        "in_channels": shape[0] if transposed else shape[1] * groups,
+        "out_channels": shape[1] * groups if transposed else shape[0],
+        "kernel_size": list(shape[2:]),
+        "stride": _spread(node.attrs.get("stride", 1), dims),
+        "padding": _spread(node.attrs.get("padding", 0), dims),
+    }
+    if transposed:
+        kwargs["output_padding"] = _spread(node.attrs.get("output_padding", 0), dims)
+    kwargs |= {"dilation": _spread(node.attrs.get("dilation", 1), dims), "groups": groups, "bias": bias}
+    return LayerCall(("ConvTranspose" if transposed else "Conv") + f"{dims}d", (), kwargs)
+
+
+def _spread(value: Any, dims: int) -> Any:
+    """One number per spatial dimension; "same" and "valid" stay words."""
+    if isinstance(value, str):
+        return value
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return values * dims if len(values) == 1 else values

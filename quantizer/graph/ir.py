@@ -1,0 +1,141 @@
+"""The graph: nodes in execution order, each a frozen value. Structure and names only; tensors stand beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantizer.graph.ops import OPS, Op
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The value that another node makes."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation: `inputs` hold references by argument name (also nested in lists), `attrs` constants, `params`
+    tensor paths.
+
+    `target` says how torch runs it ("aten.conv2d.default", "operator.getitem"); `shape` has None where it follows the
+    batch.
+    `scope` is the dotted path of the module the operation ran in, `classes` the classes of that module and of those
+    around it.
+    """
+
+    name: str
+    op: str
+    target: str
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, str] = field(default_factory=dict)
+    scope: str = ""
+    classes: tuple[str, ...] = ()
+    shape: tuple[int | None, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def row(self) -> Op:
+        """The operator's row, or an "unknown" one."""
+        return OPS.get(self.op) or Op(self.op, "unknown", fresh=False)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the node makes one floating-point tensor."""
+        return self.dtype is not None and self.dtype.is_floating_point
+
+    def refs(self) -> Iterator[str]:
+        """Names of the nodes this one reads, in argument order, repeated when read twice."""
+        for value in self.inputs.values():
+            yield from references(value)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A traced model. `tensors` holds parameters, buffers and constants by path; `absorbed` says where folded layers
+    went.
+
+    `input_paths` are where each input stands in the call, as (args, kwargs) access paths; `output` is the returned
+    structure
+    with `Ref`s for tensors, `rebuild` makes the model's own output type of it.
+    """
+
+    model: str
+    nodes: tuple[Node, ...]
+    output: Any
+    tensors: Mapping[str, Tensor]
+    input_paths: tuple[tuple[Any, ...], ...] = ()
+    absorbed: Mapping[str, str] = field(default_factory=dict)
+    rebuild: Callable[[Any], Any] | None = field(default=None, compare=False)
+
+    @cached_property
+    def by_name(self) -> dict[str, Node]:
+        """Nodes by layer name."""
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def consumers(self) -> dict[str, tuple[str, ...]]:
+        """For each node the names of those that read its values; sizes do not count, "" stands for the network's
+        output.
+        """
+        table: dict[str, list[str]] = {node.name: [] for node in self.nodes}
+        for node in self.nodes:
+            if node.op != "size":
+                for name in dict.fromkeys(node.refs()):
+                    table[name].append(node.name)
+        for name in dict.fromkeys(references(self.output)):
+            table[name].append("")
+        return {name: tuple(readers) for name, readers in table.items()}
+
+    def replaced(self, **changes: Any) -> Graph:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def references(value: Any) -> Iterator[str]:
+    """Names of all `Ref`s inside a nested value."""
+    if isinstance(value, Ref):
+        yield value.name
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from references(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from references(item)
+
+
+def map_refs(value: Any, change: Callable[[str], Any]) -> Any:
+    """The nested value with each `Ref` replaced by `change(name)`."""
+    if isinstance(value, Ref):
+        return change(value.name)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_refs(item, change) for item in value)
+    if isinstance(value, Mapping):
+        return {key: map_refs(item, change) for key, item in value.items()}
+    return value
+
+
+def rewire(graph: Graph, moved: Mapping[str, str], absorbed: Mapping[str, str] | None = None) -> Graph:
+    """Drop the nodes in `moved` and let their readers read the node they moved to; `absorbed` records layers that went
+    into another.
+    """
+
+    def final(name: str) -> Ref:
+        while name in moved:
+            name = moved[name]
+        return Ref(name)
+
+    nodes = tuple(
+        dataclasses.replace(node, inputs=map_refs(node.inputs, final)) for node in graph.nodes if node.name not in moved
+    )
+    history = {**graph.absorbed, **(absorbed or {})}
+    return graph.replaced(nodes=nodes, output=map_refs(graph.output, final), absorbed=history)

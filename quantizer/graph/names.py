@@ -1,0 +1,84 @@
+"""The only maker of layer names: `<Model>::<Model>/<Class>[<attr>]/…/<op>`, from the model's structure alone."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from torch import nn
+
+from quantizer.errors import ModelError
+
+_SAFE = re.compile(r"[A-Za-z_0-9]+")
+
+
+def check_names(module: nn.Module) -> None:
+    """Refuse module, parameter and class names that are not plain words, before anything generates code from them.
+
+    torch itself writes attribute names unescaped into code that it executes, so a hostile name must not reach the
+    tracer.
+
+    Raises:
+        ModelError: naming the first such name.
+    """
+    paths = [path for path, _ in module.named_modules()] + [path for path, _ in module.named_parameters()]
+    paths += [path for path, _ in module.named_buffers()]
+    for path in paths:
+        for part in path.split(".") if path else ():
+            if not _SAFE.fullmatch(part):
+                raise ModelError(
+                    f"unsupported module or parameter name {part!r} (in {path!r})",
+                    help="rename it: letters, digits and underscores only",
+                )
+    for path, child in module.named_modules():
+        if not _SAFE.fullmatch(type(child).__name__):
+            raise ModelError(f"unsupported class name {type(child).__name__!r} (module {path or 'the model itself'!r})")
+
+
+class Namer:
+    """Gives each operation its layer name; remembers only how often a scope has seen an operator."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.model = type(module).__name__
+        self._classes = {path: type(child) for path, child in module.named_modules(remove_duplicate=False)}
+        first = {id(child): path for path, child in module.named_modules()}
+        self._first = {path: first[id(child)] for path, child in module.named_modules(remove_duplicate=False)}
+        self._seen: Counter[str] = Counter()
+
+    def canonical(self, path: str) -> str:
+        """The first path of a module that is reachable by several; "" for what is no module's."""
+        return self._first.get(path, "")
+
+    def scope(self, path: str) -> str:
+        """`ResNet/Sequential[layer1]/BasicBlock[0]` for `layer1.0`, containers that are never called included."""
+        parts = [self.model]
+        prefix = ""
+        for attr in path.split(".") if path else ():
+            prefix = f"{prefix}.{attr}" if prefix else attr
+            parts.append(f"{self._classes[prefix].__name__}[{attr}]")
+        return "/".join(parts)
+
+    def classes(self, path: str) -> tuple[str, ...]:
+        """Qualified class names of the module at `path` and of those around it, innermost first."""
+        prefixes = [path]
+        while prefixes[-1]:
+            prefixes.append(prefixes[-1].rpartition(".")[0])
+        return tuple(_public_name(self._classes[prefix]) for prefix in prefixes)
+
+    def name(self, path: str, op: str) -> str:
+        """The layer name of the next `op` in the scope at `path`; the second of its kind ends in `.1`."""
+        name = f"{self.model}::{self.scope(path)}/{op}"
+        count = self._seen[name]
+        self._seen[name] += 1
+        return f"{name}.{count}" if count else name
+
+    def input_name(self, index: int) -> str:
+        """`ResNet::input_0`."""
+        return f"{self.model}::input_{index}"
+
+
+def _public_name(cls: type) -> str:
+    """`torch.nn.Conv2d` for torch's own layers, else the class with its module."""
+    if cls.__module__.startswith("torch.nn.modules."):
+        return f"torch.nn.{cls.__name__}"
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -1,0 +1,142 @@
+"""From a module and one example batch to a `Graph`, through `torch.export` with a dynamic batch dimension."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from quantizer.errors import ModelError
+from quantizer.graph.convert import convert
+from quantizer.graph.ir import Graph
+from quantizer.graph.names import Namer, check_names
+
+
+def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Graph:
+    """The graph of `module` for calls shaped like the example; the first dimension of the inputs stays dynamic.
+
+    `args` and `kwargs` may be nested; tensors are cut or repeated to a batch of two, which torch needs to keep the
+    batch symbolic.
+
+    Raises:
+        ModelError: a name is unsafe, the module raises, or its control flow depends on tensor values.
+    """
+    check_names(module)
+    kwargs = dict(kwargs or {})
+    size = _batch_size((args, kwargs))
+    example_args, example_kwargs = pytree.tree_map(lambda value: _resize(value, size), (tuple(args), kwargs))
+    program = _export(module, example_args, example_kwargs, size)
+    paths = [path for path, _ in pytree.tree_flatten_with_path((example_args, example_kwargs))[0]]
+    return convert(program, Namer(module), module, tuple(_access_path(path) for path in paths))
+
+
+def _batch_size(value: Any) -> int | None:
+    """The common first dimension of all tensors with one; None when they disagree, so nothing is taken for a batch."""
+    sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _resize(value: Any, size: int | None) -> Any:
+    """A tensor with its batch cut or repeated to two."""
+    if not isinstance(value, Tensor) or size is None or not value.dim():
+        return value
+    return value.detach()[:2].clone() if size >= 2 else torch.cat([value.detach(), value.detach()])
+
+
+def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], size: int | None) -> ExportedProgram:
+    """`torch.export`, quietly, with its failures turned into sentences."""
+    batch = Dim("batch", min=1)
+    spec = pytree.tree_map(lambda leaf: {0: batch} if isinstance(leaf, Tensor) and leaf.dim() else None, (args, kwargs))
+    dynamic = None if size is None else _by_parameter(module, *spec)
+    try:
+        with _quiet(), torch.no_grad():
+            return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
+    except Exception as error:
+        if dynamic is not None and _is_specialized(error):
+            return _export(module, args, kwargs, None)
+        raise _explain(module, error) from error
+
+
+def _by_parameter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Dynamic shapes as torch.export wants them: a tuple for positional calls, by name when keywords are used."""
+    if not kwargs:
+        return args
+    import inspect
+
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    return dict(bound.arguments)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence torch's loggers and warnings: what matters comes back as an exception."""
+    logger = logging.getLogger("torch")
+    disabled, logger.disabled = logger.disabled, True
+    children = [child for name, child in logging.Logger.manager.loggerDict.items() if name.startswith("torch.")]
+    levels = [(child, child.level) for child in children if isinstance(child, logging.Logger)]
+    for child, _ in levels:
+        child.setLevel(logging.CRITICAL + 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = disabled
+        for child, level in levels:
+            child.setLevel(level)
+
+
+def _is_specialized(error: Exception) -> bool:
+    """Whether the model fixes its batch size (it writes the number into its code or its buffers)."""
+    text = str(error)
+    return "Constraints violated" in text or "specialized" in text
+
+
+def _explain(module: nn.Module, error: Exception) -> ModelError:
+    """One sentence for a failed trace, with the line of the user's code where there is one."""
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else type(error).__name__
+    if "data-dependent" in text.lower():
+        where = re.search(r'File "([^"]+)", line (\d+), in (\w+)\s*\n\s*(.+)', text[text.find("The following call") :])
+        line = (
+            f" at line {where.group(2)} of {where.group(1).rpartition('/')[2]}: {where.group(4).strip()}"
+            if where
+            else _where(error)
+        )
+        return ModelError(
+            f"{type(module).__name__} cannot be traced: its control flow depends on the values of a tensor{line}",
+            help="compute both branches and choose with torch.where, or keep that part outside the quantized model",
+        )
+    return ModelError(
+        f"{type(module).__name__} cannot be traced: {type(error).__name__}: {first}{_where(error)}",
+        help="check that the model runs on the first batch, in eval mode, as `model(*batch)`",
+    )
+
+
+def _where(error: Exception) -> str:
+    """` at line 12 of net.py` for the innermost frame outside torch, if any."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    frames = [
+        frame for frame in frames if "/quantizer/graph/" not in frame.filename and "contextlib" not in frame.filename
+    ]
+    if not frames:
+        return ""
+    frame = frames[-1]
+    return f" at line {frame.lineno} of {frame.filename.rpartition('/')[2]}: {frame.line or ''}".rstrip(": ")
+
+
+def _access_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`(0, "opts", "z", 1)`-like keys into (args, kwargs) from torch's key path."""
+    return tuple(
+        getattr(key, "idx", None) if hasattr(key, "idx") else getattr(key, "key", getattr(key, "name", None))
+        for key in path
+    )

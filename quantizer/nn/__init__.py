@@ -1,0 +1,45 @@
+"""The layers of quantized networks, for traced graphs and for the generated code alike."""
+
+from __future__ import annotations
+
+from quantizer.graph.describe import FUNCTION_LAYERS
+from quantizer.nn.function import Function, Input, Parameter, layer_class
+from quantizer.nn.layer import Layer
+from quantizer.nn.load import load
+from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.nn.weighted import (
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
+    Embedding,
+    Linear,
+)
+
+__all__ = [
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
+    "Embedding",
+    "Function",
+    "Input",
+    "Layer",
+    "Linear",
+    "Parameter",
+    "TensorQuantizer",
+    "load",
+]
+
+
+def __getattr__(name: str) -> type[Function]:
+    """`ReLU`, `Add`, …: one class per row of `FUNCTION_LAYERS`, made on first use."""
+    if name not in FUNCTION_LAYERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    cls = layer_class(name)
+    globals()[name] = cls
+    return cls

@@ -1,0 +1,105 @@
+"""A layer that is one torch function, with its constants fixed and, for normalizations, its own parameters."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from quantizer.graph.describe import FUNCTION_LAYERS
+from quantizer.nn.layer import Layer
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """The callable behind "aten.relu.default" or "operator.getitem"; nothing outside torch's operators and `operator`.
+
+    Raises:
+        ValueError: the target names something else.
+    """
+    namespace, packet, *overload = target.split(".")
+    if namespace == "operator" and not packet.startswith("_"):
+        return getattr(operator, packet)  # type: ignore[no-any-return]
+    if not overload or not namespace.isidentifier():
+        raise ValueError(f"{target!r} is not a torch operator such as 'aten.relu.default'")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload[0])  # type: ignore[no-any-return]
+
+
+class Function(Layer):
+    """`Function("aten.mean.default")`, or a subclass that fixes the target: `Mean(dim=[2, 3])`.
+
+    `params` gives the shapes of parameters the function reads (a normalization's weight); `inplace` lets it overwrite
+    its input.
+    """
+
+    target: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        target: str = "",
+        *,
+        params: Mapping[str, Sequence[int]] | None = None,
+        inplace: bool = False,
+        **constants: Any,
+    ) -> None:
+        super().__init__()
+        self._target = target or self.target
+        self._constants = constants
+        self._call = resolve(_inplace_twin(self._target) if inplace else self._target)
+        schema = getattr(self._call, "_schema", None)
+        self._first_is_self = bool(schema and schema.arguments and schema.arguments[0].name == "self")
+        self._positional = schema is None
+        self._params = tuple(params or ())
+        for name, shape in (params or {}).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(tuple(shape)), requires_grad=False))
+
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        """The function of its inputs, quantized where the plan says so."""
+        if self.quantizers:
+            args, inputs = self.quantize_inputs(args, inputs)
+        if self._positional:
+            return self._call(*args, *(value for _, value in sorted({**self._constants, **inputs}.items())))
+        values = {**self._constants, **inputs}
+        for name in self._params:
+            values[name] = getattr(self, name)
+        if not args and self._first_is_self and "input" in values:
+            args = (values.pop("input"),)
+        return self.finish(self._call(*args, **values))
+
+    def extra_repr(self) -> str:
+        """The constants."""
+        return ", ".join(f"{key}={value!r}" for key, value in self._constants.items())
+
+
+def _inplace_twin(target: str) -> str:
+    namespace, packet, overload = target.split(".")
+    return f"{namespace}.{packet}_.{overload}"
+
+
+def layer_class(name: str) -> type[Function]:
+    """The class of a function layer by its name in `FUNCTION_LAYERS`."""
+    return type(name, (Function,), {"target": FUNCTION_LAYERS[name], "__module__": "quantizer.nn"})
+
+
+class Input(Layer):
+    """Where one of the network's inputs enters."""
+
+    def forward(self, input: Any) -> Any:  # noqa: A002 - the seed's spelling of the call
+        """The input, quantized where the plan says so."""
+        return self.finish(input)
+
+
+class Parameter(Layer):
+    """A tensor of the model that an expression reads (`x + self.shift`)."""
+
+    value: Tensor
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.empty(tuple(shape), dtype=dtype))
+
+    def forward(self) -> Tensor:
+        """The tensor."""
+        return self.value

@@ -1,0 +1,43 @@
+"""What all layers share: quantizers by role. Nothing here knows the graph or the config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from quantizer.nn.quantizer import TensorQuantizer
+
+
+class Layer(nn.Module):
+    """A module with quantizers: `quantizers[role]` for roles "weights", "bias", "activation", "input", "input_1", …
+
+    Parameters are quantized once, by `quantize_parameters`; activations each time, by `finish`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.quantizers = nn.ModuleDict()
+        self._output: TensorQuantizer | None = None
+
+    def attach(self, role: str, quantizer: TensorQuantizer) -> None:
+        """Put a quantizer in a role; weights and bias take effect at once, on the parameter itself."""
+        self.quantizers[role] = quantizer
+        if role == "activation":
+            object.__setattr__(self, "_output", quantizer)
+        elif role in ("weights", "bias"):
+            parameter = self.get_parameter("weight" if role == "weights" else "bias")
+            parameter.data = quantizer(parameter.data)
+
+    def finish(self, output: Any) -> Any:
+        """The output on its grid, if it has one."""
+        return output if self._output is None else self._output(output)
+
+    def quantize_inputs(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The layer's own view of its inputs, for layers whose config gives "input" a grid of its own."""
+        values = list(args) + list(inputs.values())
+        for index, value in enumerate(values):
+            role = f"input_{index}" if index else "input"
+            if role in self.quantizers and isinstance(value, Tensor):
+                values[index] = self.quantizers[role](value)
+        return tuple(values[: len(args)]), dict(zip(inputs, values[len(args) :], strict=True))

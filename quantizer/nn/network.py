@@ -1,0 +1,152 @@
+"""A graph as a module that runs it node by node. It executes and lets others look; it decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import quantizer.nn as layers
+from quantizer.errors import DataError
+from quantizer.graph.describe import describe
+from quantizer.graph.ir import Graph, Node, map_refs, references
+from quantizer.nn.layer import Layer
+
+
+class Network(nn.Module):
+    """Runs a graph with one layer per node; called as the model it was traced from.
+
+    `layers` holds them by name; `module_names` says what each is called in the generated code and in `state_dict`.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.graph = graph
+        self.layers: dict[str, Layer] = {}
+        self.module_names = {node.name: f"module_{index}" for index, node in enumerate(graph.nodes)}
+        for node in graph.nodes:
+            layer = build_layer(graph, node)
+            self.layers[node.name] = layer
+            self.add_module(self.module_names[node.name], layer)
+        self._frees = _last_uses(graph)
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the traced model returns, in its own output type."""
+        steps = self.walk(args, kwargs)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                return done.value
+
+    def walk(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield each node's name and value as it is made; the generator's return value is the output.
+
+        Values are freed after their last use, so a value is only valid until the next step.
+        """
+        values = dict(
+            zip((n.name for n in self.graph.nodes if n.op == "input"), self._inputs(args, kwargs), strict=True)
+        )
+        for node in self.graph.nodes:
+            layer = self.layers[node.name]
+            if node.op == "input":
+                values[node.name] = layer(values[node.name])
+            else:
+                values[node.name] = layer(
+                    **{key: map_refs(value, values.__getitem__) for key, value in node.inputs.items()}
+                )
+            yield node.name, values[node.name]
+            for name in self._frees[node.name]:
+                del values[name]
+        output = map_refs(self.graph.output, values.__getitem__)
+        return self.graph.rebuild(output) if self.graph.rebuild else output
+
+    def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The network's inputs picked out of a call.
+
+        Raises:
+            DataError: the call is not shaped like the example the model was traced with.
+        """
+        found = []
+        for node, path in zip((n for n in self.graph.nodes if n.op == "input"), self.graph.input_paths, strict=True):
+            value: Any = (args, kwargs)
+            try:
+                for key in path:
+                    value = value[key]
+            except (KeyError, IndexError, TypeError):
+                where = "".join(f"[{key!r}]" for key in path[1:])
+                raise DataError(
+                    f"{node.name} is missing: no {'kwargs' if path[0] else 'args'}{where} in this call"
+                ) from None
+            _check_input(node, value)
+            found.append(value)
+        count = len(pytree.tree_leaves((args, dict(kwargs))))
+        if count != len(found):
+            raise DataError(f"{self.graph.model} was traced with {len(found)} inputs, but this call has {count}")
+        return found
+
+    def quantizers(self) -> Iterator[tuple[str, str, nn.Module]]:
+        """(layer name, role, quantizer) for all that are attached."""
+        for name, layer in self.layers.items():
+            for role, quantizer in layer.quantizers.items():
+                yield name, role, quantizer
+
+
+def build_layer(graph: Graph, node: Node) -> Layer:
+    """The node's layer with its parameters filled from the graph; it shares their memory until they are quantized."""
+    call = describe(graph, node)
+    layer: Layer = getattr(layers, call.cls)(*call.args, **call.kwargs)
+    for key, path in node.params.items():
+        tensor = graph.tensors[path]
+        if key in layer._buffers:
+            layer.register_buffer(key, tensor)
+        else:
+            layer.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
+    return layer.eval()
+
+
+def observe(
+    network: Network, args: tuple[Any, ...], kwargs: Mapping[str, Any], watch: Mapping[str, Callable[[Tensor], None]]
+) -> Any:
+    """Run the network and show each watched node's value to its watcher; returns the output."""
+    steps = network.walk(args, kwargs)
+    with torch.no_grad():
+        while True:
+            try:
+                name, value = next(steps)
+            except StopIteration as done:
+                return done.value
+            if name in watch:
+                watch[name](value)
+
+
+def _check_input(node: Node, value: Any) -> None:
+    """Shape and dtype as traced; None in the traced shape stands for any size."""
+    if node.shape is None:
+        return
+    if not isinstance(value, Tensor):
+        raise DataError(f"{node.name}: expected a tensor, got {type(value).__name__}")
+    fits = len(value.shape) == len(node.shape) and all(
+        want is None or want == got for want, got in zip(node.shape, value.shape, strict=True)
+    )
+    if not fits or value.dtype != node.dtype:
+        want = "[" + ", ".join("b" if size is None else str(size) for size in node.shape) + f"] {node.dtype}"
+        raise DataError(f"{node.name}: expected {want}, got {list(value.shape)} {value.dtype}")
+
+
+def _last_uses(graph: Graph) -> dict[str, list[str]]:
+    """For each node the values that nothing reads after it."""
+    kept = set(references(graph.output))
+    last: dict[str, str] = {node.name: node.name for node in graph.nodes}
+    for node in graph.nodes:
+        for name in node.refs():
+            last[name] = node.name
+    frees: dict[str, list[str]] = {node.name: [] for node in graph.nodes}
+    for name, reader in last.items():
+        if name not in kept:
+            frees[reader].append(name)
+    return frees

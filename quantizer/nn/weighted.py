@@ -1,0 +1,56 @@
+"""Layers with a weight: torch's own, plus quantizers. Their parameters are filled by whoever builds them, never at
+random.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from quantizer.nn.layer import Layer
+
+
+class _Weighted(Layer):
+    """Skips torch's random initialization, quantizes input and output."""
+
+    def reset_parameters(self) -> None:
+        """Nothing: the weights come from the model."""
+
+    def forward(self, input: Tensor) -> Any:  # noqa: A002 - the name torch.nn gives it
+        """torch's layer, between its quantizers."""
+        if "input" in self.quantizers:
+            input = self.quantizers["input"](input)  # noqa: A001
+        return self.finish(super().forward(input))
+
+
+class Conv1d(_Weighted, nn.Conv1d):
+    """torch.nn.Conv1d with quantizers."""
+
+
+class Conv2d(_Weighted, nn.Conv2d):
+    """torch.nn.Conv2d with quantizers."""
+
+
+class Conv3d(_Weighted, nn.Conv3d):
+    """torch.nn.Conv3d with quantizers."""
+
+
+class ConvTranspose1d(_Weighted, nn.ConvTranspose1d):
+    """torch.nn.ConvTranspose1d with quantizers."""
+
+
+class ConvTranspose2d(_Weighted, nn.ConvTranspose2d):
+    """torch.nn.ConvTranspose2d with quantizers."""
+
+
+class ConvTranspose3d(_Weighted, nn.ConvTranspose3d):
+    """torch.nn.ConvTranspose3d with quantizers."""
+
+
+class Linear(_Weighted, nn.Linear):
+    """torch.nn.Linear with quantizers."""
+
+
+class Embedding(_Weighted, nn.Embedding):
+    """torch.nn.Embedding with quantizers."""

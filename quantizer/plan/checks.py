@@ -1,0 +1,72 @@
+"""What is wrong with a config once it meets a model: findings only, each at the place in the file that causes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from quantizer.config.diagnostics import Diagnostic
+from quantizer.config.model import Config, QuantizationSpec, Role, Sourced
+from quantizer.config.rules import conflicts
+from quantizer.graph.ir import Graph
+from quantizer.plan.match import RANKS, Match, closest
+
+
+def unmatched(config: Config, matches: Sequence[Match], original: Graph) -> Iterator[Diagnostic]:
+    """A selector that finds nothing is an error, with the closest names; one that was taken loosely is a note."""
+    for rule, found in zip(config.rules, matches, strict=True):
+        selector = rule.selector
+        if found.note:
+            yield Diagnostic("QZ404", found.note, selector.place, "note")
+        if found.layers or selector.kind == "all" or not selector.required:
+            continue
+        if found.absorbed:
+            text = f"all {len(found.absorbed)} layers of type {selector.text!r} are folded into the layers before them"
+            help_ = "select those layers instead, by type or by name"
+        else:
+            text = f"layer_{selector.kind} {selector.text!r} matches no layer"
+            near = closest(selector, original)
+            help_ = f"closest: {', '.join(near)}" if near else "`quantizer inspect` lists all layers"
+        yield Diagnostic("QZ402", text, selector.place, help=help_)
+
+
+def overridden(config: Config, matches: Sequence[Match]) -> Iterator[Diagnostic]:
+    """Two equally strong rules for one layer: the later one wins, and says so once."""
+    owner: dict[tuple[int, str], int] = {}
+    for index, (rule, found) in enumerate(zip(config.rules, matches, strict=True)):
+        layers = found.layers if found.rank else ()
+        earlier = {owner[found.rank, layer] for layer in layers if (found.rank, layer) in owner}
+        owner |= {(found.rank, layer): index for layer in layers}
+        for other in sorted(earlier):
+            if config.rules[other].fields != rule.fields:
+                text = f"{rule.label} overrides {config.rules[other].label}: both select by {RANKS[found.rank]}"
+                yield Diagnostic("QZ403", text, rule.selector.place, "warning")
+
+
+def ineffective(
+    config: Config, matches: Sequence[Match], effects: Sequence[int], floats: Mapping[str, str]
+) -> Iterator[Diagnostic]:
+    """A rule that matches layers but sets nothing is most likely a misunderstanding."""
+    for rule, found, count in zip(config.rules, matches, effects, strict=True):
+        if found.layers and not count and rule.selector.kind != "all":
+            why = floats.get(found.layers[0], "the layer has no tensor of the listed kinds")
+            text = f"{rule.label} matches {len(found.layers)} layer(s) but changes no tensor: {found.layers[0]}: {why}"
+            yield Diagnostic("QZ405", text, rule.selector.place, "warning")
+
+
+def conflicting(
+    layer: str, role: Role, spec: QuantizationSpec, sources: Mapping[str, Sourced], device: str
+) -> Iterator[Diagnostic]:
+    """The rule book on a merged spec, for values that a file set: the built-in default is exempt."""
+    for conflict in conflicts(spec, role, device):
+        places = [sources[name].place for name in conflict.fields if name in sources]
+        known = [place for place in places if place is not None]
+        if not known:
+            continue
+        yield Diagnostic(
+            conflict.code,
+            f"{conflict.message} ({role} of {layer})",
+            known[0],
+            conflict.severity,
+            help=conflict.help,
+            related=tuple((place, "in conflict with this") for place in known[1:]),
+        )

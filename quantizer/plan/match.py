@@ -1,0 +1,108 @@
+"""Which layers a selector finds. A selector that finds nothing is the caller's error to report; this room gives the
+closest names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from quantizer.config.model import Selector
+from quantizer.graph.ir import Graph, Node
+
+# Weakest first: a rule of a higher rank wins, field by field.
+RANKS = ("all", "type", "pattern", "path", "name")
+
+
+@dataclass(frozen=True)
+class Match:
+    """The layers a selector finds, how specific it is, and a `note` when it was not taken literally."""
+
+    layers: tuple[str, ...]
+    rank: int
+    note: str | None = None
+    absorbed: tuple[str, ...] = ()
+
+
+def match(selector: Selector, graph: Graph, original: Graph) -> Match:
+    """The layers of `graph` that `selector` means; `original` is the graph as traced, before layers were folded away.
+
+    A folded layer stands for the layer it went into when it is named, not when its type is.
+    """
+    if selector.kind == "all":
+        return Match(tuple(graph.by_name), RANKS.index("all"))
+    if selector.kind == "type":
+        found = [node.name for node in original.nodes if selector.text in type_names(node)]
+        kept = tuple(name for name in found if name in graph.by_name)
+        return Match(kept, RANKS.index("type"), absorbed=tuple(name for name in found if name not in graph.by_name))
+    return _by_name(selector.text, graph, original)
+
+
+def type_names(node: Node) -> frozenset[str]:
+    """All words that select the node by type: the operator, its torch classes and functions, the classes of its
+    modules; short and full.
+    """
+    names = {node.op, *node.row.types, *node.classes}
+    return frozenset(
+        names
+        | {name.rpartition(".")[2] for name in names}
+        | {f"nn.{n.rpartition('.')[2]}" for n in names if n.startswith("torch.nn.")}
+    )
+
+
+def closest(selector: Selector, original: Graph) -> list[str]:
+    """Up to three names close to a selector that found nothing."""
+    if selector.kind == "type":
+        known = {name for node in original.nodes for name in (*node.row.types, *node.classes, node.op)}
+        short = {name.rpartition(".")[2]: name for name in known}
+        near = difflib.get_close_matches(selector.text.rpartition(".")[2], short, 3, 0.5)
+        return [short[name] for name in near]
+    known = set(original.by_name) | {node.scope for node in original.nodes if node.scope}
+    same_scope = [name for name in original.by_name if name.rpartition("/")[0] == selector.text.rpartition("/")[0]]
+    return (same_scope + difflib.get_close_matches(selector.text, sorted(known), 3, 0.5))[:3]
+
+
+def _by_name(text: str, graph: Graph, original: Graph) -> Match:
+    """Exact name, then the same scope with another last part, a module path, `re:`, and a glob, in this order."""
+    if text in original.by_name:
+        return _survivors([text], "name", graph)
+    scope = text.rpartition("/")[0]
+    siblings = [name for name in original.by_name if name.rpartition("/")[0] == scope] if "::" in text else []
+    if len(siblings) == 1:
+        return _survivors(
+            siblings, "name", graph, f"{text!r} is taken for {siblings[0]!r}, the only layer of that module"
+        )
+    inside = [node.name for node in original.nodes if node.scope == text or node.scope.startswith(f"{text}.")]
+    if inside and not text.startswith("re:"):
+        return _survivors(inside, "path", graph)
+    pattern = _pattern(text)
+    if pattern is None:
+        return Match((), RANKS.index("name"))
+    found = [n.name for n in original.nodes if pattern.fullmatch(n.name) or (n.scope and pattern.fullmatch(n.scope))]
+    return _survivors(found, "pattern", graph)
+
+
+def _pattern(text: str) -> re.Pattern[str] | None:
+    """The regular expression of `re:…` or of a glob, where `*` and `?` are special and brackets are literal, as in
+    layer names.
+    """
+    if text.startswith("re:"):
+        try:
+            return re.compile(text[3:])
+        except re.error:
+            return None
+    if "*" not in text and "?" not in text:
+        return None
+    return re.compile(re.escape(text).replace(r"\*", ".*").replace(r"\?", "."))
+
+
+def _survivors(names: list[str], rank: str, graph: Graph, note: str | None = None) -> Match:
+    """The layers the found ones live in now; a layer that was folded counts as the one that took it."""
+    alive = []
+    for name in names:
+        while name in graph.absorbed:
+            name = graph.absorbed[name]
+        alive.append(name)
+    gone = tuple(name for name in names if name in graph.absorbed)
+    return Match(tuple(dict.fromkeys(alive)), RANKS.index(rank), note, gone)

@@ -1,0 +1,85 @@
+"""The plan: for each (layer, role) one spec and where its values came from; for the rest, why it stays float."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantizer.config.diagnostics import Diagnostic
+from quantizer.config.model import QuantizationSpec
+from quantizer.graph.ir import Graph
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One quantized tensor. `role` is "weights", "bias", "activation", "input" or, for further inputs of a layer,
+    "input_1", ….
+
+    `source` is the node whose value is quantized (for parameters, the layer itself), `members` the layers that share
+    it,
+    `origins` the file position of each value of `spec`, or "default".
+    """
+
+    layer: str
+    role: str
+    spec: QuantizationSpec
+    origins: Mapping[str, str]
+    source: str
+    members: tuple[str, ...] = ()
+    channels: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """For plan.json and quant_info.json."""
+        row: dict[str, Any] = {"spec": self.spec.to_json(), "origins": dict(self.origins)}
+        others = [name for name in self.members if name != self.layer]
+        return row | {"shared_with": others} if others else row
+
+
+@dataclass(frozen=True)
+class RuleMatch:
+    """How many layers a block of the config found; `took_effect` counts the tensors it sets a value for."""
+
+    label: str
+    selector: str
+    layers: tuple[str, ...]
+    took_effect: int
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All decisions for one graph and one config."""
+
+    graph: Graph
+    tensors: Mapping[tuple[str, str], TensorPlan]
+    rules: tuple[RuleMatch, ...]
+    floats: Mapping[str, str] = field(default_factory=dict)
+    diagnostics: tuple[Diagnostic, ...] = ()
+
+    def of_layer(self, layer: str) -> dict[str, TensorPlan]:
+        """The layer's tensors by role."""
+        return {role: tensor for (name, role), tensor in self.tensors.items() if name == layer}
+
+    def to_json(self) -> dict[str, Any]:
+        """plan.json: rules with their matches, then layers in execution order."""
+        layers = []
+        for node in self.graph.nodes:
+            row: dict[str, Any] = {"name": node.name, "op": node.op}
+            tensors = self.of_layer(node.name)
+            if tensors:
+                row["tensors"] = {role: tensor.to_json() for role, tensor in tensors.items()}
+            if node.name in self.floats:
+                row["activation_is_float"] = self.floats[node.name]
+            layers.append(row)
+        rules = [
+            {
+                "rule": r.label,
+                "selector": r.selector,
+                "place": r.place,
+                "layers": list(r.layers),
+                "tensors_set": r.took_effect,
+            }
+            for r in self.rules
+        ]
+        return {"model": self.graph.model, "rules": rules, "layers": layers}

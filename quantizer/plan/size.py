@@ -1,0 +1,62 @@
+"""What a plan costs, from the graph alone: bytes of the weights before and after, peak memory of a calibration pass."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from quantizer.graph.ir import Graph, references
+from quantizer.plan.model import Plan
+
+_FLOAT_BITS = {"float16": 16, "bfloat16": 16}
+
+
+def weight_bytes(plan: Plan) -> tuple[int, int]:
+    """(float bytes, quantized bytes) of all tensors the graph owns; scales and zero points count."""
+    before = after = 0
+    counted: set[str] = set()
+    for node in plan.graph.nodes:
+        tensors = plan.of_layer(node.name)
+        for key, path in node.params.items():
+            if path in counted:
+                continue
+            counted.add(path)
+            tensor = plan.graph.tensors[path]
+            size = tensor.numel() * tensor.element_size()
+            before += size
+            planned = tensors.get({"weight": "weights", "bias": "bias"}.get(key, ""))
+            if planned is None:
+                after += size
+                continue
+            bits = planned.spec.bit_width if planned.spec.dtype == "int" else _FLOAT_BITS.get(planned.spec.dtype, 32)
+            after += math.ceil(tensor.numel() * bits / 8) + 5 * (planned.channels or 1)
+    return before, after
+
+
+def peak_activation_bytes(graph: Graph, batch_size: int) -> int:
+    """Most bytes of values alive at once in one pass; values are freed after their last reader."""
+    kept = set(references(graph.output))
+    last = {node.name: node.name for node in graph.nodes}
+    for node in graph.nodes:
+        last.update(dict.fromkeys(node.refs(), node.name))
+    alive = peak = 0
+    freed: dict[str, list[str]] = {}
+    for name, reader in last.items():
+        freed.setdefault(reader, []).append(name)
+    for node in graph.nodes:
+        alive += _bytes(graph, node.name, batch_size)
+        peak = max(peak, alive)
+        alive -= sum(_bytes(graph, name, batch_size) for name in freed.get(node.name, ()) if name not in kept)
+    return peak
+
+
+def _bytes(graph: Graph, name: str, batch_size: int) -> int:
+    """Bytes of one value; views and parameters take none of their own."""
+    node = graph.by_name[name]
+    if node.shape is None or node.dtype is None or not (node.row.fresh or node.op == "input" or "pool" in node.op):
+        return 0
+    return (
+        math.prod(batch_size if size is None else size for size in node.shape)
+        * torch.empty((), dtype=node.dtype).element_size()
+    )
