@@ -1,4 +1,4 @@
-"""How calibration and evaluation data come in: `--data`, or what the model's file offers, become batches. Guesses nothing."""
+"""How calibration and evaluation data come in: `--data`, or what the model's file offers, as batches. No guessing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from quantizer.errors import DataError, QuantizerError, UsageError
+from quantizer.errors import DataError, UsageError
 from quantizer.sources.batches import Batch, as_batch, positional_inputs
 from quantizer.sources.fingerprint import Fingerprint
 from quantizer.sources.images import EXAMPLE, IMAGE_SUFFIXES, find_images, image_batches, parse_preprocess
@@ -85,9 +85,10 @@ def load_batches(
 ) -> Batches:
     """The batches of `--data`, or of a callable or iterable of the user's.
 
-    The user's own batches stay as they are; files, images and random data are cut to `batch_size` (default 32). `subset_len`
-    counts samples exactly and cuts the last batch. `seed` draws random data and the order of images, and seeds torch before
-    each pass of the user's loader. `module` tells how many inputs a tuple holds. Raises `DataError` or `UsageError`.
+    The user's own batches stay as they are; files, images and random data are cut to `batch_size` (default 32).
+    `subset_len` counts samples exactly and cuts the last batch. `seed` draws random data and the order of images, and
+    seeds torch before each pass of the user's loader. `module` tells how many inputs a tuple holds.
+    Raises `DataError` or `UsageError`; what only shows in the data itself is raised while iterating.
     """
     for name, value in {"batch size": batch_size, "subset length": subset_len}.items():
         if value is not None and value < 1:
@@ -95,11 +96,12 @@ def load_batches(
     size = batch_size or DEFAULT_BATCH_SIZE
     paths = _paths(source) if isinstance(source, str) else []
     if paths and paths[0].suffix.lower() not in READERS:
+        images = find_images(paths)
         if preprocess is None:
             raise UsageError(
                 f"{source}: images need preprocessing, and none is given", help=f"--preprocess '{EXAMPLE}'"
             )
-        open_images = partial(image_batches, find_images(paths), parse_preprocess(preprocess), size, seed)
+        open_images = partial(image_batches, images, parse_preprocess(preprocess), size, seed)
         return Batches(partial(prefetched, open_images), str(source), subset_len)
     if preprocess is not None:
         raise UsageError("--preprocess is for folders of images, and the data are none")
@@ -170,7 +172,7 @@ def _from_python(spec: str) -> tuple[Any, str]:
 def _user_batches(source: Any, label: str, inputs: tuple[int, int], seed: int) -> Iterator[Batch]:
     torch.manual_seed(seed)  # a loader that shuffles gives the same order in every pass
     with user_errors(label, DataError):
-        items = _iterator(source() if callable(source) else source, label)
+        items = _iterator(source, label)
     for index in range(1 << 62):
         place = f"batch {index} of {label}"
         with user_errors(f"loading {place}", DataError):
@@ -184,6 +186,10 @@ def _user_batches(source: Any, label: str, inputs: tuple[int, int], seed: int) -
 
 
 def _iterator(source: Any, label: str) -> Iterator[Any]:
+    if isinstance(source, Iterator):
+        raise DataError(f"{label} can be gone through only once", help="give the function that returns the iterator")
+    if callable(source) and not isinstance(source, Iterable):
+        source = source()
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
         remedy = "wrap it: torch.utils.data.DataLoader(dataset, batch_size=32)"
         raise DataError(f"{label} is a Dataset, which gives single samples, not batches", help=remedy)

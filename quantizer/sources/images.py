@@ -79,16 +79,23 @@ def parse_preprocess(text: str) -> Preprocess:
     if not isinstance(fields, dict):
         raise UsageError(f"{place} is not a JSON object", help=f"for example: {EXAMPLE}")
     _check_fields(fields, place)
-    return Preprocess(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    return Preprocess(**(fields | {name: tuple(fields[name]) for name in ("mean", "std")}))
 
 
 def find_images(paths: Sequence[Path]) -> list[tuple[Path, int | None]]:
-    """The image files and their labels: None, or the index of the class folder in sorted order if `paths` is one folder."""
+    """The image files, each with its label: None, or the index of its class folder in sorted order.
+
+    `paths` are files, or one folder of images or of class folders. Raises `DataError` if there is no image.
+    """
     if len(paths) != 1 or not paths[0].is_dir():
         return [(path, None) for path in paths]
     flat = _images_in(paths[0])
     classes = [(folder, _images_in(folder)) for folder in sorted(paths[0].iterdir()) if folder.is_dir()]
     classes = [(folder, images) for folder, images in classes if images]
+    if not flat and not classes:
+        raise DataError(
+            f"{paths[0]} holds no tensor file and no image", help=f"images end in {', '.join(IMAGE_SUFFIXES)}"
+        )
     if flat and classes:
         raise DataError(
             f"{paths[0]} holds images and folders of images", help="keep either class folders or a flat folder"

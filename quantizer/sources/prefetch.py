@@ -31,7 +31,8 @@ def prefetched(items: Callable[[], Iterator[T]]) -> Iterator[T]:
     def put(element: T | _Raised | None) -> None:
         while not stop.is_set():
             try:
-                return ready.put(element, timeout=_POLL_SECONDS)
+                ready.put(element, timeout=_POLL_SECONDS)
+                return
             except queue.Full:
                 continue
 

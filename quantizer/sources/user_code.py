@@ -29,7 +29,7 @@ _OURS = str(Path(__file__).parents[1] / "_")[:-1]
 
 @dataclass(frozen=True)
 class UserModule:
-    """A module of the user's; `folder` is importable whenever code of it is started through `call`, misses raise `error`."""
+    """A module of the user's; `folder` is importable while `call` runs code of it; a miss is an `error`."""
 
     module: ModuleType
     folder: Path
