@@ -113,7 +113,9 @@ def _unused(layered: Layered, scopes: list[_Scope]) -> Iterator[Diagnostic]:
             idle = [
                 (name, sourced.place)
                 for name, sourced in block.items()
-                if sourced.place and sourced.place not in used and (name == "percentage" or floating or not complete)
+                if sourced.place
+                and sourced.place not in used
+                and (name == "percentage" or not complete or (floating and name != "dtype"))
             ]
             yield from _idle(idle, floating)
 

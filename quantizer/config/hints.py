@@ -47,7 +47,7 @@ def help_for_value(key: str, value: Any, schema: Mapping[str, Any]) -> str:
     )
     if near:
         return f'did you mean "{near}"?'
-    return f"for example {_example(key, schema)}"
+    return _example(key, schema)
 
 
 def help_for_key(key: str, known: tuple[str, ...]) -> str:
@@ -81,10 +81,11 @@ def _literal(value: Any, schema: Mapping[str, Any]) -> str | None:
 
 
 def _example(key: str, schema: Mapping[str, Any]) -> str:
-    default = schema.get("default", (schema.get("examples") or [None])[0])
-    if default is None and schema.get("enum"):
-        default = schema["enum"][0]
-    return f'"{key}": {quoted(default)}' if key and default is not None else "see `quantizer schema --print`"
+    candidates = (schema.get("default"), *schema.get("examples", ()), *schema.get("enum", ()))
+    example = next((value for value in candidates if value not in (None, {}, [])), None)
+    if example is None:
+        return "`quantizer schema` prints all keys"
+    return f'for example "{key}": {quoted(example)}'
 
 
 @cache

@@ -172,7 +172,7 @@ class Parser:
             reason = {"Unterminated": "this string is never closed", "Invalid \\": "there is no such escape"}
             message = next(
                 (text for start, text in reason.items() if error.msg.startswith(start)),
-                "a string must not contain this character",
+                "this string is not closed on its line, or holds a control character",
             )
             self._fail(message, error.pos, help='inside a string write \\n, \\t, \\\\ and \\"')
         if _SURROGATE.search(value):
@@ -190,6 +190,8 @@ class Parser:
         number = _NUMBER.fullmatch(word)
         if number:
             return self._number(number, (at, end)), end
+        if word[:1].isdecimal() or word[:1] == ".":
+            self._fail(f"{word[:40]} is not a JSON number", at, end=end, help="write it like 8, -1 or 99.99")
         if word in _LITERALS:
             return _LITERALS[word], end
         if word in _NOT_FINITE:

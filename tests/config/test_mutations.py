@@ -1,0 +1,120 @@
+"""Every key of a valid file, misspelt, of a wrong type or with another key's value: an error on its line, with a hint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantizer.config.diagnostics import Diagnostic
+from quantizer.config.document import Document, Text
+from quantizer.config.load import check_document
+from quantizer.config.read import parse_document, read_document
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+WORDS = ["half_up", "percentile", "poweroftwo", "median", "DPU", "weights", "bfloat16", True, 8, 0.5, None, [], {}, "x"]
+MAY_BE = {"onnx_opset_version": {8}, "percentage": {8, 0.5}, "datatype": {"bfloat16"}}
+
+
+def members() -> Iterator[Any]:
+    for name in ("example", "dpu", "mixed_precision"):
+        document = read_document(CONFIGS / f"{name}.json")
+        for pointer in document.keys:
+            if not pointer.endswith(("/$schema", "//", "~1~1")):
+                yield pytest.param(document, pointer, id=f"{name}{pointer}")
+
+
+def with_replaced(document: Document, span: tuple[int, int], text: str) -> tuple[Diagnostic, ...]:
+    start, end = span
+    source = document.source
+    changed = source.text[:start] + text + source.text[end:]
+    return check_document(parse_document(Text(source.name, changed))).diagnostics
+
+
+def errors_at(diagnostics: tuple[Diagnostic, ...], line: int) -> list[Diagnostic]:
+    return [found for found in diagnostics if found.severity == "error" and found.place and found.place.line == line]
+
+
+@pytest.mark.parametrize(("document", "pointer"), list(members()))
+def test_misspelt_key(document: Document, pointer: str) -> None:
+    key = pointer.rpartition("/")[2]
+    misspelt = key[:-2] + key[-1] + key[-2] + "x"
+    found = with_replaced(document, document.keys[pointer], json.dumps(misspelt))
+    [error] = errors_at(found, document.place(pointer, key=True).line)
+    assert error.code == "QZ102"
+    assert key in str(error.help)
+
+
+@pytest.mark.parametrize(("document", "pointer"), list(members()))
+def test_value_of_another_kind(document: Document, pointer: str) -> None:
+    key, line = pointer.rpartition("/")[2], document.place(pointer).line
+    start, end = document.values[pointer]
+    now = json.loads(document.source.text[start:end])
+    for word in WORDS:
+        if fits(key, word, now):
+            continue
+        errors = errors_at(with_replaced(document, (start, end), json.dumps(word)), line)
+        assert errors, (key, word)
+        assert all(error.help for error in errors)
+
+
+def fits(key: str, word: Any, now: Any) -> bool:
+    """Whether `word` is a legal value of `key`, so that no error is due."""
+    if word in ({}, []):
+        return isinstance(now, type(word))
+    if isinstance(now, bool) or isinstance(word, bool):
+        return isinstance(now, bool) and isinstance(word, bool)
+    if key in ("layer_type", "layer_name"):
+        return isinstance(word, str) or word is None
+    options = {
+        "method": {"percentile"},
+        "round_mode": {"half_up"},
+        "scale_type": {"poweroftwo"},
+        "calib_statistic_method": {"median"},
+        "target_device": {"DPU"},
+        "bit_width": {8},
+    }
+    return word is not None and word in {**options, **MAY_BE}.get(key, set())
+
+
+CONFIG_LIKE = st.recursive(
+    st.sampled_from([*WORDS, "maxmin", "torch.nn.Conv2d"]) | st.integers(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "overall_quantize_config",
+                    "tensor_quantize_config",
+                    "layer_quantize_config",
+                    "quantizable_data_type",
+                    "weights",
+                    "method",
+                    "symmetry",
+                    "per_channel",
+                    "datatype",
+                    "target_device",
+                    "layer_name",
+                    "layer_type",
+                    "bit_width",
+                ]
+            ),
+            inner,
+            max_size=6,
+        )
+    ),
+    max_leaves=20,
+)
+
+
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(CONFIG_LIKE.filter(lambda value: isinstance(value, dict)))
+def test_any_json_value_gives_diagnostics_only(value: dict[str, Any]) -> None:
+    result = check_document(parse_document(Text("net.json", json.dumps(value))))
+    assert result.config is None
+    assert all(found.place for found in result.diagnostics)

@@ -1,0 +1,103 @@
+"""Files that cannot be read as JSON, beyond what tests/cases holds; and the places of keys and values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantizer.config.diagnostics import ConfigError
+from quantizer.config.document import Document, Text
+from quantizer.config.read import parse_document, read_document
+
+
+def parse(text: str) -> Document:
+    return parse_document(Text("net.json", text))
+
+
+def codes_of(error: pytest.ExceptionInfo[ConfigError]) -> list[str]:
+    return [found.code for found in error.value.diagnostics]
+
+
+def test_places_count_from_one_and_cover_keys_and_values() -> None:
+    document = parse('{\n  "a": [1, "two"],\n  "b/c": {"d": true}\n}')
+    assert str(document.place("/a", key=True)) == "net.json:2:3"
+    assert str(document.place("/a/1")) == "net.json:2:12"
+    assert document.place("/a/1").length == len('"two"')
+    assert str(document.place("/b~1c/d")) == "net.json:3:16"
+    assert document.place("/b~1c").pointer == "/b~1c"
+
+
+@pytest.mark.parametrize("name", ["missing.json", "folder", "nul\0byte.json"])
+def test_unreadable_paths(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError) as error:
+        read_document(tmp_path / name)
+    assert codes_of(error) == ["QZ001"]
+
+
+def test_missing_file_names_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "cpu_int8.json").write_text("{}")
+    with pytest.raises(ConfigError) as error:
+        read_document(tmp_path / "cpu_in8.json")
+    assert "cpu_int8.json" in str(error.value.help)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" + "1," * 600_000 + "1]"])
+def test_limits_are_told_not_hit(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "big.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_document(path)
+    assert codes_of(error) == ["QZ003"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(derandomize=True, max_examples=150, deadline=None)
+@given(st.dictionaries(st.text(), JSON, max_size=4), st.sampled_from([None, 1, "\t"]), st.booleans())
+def test_reads_what_json_reads(value: dict[str, object], indent: int | str | None, ascii_only: bool) -> None:
+    text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
+    document = parse(text)
+    assert document.value == value
+    for pointer, (start, end) in document.values.items():
+        found = json.loads(text[start:end])
+        assert document.place(pointer).column >= 1
+        assert parse(f'{{"v": {text[start:end]}}}').value == {"v": found}
+
+
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(st.text(alphabet='{}[]:,"\\/*# \n\ta1.-eENtrufls\u00df\ud7ff', max_size=40))
+def test_any_text_is_read_as_json_does_or_refused(text: str) -> None:
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    try:
+        expected = json.loads(text, parse_constant=refuse)
+    except ValueError:
+        expected = None
+    try:
+        assert parse(text).value == expected
+    except ConfigError as error:
+        assert all(found.place for found in error.diagnostics)
+        known_stricter = {"QZ007", "QZ008", "QZ009"}
+        assert expected is None or {found.code for found in error.diagnostics} & known_stricter
+
+
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(st.binary(max_size=60))
+def test_any_bytes_give_diagnostics_only(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.mktemp("bytes") / "net.json"
+    path.write_bytes(data)
+    try:
+        read_document(path)
+    except ConfigError as error:
+        assert error.exit_code == 2
