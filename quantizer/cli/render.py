@@ -68,15 +68,15 @@ def _text(diagnostic: Diagnostic, sources: Mapping[str, str]) -> str:
     lines = [f"{_printable(where)}{label} {_printable(diagnostic.message)}"]
     color = _COLORS[diagnostic.severity]
     if diagnostic.place:
-        lines += _excerpt(diagnostic.place, sources, click.style("^", fg=color), diagnostic.remark or "")
+        lines += _excerpt(diagnostic.place, sources, ("^", color), diagnostic.remark or "")
     for place, remark in diagnostic.related:
-        lines += _excerpt(place, sources, click.style("-", fg="blue"), remark)
+        lines += _excerpt(place, sources, ("-", "blue"), remark)
     if diagnostic.help:
         lines.append(f"   help: {_printable(diagnostic.help)}")
     return "\n".join(lines)
 
 
-def _excerpt(place: Place, sources: Mapping[str, str], mark: str, remark: str) -> list[str]:
+def _excerpt(place: Place, sources: Mapping[str, str], mark: tuple[str, str], remark: str) -> list[str]:
     """The source line, cut to a window if it is long, and marks under the place."""
     lines = sources.get(place.file, "").split("\n")
     if place.line > len(lines) or not lines[place.line - 1].strip():
@@ -87,8 +87,10 @@ def _excerpt(place: Place, sources: Mapping[str, str], mark: str, remark: str) -
         cut = max(0, start - MAX_WIDTH // 3)
         line, start = line[cut : cut + MAX_WIDTH], start - cut
     length = max(1, min(length, len(line) - start))
-    padding, marked = _width(line[:start]), max(1, _width(line[start : start + length]))
-    return [f"{place.line:5} | {line}", f"{'':5} | {' ' * padding}{mark * marked} {_printable(remark)}".rstrip()]
+    character, color = mark
+    marks = click.style(character * max(1, _width(line[start : start + length])), fg=color)
+    padding = " " * _width(line[:start])
+    return [f"{place.line:5} | {line}", f"{'':5} | {padding}{marks} {_printable(remark)}".rstrip()]
 
 
 def _printable(text: str) -> str:

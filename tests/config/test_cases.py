@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import click
 import pytest
 
 from quantizer.cli.render import render_text
@@ -20,10 +21,7 @@ PRESETS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
 def told(path: Path) -> tuple[str, LoadResult]:
     result = load_config(path)
     text = render_text(result.diagnostics, result.sources)
-    plain = text.replace("\x1b[0m", "")
-    for style in ("\x1b[31m", "\x1b[33m", "\x1b[34m", "\x1b[1m"):
-        plain = plain.replace(style, "")
-    return plain.replace(f"{path.parent}/", ""), result
+    return click.unstyle(text).replace(f"{path.parent}/", ""), result
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -1,4 +1,4 @@
-"""Every key of a valid file, misspelt, of a wrong type or with another key's value: an error on its line, with a hint."""
+"""Every key of a valid file, misspelt, of a wrong type or with another's value: an error on its line, and a hint."""
 
 from __future__ import annotations
 

@@ -1,0 +1,91 @@
+"""Imports run one way: a room may import the rooms in the layers before it, and no sibling."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "quantizer"
+LAYERS = (
+    ("errors",),
+    ("config", "numerics"),
+    ("observers", "graph"),
+    ("nn", "plan"),
+    ("engine", "sources"),
+    ("report",),
+    ("cli",),
+)
+DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
+ROOT_FILES = {"__init__", "__main__"}
+
+
+def modules() -> list[Path]:
+    return sorted(
+        path
+        for path in PACKAGE.rglob("*.py")
+        if path.relative_to(PACKAGE).parts[0].removesuffix(".py") not in ROOT_FILES
+    )
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Every module that a file imports, also inside functions, also by `importlib.import_module("…")`."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
+
+
+def rooms_imported(path: Path) -> set[str]:
+    names = [name.split(".") for name in imported(path)]
+    return {parts[1] for parts in names if parts[0] == "quantizer" and len(parts) > 1 and parts[1] in DEPTH}
+
+
+def test_every_room_has_its_layer() -> None:
+    assert {room_of(path) for path in modules()} <= set(DEPTH)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_upward_or_sideways_import(path: Path) -> None:
+    here = room_of(path)
+    wrong = {room for room in rooms_imported(path) if room != here and DEPTH[room] >= DEPTH[here]}
+    assert not wrong, f"{here} is not to import {', '.join(sorted(wrong))}"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules()}
+    names = {name.removesuffix(".__init__"): path for name, path in names.items()}
+    edges = {
+        name: {target for found in imported(path) for target in (found, found.rpartition(".")[0]) if target in names}
+        for name, path in names.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " → ".join((*trail[trail.index(name) :], name))
+        if name not in done:
+            for target in sorted(edges[name] - {name}):
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in sorted(names):
+        visit(name, ())
+
+
+@pytest.mark.parametrize(("room", "allowed"), [("config", {"jsonschema"}), ("numerics", {"torch"})])
+def test_third_parties_of_the_lowest_rooms(room: str, allowed: set[str]) -> None:
+    import sys
+
+    found = {name.split(".")[0] for path in modules() if room_of(path) == room for name in imported(path)}
+    assert found - sys.stdlib_module_names - {"quantizer"} <= allowed

@@ -1,0 +1,42 @@
+"""`quantizer init`: what it writes is valid, and nothing is overwritten unasked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quantizer.cli.main import run_command
+from quantizer.config.load import load_config
+
+
+@pytest.mark.parametrize("device", ["DPU", "CPU", "GPU"])
+def test_written_config_is_valid_for_the_device(device: str, tmp_path: Path) -> None:
+    path = tmp_path / "net.json"
+    assert run_command(["init", "--device", device, "-o", str(path)]) == 0
+    result = load_config(path)
+    assert result.diagnostics == ()
+    assert result.require().settings.target_device == device
+
+
+def test_nothing_is_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "net.json"
+    path.write_text("mine")
+    assert run_command(["init", "-o", str(path)]) == 2
+    assert path.read_text() == "mine"
+    assert "--overwrite" in capsys.readouterr().err
+    assert run_command(["init", "-o", str(path), "--overwrite"]) == 0
+    assert load_config(path).config is not None
+
+
+def test_standard_output(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["init", "-o", "-"]) == 0
+    Path("out.json").write_text(capsys.readouterr().out, encoding="utf-8")
+    assert load_config("out.json").config is not None
+
+
+@pytest.mark.parametrize("target", ["", "missing/folder/net.json"])
+def test_places_that_cannot_be_written(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["init", "-o", str(tmp_path / target)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")

@@ -1,0 +1,181 @@
+"""The command line before any work: help, versions, exit codes, streams, and that it starts without torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quantizer import __version__
+from quantizer.cli import main as entry
+from quantizer.cli.main import COMMANDS, run_command
+from quantizer.cli.options import RunOptions
+from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
+from quantizer.errors import DataError, GateError, ModelError, QuantizerError, ResultError, UsageError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+LIGHT = [
+    ["--help"],
+    ["--version"],
+    ["validate", str(CONFIGS / "example.json")],
+    ["init", "-o", "-"],
+    ["explain", "QZ301"],
+    ["schema"],
+]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "quantizer", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+
+
+@pytest.mark.parametrize("arguments", LIGHT, ids=lambda arguments: arguments[0])
+def test_light_commands_do_not_import_torch(arguments: list[str]) -> None:
+    program = (
+        "import sys; from quantizer.cli.main import run_command; code = run_command(sys.argv[1:]);"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_help_lists_every_command_and_exit_code() -> None:
+    done = run("-h")
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in COMMANDS)
+    assert all(f"{code} " in done.stdout for code in (0, 1, 2, 70, 130))
+    assert run("--version").stdout.split()[-1] == __version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "Usage"),
+        (["vaildate"], "Did you mean 'validate'?"),
+        (["--config_file", "x.json"], "--quant_mode"),
+        (["--quant_mode", "train"], "'calib'"),
+        (["--quant_mod", "calib"], "--quant_mode"),
+        (["--quant_mode", "calib", "validate", "x.json"], "subcommand"),
+        (["--quant_mode", "calib", "--batch_size", "0"], "batch_size"),
+        (["validate"], "FILE"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(arguments) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert captured.out == ""
+
+
+def runner(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[RunOptions]:
+    """Put a stand-in for the run command in place: it notes its options, then returns or raises `outcome`."""
+    seen: list[RunOptions] = []
+
+    def stand_in(options: RunOptions) -> int:
+        seen.append(options)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return int(outcome)
+
+    module = SimpleNamespace(run=stand_in)
+    monkeypatch.setitem(sys.modules, "quantizer.cli.run", module)
+    return seen
+
+
+def test_options_reach_the_run_in_both_spellings(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = runner(monkeypatch, 0)
+    monkeypatch.setenv("QUANTIZER_SEED", "7")
+    assert run_command(["--quant-mode", "calib", "--config_file", "c.json", "--subset-len", "9", "--gate", "a>=1"]) == 0
+    assert seen == [RunOptions("calib", config_file="c.json", subset_len=9, gate=("a>=1",), seed=7)]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (GateError("no"), 1),
+        (UsageError("no"), 2),
+        (ModelError("no"), 3),
+        (DataError("no"), 4),
+        (ResultError("no"), 5),
+        (QuantizerError("no"), 70),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_every_error_has_its_exit_code(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner(monkeypatch, error)
+    assert run_command(["--quant_mode", "test"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.strip().endswith("interrupted" if code == 130 else "error: no")
+
+
+def test_a_config_error_is_shown_with_its_excerpt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Diagnostic("QZ402", "matches no layer", Place("net.json", 2, 3, 4), help="closest: conv1")
+    runner(monkeypatch, ConfigError([found], {"net.json": "{\n  conv\n}"}))
+    assert run_command(["--quant_mode", "calib"]) == 2
+    assert capsys.readouterr().err == (
+        "net.json:2:3: error QZ402: matches no layer\n    2 |   conv\n      |   ^^^^\n   help: closest: conv1\n"
+    )
+
+
+def test_an_unexpected_error_is_one_sentence_and_a_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner(monkeypatch, RuntimeError("boom"))
+    arguments = ["--quant_mode", "calib", "--output_dir", str(tmp_path)]
+    assert run_command(arguments) == 70
+    told = capsys.readouterr().err
+    assert "internal error: RuntimeError: boom" in told
+    assert "Traceback" not in told
+    assert "Traceback" in (tmp_path / "run.log").read_text("utf-8")
+    assert run_command([*arguments, "--debug"]) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_colour_only_where_it_is_wanted() -> None:
+    wrong = str(Path(__file__).parents[1] / "cases" / "configs" / "invalid" / "qz101_method.json")
+    assert "\x1b" not in run("validate", wrong).stdout
+    assert "\x1b" in run("--color", "always", "validate", wrong).stdout
+    assert "\x1b" not in run("validate", wrong, NO_COLOR="1").stdout
+
+
+def test_a_terminal_without_the_characters_gets_no_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "größe.json"
+    path.write_text('{"größe": 1}', encoding="utf-8")
+    done = run("validate", str(path), PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_sigterm_is_exit_code_143(tmp_path: Path) -> None:
+    program = (
+        "import sys, time, types; from quantizer.cli import main\n"
+        "def wait(options):\n    print('ready', flush=True)\n    time.sleep(60)\n"
+        "sys.modules['quantizer.cli.run'] = types.SimpleNamespace(run=wait)\n"
+        "sys.argv = ['quantizer', '--quant_mode', 'calib']\nmain.main()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 143
+        assert time.monotonic() - started < 30
+
+
+def test_every_command_in_the_table_has_an_import_path() -> None:
+    assert all(
+        target.startswith("quantizer.cli.") and help_text.endswith(".") for target, help_text in COMMANDS.values()
+    )
+    assert entry.RUN == "quantizer.cli.run:run"

@@ -1,0 +1,120 @@
+"""`quantizer validate`: exit codes, several files, the formats, --strict and --fix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+
+from quantizer.cli.main import run_command
+from quantizer.cli.render import MAX_SHOWN, RENDERERS, render_text
+from quantizer.config.diagnostics import Diagnostic, Place
+
+ROOT = Path(__file__).parents[2]
+CASES = ROOT / "tests" / "cases" / "configs"
+VALID, WARNED = str(CASES / "valid" / "dpu_maxmin.json"), str(CASES / "valid" / "warning_reserved.json")
+WRONG, BROKEN = str(CASES / "invalid" / "qz101_method.json"), str(CASES / "invalid" / "qz006_trailing_commas.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ([VALID], 0),
+        ([WARNED], 0),
+        ([WARNED, "--strict"], 1),
+        ([WRONG], 1),
+        ([VALID, WRONG], 1),
+        ([BROKEN, WRONG], 2),
+        ([str(ROOT)], 2),
+        (["no/such/file.json"], 2),
+    ],
+)
+def test_exit_codes(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["validate", *arguments]) == code
+    assert capsys.readouterr().err == ""
+
+
+def test_text_ends_with_a_verdict_per_file(capsys: pytest.CaptureFixture[str]) -> None:
+    run_command(["validate", VALID, WARNED, WRONG])
+    verdicts = capsys.readouterr().out.splitlines()[-3:]
+    assert verdicts == [f"{VALID}: valid", f"{WARNED}: valid, 5 warnings", f"{WRONG}: 1 error"]
+
+
+def test_json_lists_every_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    run_command(["validate", "--format", "json", VALID, WRONG])
+    [found] = json.loads(capsys.readouterr().out)
+    assert (found["code"], found["severity"], found["line"], found["column"]) == ("QZ101", "error", 11, 15)
+    assert (found["file"], found["pointer"]) == (WRONG, "/overall_quantize_config/method")
+
+
+def test_github_annotations_are_one_escaped_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    run_command(["validate", "--format", "github", WRONG, WARNED])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert lines[0].startswith(f"::error file={WRONG},line=11,col=15,title=QZ101::")
+    assert "%0Ahelp: " in lines[0]
+    assert lines[1].startswith("::warning ")
+
+
+def test_sarif_has_results_with_regions(capsys: pytest.CaptureFixture[str]) -> None:
+    conflict = str(CASES / "invalid" / "qz303_diffs_float.json")
+    run_command(["validate", "--format", "sarif", conflict])
+    log = json.loads(capsys.readouterr().out)
+    [result] = log["runs"][0]["results"]
+    assert log["version"] == "2.1.0"
+    assert [rule["id"] for rule in log["runs"][0]["tool"]["driver"]["rules"]] == ["QZ303"]
+    region = result["locations"][0]["physicalLocation"]["region"]
+    assert region == {"startLine": 17, "startColumn": 19, "endColumn": 26}
+    assert result["relatedLocations"][0]["physicalLocation"]["region"]["startLine"] == 11
+
+
+@pytest.mark.parametrize("form", ["json", "sarif"])
+def test_machine_formats_hold_when_nothing_is_found(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["validate", "--format", form, VALID]) == 0
+    assert json.loads(capsys.readouterr().out) is not None
+
+
+def test_fix_writes_the_missing_keys_and_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "net.json"
+    path.write_bytes(b'\xef\xbb\xbf{\r\n  "target_device": "DPU",\r\n  "include_cle": "no"\r\n}\r\n')
+    path.chmod(0o640)
+    assert run_command(["validate", "--fix", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "QZ105" not in out
+    assert "QZ103" in out
+    assert "QZ203" in out
+    text = path.read_bytes()
+    assert text.startswith(
+        b'\xef\xbb\xbf{\r\n  "target_device": "DPU",\r\n  "include_cle": "no",\r\n  "convert_relu6_to_relu": false'
+    )
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert [entry.name for entry in tmp_path.iterdir()] == ["net.json"]
+
+
+def test_fix_leaves_complete_and_unreadable_files_alone(tmp_path: Path) -> None:
+    for source in (VALID, BROKEN):
+        path = tmp_path / Path(source).name
+        path.write_bytes(Path(source).read_bytes())
+        run_command(["validate", "--fix", str(path)])
+        assert path.read_bytes() == Path(source).read_bytes()
+
+
+def test_text_shows_at_most_fifty_findings() -> None:
+    many = [Diagnostic("QZ101", f"finding {at}", Place("net.json", at, 1)) for at in range(1, MAX_SHOWN + 8)]
+    lines = render_text(many, {}).splitlines()
+    assert len(lines) == MAX_SHOWN + 1
+    assert lines[-1] == "… and 7 more"
+
+
+def test_excerpts_cannot_steer_the_terminal_and_stay_short() -> None:
+    text = "x" * 500 + '"\x1b[31m\u9b3c"' + "y" * 500
+    shown = render_text([Diagnostic("QZ101", "a\nb", Place("n.json", 1, 501, 8))], {"n.json": text})
+    assert "\x1b[31m\u9b3c" not in shown
+    assert max(map(len, click.unstyle(shown).splitlines())) < 120
+
+
+@pytest.mark.parametrize("form", RENDERERS)
+def test_every_format_takes_a_finding_without_a_place(form: str) -> None:
+    assert "QZ501" in RENDERERS[form]([Diagnostic("QZ501", "no data")], {})
