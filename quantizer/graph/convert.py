@@ -153,13 +153,15 @@ class _Converter:
             self.values[node] = self._value(node.args[0]) if node.args else None
             return
         if target == "operator.getitem" and _target_name(node.args[0]) == _NORM_WITHOUT_STATISTICS:
-            self.values[node] = self.values[node.args[0]]
+            self.values[node] = self._value(node.args[0])
             return
         row = find_op(_packet(target))
         op = _refine(row.name, arguments)
         path = self.namer.canonical(_module_path(node))
         inputs, attrs, params = self._split(op, arguments)
         value = node.meta.get("val")
+        if target == "aten.batch_norm.default" and isinstance(value, (tuple, list)):
+            value = value[0]  # torch's functional form also returns the statistics
         ours = Node(
             self.namer.name(path, op),
             op,
@@ -169,8 +171,8 @@ class _Converter:
             params,
             path,
             self.namer.classes(path),
-            _shape(value if target != "aten.batch_norm.default" or isinstance(value, Tensor) else value[0]),
-            _dtype(value if target != "aten.batch_norm.default" or isinstance(value, Tensor) else value[0]),
+            _shape(value),
+            _dtype(value),
         )
         self.nodes.append(ours)
         self.values[node] = Ref(ours.name)
@@ -179,7 +181,7 @@ class _Converter:
 
     def _rename_mutated(self, node: fx.Node, name: str) -> None:
         """After `y = x.add_(1)`, whoever reads x reads y; an in-place chain on one tensor renames every link."""
-        before = self.values.get(node.args[0])
+        before = self._value(node.args[0])
         for key, value in self.values.items():
             if value == before:
                 self.values[key] = Ref(name)

@@ -42,7 +42,7 @@ class Namer:
         self.model = type(module).__name__
         self._classes = {path: type(child) for path, child in module.named_modules(remove_duplicate=False)}
         first = {id(child): path for path, child in module.named_modules()}
-        self._first = {path: first[id(child)] for path, child in module.named_modules(remove_duplicate=False)}
+        self._first: dict[str, str] = {path: first[id(child)] for path, child in module.named_modules(remove_duplicate=False)}
         self._seen: Counter[str] = Counter()
 
     def canonical(self, path: str) -> str:

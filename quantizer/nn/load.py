@@ -13,6 +13,7 @@ from torch import nn
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import ResultError
+from quantizer.nn.layer import Layer
 from quantizer.nn.quantizer import TensorQuantizer
 
 
@@ -41,5 +42,7 @@ def load(network: nn.Module, file: str) -> None:
             scale = torch.tensor(entry["scale"], dtype=torch.float32)
             zero_point = torch.tensor(entry["zero_point"], dtype=torch.int32)
             quantizer = TensorQuantizer(QuantizationSpec(**entry["spec"]), scale, zero_point, inplace=entry["inplace"])
-            modules[entry["module"]].attach(role, quantizer)
+            layer = modules[entry["module"]]
+            assert isinstance(layer, Layer)  # the generated constructor made it
+            layer.attach(role, quantizer)
     network.eval()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,14 +36,9 @@ class Network(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the traced model returns, in its own output type."""
-        steps = self.walk(args, kwargs)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as done:
-                return done.value
+        return observe(self, args, kwargs, {})
 
-    def walk(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    def walk(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Generator[tuple[str, Any], None, Any]:
         """Yield each node's name and value as it is made; the generator's return value is the output.
 
         Values are freed after their last use, so a value is only valid until the next step.
@@ -114,14 +109,13 @@ def observe(
 ) -> Any:
     """Run the network and show each watched node's value to its watcher; returns the output."""
     steps = network.walk(args, kwargs)
-    with torch.no_grad():
-        while True:
-            try:
-                name, value = next(steps)
-            except StopIteration as done:
-                return done.value
-            if name in watch:
-                watch[name](value)
+    while True:
+        try:
+            name, value = next(steps)
+        except StopIteration as done:
+            return done.value
+        if name in watch:
+            watch[name](value)
 
 
 def _check_input(node: Node, value: Any) -> None:

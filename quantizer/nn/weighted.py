@@ -17,11 +17,12 @@ class _Weighted(Layer):
     def reset_parameters(self) -> None:
         """Nothing: the weights come from the model."""
 
-    def forward(self, input: Tensor) -> Any:  # noqa: A002 - the name torch.nn gives it
-        """torch's layer, between its quantizers."""
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Any:  # noqa: A002 - as torch.nn names it
+        """torch's layer, between its quantizers; `output_size` is for transposed convolutions."""
         if "input" in self.quantizers:
             input = self.quantizers["input"](input)  # noqa: A001
-        return self.finish(super().forward(input))
+        output = super().forward(input) if output_size is None else super().forward(input, output_size)
+        return self.finish(output)
 
 
 class Conv1d(_Weighted, nn.Conv1d):
