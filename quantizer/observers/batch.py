@@ -1,7 +1,7 @@
 """What a range method may read of one batch: exact extremes, a bounded sample, its histogram. Lives for one batch.
 
 A tensor is a matrix here: one row, or one row per channel. Everything but the extremes is read from a regular sample of
-at most 2^16 values of all rows together, or 2^12 of each if that is more; smaller tensors are read whole. The sample's
+at most 2^17 values of all rows together, or 2^12 of each if that is more; smaller tensors are read whole. The sample's
 stride has no divisor in common with the row's length, so it cannot run along one column of an image.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from quantizer.numerics.layout import flat_view
 
 BINS = 2048  # per sign; the resolution of TensorRT's and pytorch_nndct's calibrators
-SAMPLE = 1 << 16
+SAMPLE = 1 << 17
 SAMPLE_PER_ROW = 1 << 12
 
 Range = tuple[Tensor, Tensor]
@@ -60,18 +60,17 @@ class Batch:
         """The largest magnitude of each row, (R,) float64."""
         return torch.maximum(-self.low, self.high)
 
-    @cached_property
-    def sample(self) -> Tensor:
-        """The sampled values as float32, (R, n)."""
-        limit = max(SAMPLE // len(self.rows), SAMPLE_PER_ROW)
-        return self.rows[:, :: stride_for(self.rows.shape[1], limit)].float().contiguous()
+    def sample(self, limit: int = SAMPLE) -> Tensor:
+        """Return at most `limit` values, or SAMPLE_PER_ROW of each row, as float32 (R, n)."""
+        per_row = max(limit // len(self.rows), SAMPLE_PER_ROW)
+        return self.rows[:, :: stride_for(self.rows.shape[1], per_row)].float().contiguous()
 
     @cached_property
     def histogram(self) -> Tensor:
         """Counts of the sample over [-amax, amax] in 2 * BINS equal bins, (R, 2 * BINS) float64 on the CPU."""
-        count, width = len(self.rows), 2 * BINS
-        amax = torch.where(self.amax == 0, 1.0, self.amax).to(self.sample)
-        index = (self.sample / amax[:, None]).mul_(BINS).add_(BINS).clamp_(0, width - 1).to(torch.int32)
+        sample, count, width = self.sample(), len(self.rows), 2 * BINS
+        amax = torch.where(self.amax == 0, 1.0, self.amax).to(sample)
+        index = (sample / amax[:, None]).mul_(BINS).add_(BINS).clamp_(0, width - 1).to(torch.int32)
         if count > 1:
             index += torch.arange(0, count * width, width, dtype=torch.int32, device=index.device)[:, None]
         return torch.bincount(index.view(-1), minlength=count * width).view(count, width).double().cpu()

@@ -18,8 +18,11 @@ STEPS_PER_OCTAVE = 16
 
 @register(METHODS, "mse")
 def mse(batch: Batch, spec: QuantizationSpec) -> Range:
-    """Return the range cut at the clip that gives the least squared error with the spec's grid and rounding mode."""
-    errors = batch.histogram @ _squared_errors(spec.quant_min, spec.quant_max, spec.round_mode).T
+    """Return the range cut at the clip that gives the least squared error on the spec's grid, both its sides.
+
+    The rounding mode cannot matter: at a half-way point, where modes differ, either neighbour has the same error.
+    """
+    errors = batch.histogram @ _squared_errors(spec.quant_min, spec.quant_max).T
     return batch.clipped(batch.amax * _clips()[errors.argmin(1)] / BINS)
 
 
@@ -34,7 +37,7 @@ def _clips() -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _squared_errors(quant_min: int, quant_max: int, round_mode: str) -> Tensor:
+def _squared_errors(quant_min: int, quant_max: int) -> Tensor:
     """Return the squared error, in bins^2, of every bin's centre under every clip, (clips, 2 * BINS) float64.
 
     It depends on no data, so a histogram times this matrix gives the error of all clips at once.
@@ -43,5 +46,5 @@ def _squared_errors(quant_min: int, quant_max: int, round_mode: str) -> Tensor:
     scale = (_clips() / quant_max).float()
     values = centres.repeat(len(scale), 1)
     zero_point = torch.zeros_like(scale, dtype=torch.int32)
-    fake_quantize_(values, scale, zero_point, quant_min, quant_max, round_mode, ch_axis=0)
+    fake_quantize_(values, scale, zero_point, quant_min, quant_max, "half_even", ch_axis=0)
     return (values - centres).square_()
