@@ -165,7 +165,7 @@ def _random_batches(shape: tuple[int, ...], size: int, seed: int) -> Iterator[Ba
 def _from_python(spec: str) -> tuple[Any, str]:
     location, name = split_spec(spec)
     user = import_user_module(location, DataError)
-    source = user.get(name or "calibration_data")
+    source = user.get("calibration_data" if name is None else name)
     return partial(user.call, source, DataError) if callable(source) else source, spec
 
 

@@ -67,7 +67,7 @@ def load_evaluate(spec: str) -> Evaluate:
     """
     location, name = split_spec(spec)
     user = import_user_module(location, ModelError)
-    return _checked_evaluate(user, user.get(name or "evaluate"))
+    return _checked_evaluate(user, user.get("evaluate" if name is None else name))
 
 
 def _from_python(spec: str) -> LoadedModel:
@@ -75,7 +75,7 @@ def _from_python(spec: str) -> LoadedModel:
     if name is None and not location.endswith(".py"):
         raise ModelError(f"{spec!r} is neither a file, a folder nor module:factory", help=FORMS)
     user = import_user_module(location, ModelError)
-    module = _build(user, name or "model")
+    module = _build(user, "model" if name is None else name)
     evaluate = user.find("evaluate")
     calibration_data = _data(user, "calibration_data")
     return LoadedModel(

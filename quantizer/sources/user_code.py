@@ -23,6 +23,7 @@ from quantizer.errors import QuantizerError
 
 logger = logging.getLogger(__name__)
 
+FORMS = "give FILE.py, FILE.py:factory or package.module:factory"
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = str(Path(__file__).parents[1] / "_")[:-1]
 
@@ -63,13 +64,17 @@ def import_user_module(location: str, error: type[QuantizerError]) -> UserModule
     """
     if location.endswith(".py"):
         return _import_file(Path(location), error)
+    if not all(part.isidentifier() for part in location.split(".")):
+        raise error(f"{location!r} is neither a file nor a module", help=FORMS)
     folder = Path.cwd()
     with user_errors(location, error), _importable(folder):
         try:
             module = importlib.import_module(location)
         except ModuleNotFoundError as cause:
             if cause.name and (location == cause.name or location.startswith(f"{cause.name}.")):
-                raise _no_such_module(location, cause.name, error) from None
+                where = "in the working directory or among the installed packages"
+                remedy = "run from the folder that holds it, or give FILE.py:factory"
+                raise error(f"there is no module {cause.name!r} {where}", help=remedy) from None
             raise
     logger.info("importing %s from %s", location, getattr(module, "__file__", "a namespace package"))
     return UserModule(module, folder, location, error)
@@ -100,7 +105,7 @@ def user_errors(what: str, error: type[QuantizerError]) -> Iterator[None]:
 
 def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:
     if not path.is_file():
-        raise error(f"there is no file {path}", help="give FILE.py, FILE.py:factory or package.module:factory")
+        raise error(f"there is no file {path}", help=FORMS)
     logger.info("importing %s", path)
     name = _fresh_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
@@ -151,15 +156,6 @@ def _forget_namesakes(folder: Path) -> None:
         origin = getattr(sys.modules.get(path.stem), "__file__", None)
         if origin and Path(origin).resolve() != path and str(Path(origin).resolve().parent) not in importable:
             del sys.modules[path.stem]
-
-
-def _no_such_module(location: str, missing: str, error: type[QuantizerError]) -> QuantizerError:
-    remedy = "give FILE.py:factory or package.module:factory, and run from the folder that holds the package"
-    if not all(part.isidentifier() for part in location.split(".")):
-        return error(f"{location!r} is neither a file nor a module", help=remedy)
-    return error(
-        f"there is no module {missing!r} in the working directory or among the installed packages", help=remedy
-    )
 
 
 def _one_line(cause: BaseException) -> str:
