@@ -162,7 +162,7 @@ def _output_dir(arguments: list[str]) -> Path | None:
     """The result folder of a run, if it is there already: an internal error makes no folders."""
     context = cli.make_context("quantizer", list(arguments), resilient_parsing=True)
     folder = Path(context.params.get("output_dir") or "quantize_result")
-    return folder if folder.is_dir() else None
+    return folder if context.params.get("quant_mode") and folder.is_dir() else None
 
 
 def _terminated(signum: int, frame: FrameType | None) -> NoReturn:

@@ -81,11 +81,12 @@ def _excerpt(place: Place, sources: Mapping[str, str], mark: tuple[str, str], re
     lines = sources.get(place.file, "").split("\n")
     if place.line > len(lines) or not lines[place.line - 1].strip():
         return []
-    line = _printable(lines[place.line - 1].rstrip("\r"))
+    line = lines[place.line - 1].rstrip("\r")
     start, length = place.column - 1, place.length
     if len(line) > MAX_WIDTH:
         cut = max(0, start - MAX_WIDTH // 3)
         line, start = line[cut : cut + MAX_WIDTH], start - cut
+    line = _printable(line)
     length = max(1, min(length, len(line) - start))
     character, color = mark
     marks = click.style(character * max(1, _width(line[start : start + length])), fg=color)

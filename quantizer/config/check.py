@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
@@ -30,6 +31,7 @@ def check_meaning(layered: Layered) -> Iterator[Diagnostic]:
     for level in (layered.top, *layered.layers):
         yield from _overall_per_channel(level)
         yield from _unlisted(layered, level)
+        yield from _pattern(level)
     yield from _repeated(layered.layers)
 
 
@@ -168,6 +170,16 @@ def _unlisted(layered: Layered, level: Level) -> Iterator[Diagnostic]:
                 help=f'add "{role}" to quantizable_data_type, or remove the block',
                 related=related,
             )
+
+
+def _pattern(level: Level) -> Iterator[Diagnostic]:
+    text = level.selector.text
+    if level.selector.kind == "name" and text.startswith("re:"):
+        try:
+            re.compile(text[3:])
+        except (re.error, RecursionError, OverflowError) as error:
+            message = f"this is not a regular expression: {error}"
+            yield Diagnostic("QZ104", message, level.selector.place, help="the syntax is that of Python's re module")
 
 
 def _repeated(levels: Iterable[Level]) -> Iterator[Diagnostic]:

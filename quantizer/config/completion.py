@@ -23,16 +23,20 @@ def missing_keys(value: Mapping[str, Any], pointer: str) -> dict[str, Any]:
     *_, last = pointer.split("/")
     here = _at(value, pointer)
     if last == "overall_quantize_config":
+        known = schema["definitions"]["parameters"]["properties"]
         wanted = _parameters(value, preset, inherit=pointer.count("/") > 1)
     elif pointer == "":
+        known = schema["properties"]
         wanted = {key: preset[key] for key in schema["required"]}
     else:
+        known = schema["definitions"]["layer_entry"]["properties"]
         roles = value.get("quantizable_data_type", preset["quantizable_data_type"])
         parameters = _parameters(value, preset, inherit=True)
         wanted = {"quantizable_data_type": roles, "overall_quantize_config": parameters}
+    missing = {key: wanted[key] for key in wanted if key not in here}
     # A misspelt key is there: it is told as unknown, and not a second time as missing.
-    misspelt = {closest(key, wanted) for key in here if key not in wanted}
-    return {key: wanted[key] for key in wanted if key not in here and key not in misspelt}
+    misspelt = {closest(key, missing) for key in here if key not in known and not key.startswith("//")}
+    return {key: default for key, default in missing.items() if key not in misspelt}
 
 
 def paste(members: Mapping[str, Any]) -> str:
@@ -74,10 +78,10 @@ def _parameters(value: Mapping[str, Any], preset: Mapping[str, Any], *, inherit:
 
 def _at(value: Any, pointer: str) -> Any:
     for part in pointer.split("/")[1:]:
-        reached = value[int(part)] if isinstance(value, list) else value.get(part)
-        if reached is None:
-            return None
-        value = reached
+        if isinstance(value, list) and part.isdecimal():
+            value = value[int(part)]
+        else:
+            value = value.get(part) if isinstance(value, dict) else None
     return value
 
 

@@ -29,8 +29,8 @@ class Text:
         """The place of the characters `span[0]` to `span[1]`; of several lines only the first counts."""
         start, end = span
         line = bisect_right(self._line_starts, start)
-        line_end = self.text.find("\n", start)
-        last = end if line_end < 0 else min(end, line_end)
+        line_end = self._line_starts[line] - 1 if line < len(self._line_starts) else len(self.text)
+        last = min(end, line_end)
         return Place(self.name, line, start - self._line_starts[line - 1] + 1, max(last - start, 1), pointer)
 
 

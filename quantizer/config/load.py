@@ -15,6 +15,9 @@ from quantizer.config.model import ROLES, Config
 from quantizer.config.read import read_document
 from quantizer.config.schema import check_structure
 
+MANY = 200
+"""From so many structural errors on, what the file means is not looked at: most of it is not there."""
+
 
 @dataclass(frozen=True)
 class LoadResult:
@@ -44,6 +47,8 @@ def load_config(path: str | os.PathLike[str]) -> LoadResult:
 def check_document(document: Document) -> LoadResult:
     """Check a parsed document; the part of it that is sound is checked for conflicts even if another part is not."""
     structure = check_structure(document)
+    if len(structure) > MANY:
+        return LoadResult(None, in_order(structure), {document.source.name: document.source.text}, document)
     wrong = {found.place.pointer for found in structure if found.place and found.code not in ("QZ105", "QZ106")}
     layered = translate(document, wrong)
     diagnostics = in_order([*structure, *check_meaning(layered)])

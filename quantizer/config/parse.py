@@ -12,6 +12,7 @@ from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document import Span, Text, pointer_to
 
 MAX_DEPTH = 64
+MAX_PROBLEMS = 1000
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
@@ -64,8 +65,13 @@ class Parser:
         return value
 
     def report(self, code: str, message: str, span: Span, *, help: str | None = None) -> None:  # noqa: A002
-        """Note a problem and go on."""
-        self.problems.append(Diagnostic(code, message, self.source.place(span), help=help))
+        """Note a problem and go on, unless there are so many that the file is something else."""
+        self._note(Diagnostic(code, message, self.source.place(span), help=help))
+
+    def _note(self, problem: Diagnostic) -> None:
+        self.problems.append(problem)
+        if len(self.problems) >= MAX_PROBLEMS:
+            raise _StopError
 
     def _fail(self, message: str, at: int, *, end: int = 0, code: str = "QZ004", help: str) -> NoReturn:  # noqa: A002
         self.report(code, message, (at, end or at + 1), help=help)
@@ -161,9 +167,7 @@ class Parser:
     def _duplicate(self, key: str, first: Span, second: Span) -> None:
         place, again = self.source.place(first), self.source.place(second)
         message = f'the key "{key[:60]}" is there twice, at lines {place.line} and {again.line}'
-        self.problems.append(
-            Diagnostic("QZ007", message, again, help="keep one of the two", related=((place, "first here"),))
-        )
+        self._note(Diagnostic("QZ007", message, again, help="keep one of the two", related=((place, "first here"),)))
 
     def _string(self, at: int) -> tuple[str, int]:
         try:

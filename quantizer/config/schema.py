@@ -4,12 +4,16 @@ Restrictions and conflicts are also in it, for editors; here they are left to `c
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from typing import Any
 
 from jsonschema import Draft7Validator
 from jsonschema.exceptions import ValidationError
+from jsonschema.protocols import Validator
+from jsonschema.validators import extend
 
 from quantizer.config.completion import missing_keys, paste
 from quantizer.config.diagnostics import Diagnostic
@@ -17,6 +21,9 @@ from quantizer.config.document import Document, pointer_to
 from quantizer.config.hints import TYPE_WORDS, help_for_key, help_for_value
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import listed, quoted
+
+MAX_FINDINGS = 1000
+"""A file with more is not a config with mistakes but something else; the first ones say so."""
 
 _BY_KEYWORD = {
     "enum": "QZ101",
@@ -33,18 +40,29 @@ _BY_KEYWORD = {
 def check_structure(document: Document) -> list[Diagnostic]:
     """What in the file differs from schemas/layered.schema.json: at most one finding per value, key or block."""
     found: dict[tuple[str, str], Diagnostic] = {}
-    for error in _validator().iter_errors(document.value):
-        for diagnostic in _explain(document, error):
-            place = diagnostic.place
-            family = diagnostic.code if diagnostic.code in ("QZ102", "QZ105") else "value"
-            if place is not None and (place.pointer, family) not in found:
-                found[place.pointer, family] = diagnostic
+    errors = _validator().iter_errors(document.value)
+    diagnostics = (diagnostic for error in errors for diagnostic in _explain(document, error))
+    for diagnostic in islice(diagnostics, MAX_FINDINGS):
+        family = diagnostic.code if diagnostic.code in ("QZ102", "QZ105") else "value"
+        if diagnostic.place is not None:
+            found.setdefault((diagnostic.place.pointer, family), diagnostic)
     return list(found.values())
 
 
 @cache
-def _validator() -> Draft7Validator:
-    return Draft7Validator(load_resource("schemas", "layered.schema.json"))
+def _validator() -> Validator:
+    checker: type[Validator] = extend(Draft7Validator, {"uniqueItems": _unique_items})  # type: ignore[no-untyped-call]
+    return checker(load_resource("schemas", "layered.schema.json"))
+
+
+def _unique_items(_: Validator, wanted: bool, items: Any, schema: Any) -> Iterator[ValidationError]:
+    """Each repeated item; jsonschema's own check compares all pairs, which a long list turns into minutes."""
+    seen: set[str] = set()
+    for index, item in enumerate(items if wanted and isinstance(items, list) else ()):
+        text = json.dumps(item, sort_keys=True)
+        if text in seen:
+            yield ValidationError("repeated", instance=item, path=(index,))
+        seen.add(text)
 
 
 def _explain(document: Document, error: ValidationError) -> Iterator[Diagnostic]:
@@ -77,12 +95,12 @@ def _wrong_value(document: Document, error: ValidationError, schema: dict[str, A
         name = f'"{key}"' if isinstance(path[-1] if path else "", str) else f'an item of "{key}"'
         message = f"{name} is {' or '.join(TYPE_WORDS[word] for word in types)}, not {_kind(value)}"
     elif keyword == "uniqueItems":
-        message = f'"{key}" names a tensor type twice'
+        message = f"{quoted(value)} is listed twice"
     else:
         message = f"{quoted(value)} is out of range for {key}"
         remark = _range(schema)
-    place = document.place(pointer_to(*path))
-    return Diagnostic(_BY_KEYWORD[keyword], message, place, remark=remark, help=help_for_value(key, value, schema))
+    remedy = help_for_value(key, value, schema) if keyword != "uniqueItems" else "name each tensor type once"
+    return Diagnostic(_BY_KEYWORD[keyword], message, document.place(pointer_to(*path)), remark=remark, help=remedy)
 
 
 def _unknown_keys(document: Document, error: ValidationError, schema: dict[str, Any]) -> Iterator[Diagnostic]:

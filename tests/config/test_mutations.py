@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantizer.config.completion import completed
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document import Document, Text
 from quantizer.config.load import check_document
@@ -115,6 +116,9 @@ CONFIG_LIKE = st.recursive(
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(CONFIG_LIKE.filter(lambda value: isinstance(value, dict)))
 def test_any_json_value_gives_diagnostics_only(value: dict[str, Any]) -> None:
-    result = check_document(parse_document(Text("net.json", json.dumps(value))))
+    document = parse_document(Text("net.json", json.dumps(value)))
+    result = check_document(document)
     assert result.config is None
     assert all(found.place for found in result.diagnostics)
+    fixed = check_document(parse_document(Text("net.json", completed(document))))
+    assert "QZ105" not in {found.code for found in fixed.diagnostics}
