@@ -61,9 +61,10 @@ class Batch:
         return torch.maximum(-self.low, self.high)
 
     def sample(self, limit: int = SAMPLE) -> Tensor:
-        """Return at most `limit` values, or SAMPLE_PER_ROW of each row, as float32 (R, n)."""
+        """Return at most `limit` values, or SAMPLE_PER_ROW of each row, (R, n) as float32, or float64 if they are."""
+        dtype = torch.promote_types(self.rows.dtype, torch.float32)
         per_row = max(limit // len(self.rows), SAMPLE_PER_ROW)
-        return self.rows[:, :: stride_for(self.rows.shape[1], per_row)].float().contiguous()
+        return self.rows[:, :: stride_for(self.rows.shape[1], per_row)].to(dtype).contiguous()
 
     @cached_property
     def histogram(self) -> Tensor:

@@ -11,7 +11,7 @@ from quantizer.numerics.registry import register
 from quantizer.observers.batch import Batch, Range
 from quantizer.observers.methods import METHODS, grid_of
 
-SAMPLE = 1 << 16  # every value is quantized five times, and the candidates lie far apart
+SAMPLE = 1 << 15  # every value is quantized five times, and the candidates lie far apart
 CANDIDATES = 5  # the scale that cuts nothing off, and its half, quarter, ...: five in all, as in pytorch_nndct
 
 
@@ -19,10 +19,10 @@ CANDIDATES = 5  # the scale that cuts nothing off, and its half, quarter, ...: f
 def diffs(batch: Batch, spec: QuantizationSpec) -> Range:
     """Return the range halved as often (0 to 4 times) as the squared error falls; of equal errors the widest range."""
     grid, sample, errors = grid_of(spec), batch.sample(SAMPLE), []
-    for halvings in range(CANDIDATES):
-        qparams = qparams_from_range(batch.low / 2**halvings, batch.high / 2**halvings, grid)
-        scale, zero_point = qparams.scale.to(sample), qparams.zero_point.to(sample.device)
+    factors = 0.5 ** torch.arange(CANDIDATES, dtype=torch.float64)
+    qparams = qparams_from_range(batch.low * factors[:, None], batch.high * factors[:, None], grid)
+    for scale, zero_point in zip(qparams.scale.to(sample), qparams.zero_point.to(sample.device), strict=True):
         values = fake_quantize(sample, scale, zero_point, grid.quant_min, grid.quant_max, spec.round_mode, 0)
         errors.append(values.sub_(sample).square_().sum(1, dtype=torch.float64))
-    best = torch.stack(errors).argmin(0).cpu()
-    return batch.low / 2.0**best, batch.high / 2.0**best
+    best = factors[torch.stack(errors).argmin(0).cpu()]
+    return batch.low * best, batch.high * best

@@ -170,6 +170,12 @@ def test_other_float_types_are_observed_as_their_values(spec, dtype):
 
 
 @pytest.mark.parametrize("spec", specs((8,), ["half_even"]), ids=label)
+def test_float64_beyond_float32_gets_the_largest_scale(spec):
+    qparams = observed(spec, [torch.tensor([[1e300, -1e300, 2.0]] * 2, dtype=torch.float64)]).qparams()
+    assert (qparams.scale > 1e35).all() and qparams.scale.isfinite().all()
+
+
+@pytest.mark.parametrize("spec", specs((8,), ["half_even"]), ids=label)
 def test_the_tensor_itself_is_left_alone(spec):
     x = batches(1)[0]
     kept = x.clone()
