@@ -6,14 +6,16 @@ numpy is not needed. Unreadable files are told apart: empty, Git LFS pointer, HT
 from __future__ import annotations
 
 import ast
+import io
 import math
 import re
 import struct
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError
@@ -33,6 +35,10 @@ _NPY_DTYPES = {
     "|u1": torch.uint8,
     "|b1": torch.bool,
 }
+
+
+# zipfile raises RuntimeError and its child NotImplementedError for encryption and unknown compression.
+_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 
 
 class _UnreadableError(Exception):
@@ -113,15 +119,28 @@ def _read_npy(path: Path) -> Tensor:
 def _read_npz(path: Path) -> dict[str, Tensor]:
     try:
         with zipfile.ZipFile(path) as archive:
-            return {name.removesuffix(".npy"): _parse_npy(archive.open(name)) for name in archive.namelist()}  # type: ignore[arg-type]
-    except (zipfile.BadZipFile, EOFError) as cause:
-        raise _UnreadableError(
-            f"it is truncated or not an npz archive ({cause})", "copy or download it again"
-        ) from cause
+            members = {name: archive.read(name) for name in archive.namelist()}
+    except _ZIP_ERRORS as cause:
+        reason = f"it is truncated or not an npz archive ({cause})"
+        raise _UnreadableError(reason, "copy or download it again") from cause
+    return {name.removesuffix(".npy"): _parse_npy(io.BytesIO(content)) for name, content in members.items()}
 
 
-def _parse_npy(file: BinaryIO) -> Tensor:
-    """One array of NumPy's format (numpy.lib.format, versions 1-3): magic, header length, a Python dict, the bytes."""
+def _parse_npy(file: IO[bytes]) -> Tensor:
+    """One array in NumPy's format."""
+    dtype, fortran_order, shape = _npy_header(file)
+    data = bytearray(file.read())
+    expected = math.prod(shape) * dtype.itemsize
+    if len(data) != expected:
+        raise _UnreadableError(f"it is truncated: {len(data)} bytes of data, {expected} expected")
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    if fortran_order:
+        return flat.reshape(shape[::-1]).permute(*range(len(shape) - 1, -1, -1)).contiguous()
+    return flat.reshape(shape)
+
+
+def _npy_header(file: IO[bytes]) -> tuple[torch.dtype, bool, tuple[int, ...]]:
+    """dtype, order and shape (numpy.lib.format, versions 1 to 3: magic, header length, a Python dict)."""
     magic = file.read(8)
     if magic[:6] != b"\x93NUMPY" or len(magic) < 8:
         raise _UnreadableError("it is not a NumPy array file")
@@ -129,20 +148,14 @@ def _parse_npy(file: BinaryIO) -> Tensor:
     try:
         (length,) = struct.unpack(length_format, file.read(struct.calcsize(length_format)))
         header = ast.literal_eval(file.read(length).decode("utf-8").strip())
-        descr, fortran_order, shape = header["descr"], header["fortran_order"], tuple(header["shape"])
-        dtype = _NPY_DTYPES.get(descr)
-        count = math.prod(shape)
-    except (struct.error, ValueError, SyntaxError, TypeError, KeyError, RecursionError) as cause:
+        descr, fortran_order, shape = str(header["descr"]), bool(header["fortran_order"]), tuple(header["shape"])
+    except (struct.error, ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as cause:
         raise _UnreadableError("its NumPy header is damaged") from cause
-    if dtype is None:
+    if not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise _UnreadableError("its NumPy header is damaged")
+    if descr not in _NPY_DTYPES:
         raise _UnreadableError(f"its dtype {descr!r} has no tensor", f"save it as one of {', '.join(_NPY_DTYPES)}")
-    data = bytearray(file.read())
-    if len(data) != count * dtype.itemsize:
-        raise _UnreadableError(f"it is truncated: {len(data)} bytes of data, {count * dtype.itemsize} expected")
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    if fortran_order:
-        return flat.reshape(shape[::-1]).permute(*range(len(shape) - 1, -1, -1)).contiguous()
-    return flat.reshape(shape)
+    return _NPY_DTYPES[descr], fortran_order, shape
 
 
 READERS: Mapping[str, Callable[[Path], Any]] = {

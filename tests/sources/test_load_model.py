@@ -122,7 +122,7 @@ def test_importing_leaves_no_trace(folder: Path) -> None:
         ("net", "'net' is neither a file, a folder nor module:factory", "package.module:factory"),
         ("net.py:wied", "net.py has no 'wied'", "did you mean wide?"),
         ("no_such_package.nets:build", "there is no module 'no_such_package'", "run from the folder"),
-        ("a b/c:build", "'a b/c:build' is neither a file", "give FILE.py"),
+        ("a b/c:build", "'a b/c' is neither a file", "give FILE.py"),
         ("net.py:torch", "torch of net.py is a module, not a function", ""),
         ("net.onnx", "an ONNX graph is not a PyTorch model", "torch.nn.Module"),
         ("net.pth", "net.pth holds weights, not a model", "--model FILE.py --weights net.pth"),

@@ -1,0 +1,167 @@
+"""Image folders as data: labels, order, preprocessing to the pixel, and images that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantizer.errors import DataError, UsageError
+from quantizer.sources.data import load_batches
+from quantizer.sources.images import parse_preprocess
+
+Image = pytest.importorskip("PIL.Image", reason="needs quantizer[images]")
+
+PLAIN = {"mean": [0, 0, 0], "std": [1, 1, 1]}
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def paint(path: str, colour: tuple[int, int, int] = (255, 0, 51), size: tuple[int, int] = (6, 4)) -> None:
+    """Write an image of one colour."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, colour).save(path)
+
+
+def only(preprocess: dict[str, Any], spec: str = "d", **options: Any) -> Any:
+    """The only batch of an image folder."""
+    (batch,) = load_batches(spec, preprocess=json.dumps(preprocess), **options)
+    return batch
+
+
+def refusal(preprocess: str | None, spec: str = "d") -> DataError | UsageError:
+    with pytest.raises((DataError, UsageError)) as caught:
+        list(load_batches(spec, preprocess=preprocess))
+    return caught.value
+
+
+def test_pixels_are_scaled_then_normalised() -> None:
+    paint("d/a.png")
+    x: Tensor = only({"mean": [0.5, 0.5, 0.1], "std": [0.5, 0.25, 0.1]}).args[0]
+    assert x.shape == (1, 3, 4, 6)
+    assert torch.allclose(x[0, :, 0, 0], torch.tensor([1.0, -2.0, 1.0]))
+
+
+def test_resize_takes_the_shorter_side_and_crop_the_centre() -> None:
+    Path("d").mkdir()
+    image = Image.new("RGB", (8, 4))
+    image.putdata([(x * 10, y * 10, 0) for y in range(4) for x in range(8)])
+    image.save("d/a.png")
+    x = only({**PLAIN, "crop": 2}).args[0][0] * 255
+    assert x[0].round().tolist() == [[30, 40], [30, 40]]
+    assert x[1].round().tolist() == [[10, 10], [20, 20]]
+    assert only({**PLAIN, "resize": 2}).args[0].shape == (1, 3, 2, 4)
+    assert only({**PLAIN, "resize": 6, "crop": 5, "interpolation": "nearest"}).args[0].shape == (1, 3, 5, 5)
+
+
+def test_one_mean_reads_grey_images() -> None:
+    paint("d/a.png", (51, 51, 51))
+    assert only({"mean": [0.0], "std": [0.2]}).args[0].unique().tolist() == pytest.approx([1.0])
+
+
+def test_class_folders_give_labels_in_sorted_order() -> None:
+    for number, name in enumerate(["zebra", "ant", "newt"]):
+        for copy in range(3):
+            paint(f"d/{name}/{copy}.png", (number, 0, 0))
+    Path("d/notes").mkdir()
+    batch = only(PLAIN)
+    colours = (batch.args[0][:, 0, 0, 0] * 255).round().int().tolist()
+    assert batch.target.tolist() == [{1: 0, 2: 1, 0: 2}[colour] for colour in colours]
+    assert torch.equal(batch.raw[1], batch.target)
+
+
+def test_a_subset_is_drawn_over_the_classes_by_the_seed() -> None:
+    for label in range(10):
+        paint(f"d/{label}/a.png", (label, 0, 0))
+    drawn = [only(PLAIN, subset_len=5, seed=seed).target.tolist() for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert max(drawn[0]) > 4
+
+
+def test_flat_folders_and_globs_have_no_labels() -> None:
+    paint("d/a.png")
+    paint("d/b.JPG")
+    assert only(PLAIN).target is None
+    assert only(PLAIN, "d/*").size == 2
+    assert only(PLAIN, "d/a.png").size == 1
+
+
+def test_preprocessing_is_never_guessed() -> None:
+    paint("d/a.png")
+    error = refusal(None)
+    assert isinstance(error, UsageError)
+    assert error.help is not None
+    assert parse_preprocess(error.help.removeprefix("--preprocess ").strip("'")).crop == 224
+
+
+def test_preprocessing_may_stand_in_a_file() -> None:
+    Path("p.json").write_text(json.dumps({**PLAIN, "resize": 2}))
+    assert parse_preprocess("p.json").resize == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("missing.json", "--preprocess missing.json cannot be read"),
+        ("{", "--preprocess is not JSON"),
+        ("{" * 100_000, "--preprocess is not JSON"),
+        ("{}", "'mean' is missing"),
+        ('{"mean": [0], "std": [1], "crops": 3}', "unknown key 'crops'"),
+        ('{"mean": [0], "std": [1], "crop": 0}', "'crop' must be a number of pixels, not 0"),
+        ('{"mean": [0], "std": [1], "resize": true}', "'resize' must be a number of pixels"),
+        ('{"mean": [0], "std": [0]}', "'std' must be a list of one or three positive numbers"),
+        ('{"mean": [NaN], "std": [1]}', "'mean' must be"),
+        ('{"mean": [0, 0], "std": [1, 1]}', "'mean' must be a list of one or three numbers"),
+        ('{"mean": [0], "std": [1, 1, 1]}', "must have the same length"),
+        ('{"mean": [0], "std": [1], "interpolation": "cubic"}', "'interpolation' must be one of nearest, bilinear"),
+    ],
+)
+def test_preprocessing_that_makes_no_sense(text: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_preprocess(text)
+    assert sentence in caught.value.message
+
+
+def test_images_that_cannot_be_used_are_named() -> None:
+    Path("d").mkdir()
+    Path("d/a.png").write_bytes(b"no image")
+    assert "a.png cannot be read as an image" in refusal(json.dumps(PLAIN)).message
+    paint("whole.png", size=(200, 200))
+    Path("d/a.png").write_bytes(Path("whole.png").read_bytes()[:100])
+    assert "a.png cannot be read as an image" in refusal(json.dumps(PLAIN)).message
+    paint("d/a.png", size=(6, 4))
+    assert "a.png is 6x4, smaller than the crop of 5" in refusal(json.dumps({**PLAIN, "crop": 5})).message
+    paint("d/b.png", size=(4, 6))
+    assert "the images differ in size" in refusal(json.dumps(PLAIN)).message
+
+
+def test_images_beside_class_folders_are_ambiguous() -> None:
+    paint("d/a.png")
+    paint("d/cat/a.png")
+    assert "holds images and folders of images" in refusal(json.dumps(PLAIN)).message
+
+
+def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    paint("d/a.png")
+    monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
+    error = refusal(json.dumps(PLAIN))
+    assert (error.message, error.help) == ("reading images needs pillow", "pip install 'quantizer[images]'")
+
+
+def test_stopping_early_ends_the_reading_thread() -> None:
+    for number in range(20):
+        paint(f"d/{number}.png")
+    before = threading.active_count()
+    reading = iter(load_batches("d", preprocess=json.dumps(PLAIN), batch_size=1))
+    next(reading)
+    assert threading.active_count() == before + 1
+    reading.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == before
