@@ -1,1 +1,1 @@
-"""Pure functions on tensors: rounding, number formats, scales, fake quantization, metrics. Knows no modules and no config."""
+"""Pure functions on tensors: rounding, number formats, scales, fake quantization, metrics. Knows no modules."""
