@@ -38,6 +38,10 @@ Exit codes: 0 done · 1 the answer is no (validation errors, a failed --gate)
 70 internal error · 130 interrupted · 143 terminated"""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, handled like Ctrl-C wherever it strikes, the user's own code included."""
+
+
 class LazyCommands(click.Group):
     """A group that imports a subcommand when it is run."""
 
@@ -115,9 +119,10 @@ def run_command(arguments: list[str]) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except click.Abort:
-        click.echo("interrupted", err=True)
-        return 130
+    except click.Abort as error:
+        terminated = isinstance(error.__cause__, Terminated)
+        click.echo("terminated" if terminated else "interrupted", err=True)
+        return 143 if terminated else 130
     except ConfigError as error:
         print_diagnostics(error.diagnostics, error.sources)
         return error.exit_code
@@ -166,4 +171,4 @@ def _output_dir(arguments: list[str]) -> Path | None:
 
 
 def _terminated(signum: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + signum)
+    raise Terminated

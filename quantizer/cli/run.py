@@ -70,7 +70,7 @@ def run_calib(options: RunOptions) -> dict[str, float]:
                 calibrate.run(
                     calibration, network, _rest(options, batches, skip), lambda c: _after(keeper, c, progress)
                 )
-            except (KeyboardInterrupt, SystemExit):
+            except KeyboardInterrupt:
                 keeper.save(calibration)
                 session.console(stderr=True).print(
                     f"stopped after {calibration.batches} batches; --resume goes on from there"

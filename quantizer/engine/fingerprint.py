@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import Config
+from quantizer.config.resolved import resolved_document
 from quantizer.graph.ir import Graph
 
 
@@ -30,8 +32,8 @@ def layers(graph: Graph) -> dict[str, str]:
 
 
 def config(value: Config) -> str:
-    """A digest of the config's meaning: comments and the editor's `$schema` do not count."""
-    return _text(_stripped(value.document) if value.document else "default")
+    """A digest of what the config says, defaults written out; comments do not count."""
+    return _text(resolved_document(value))
 
 
 def combined(digests: Mapping[str, str]) -> str:
@@ -50,15 +52,9 @@ def first_difference(stored: Mapping[str, str], current: Mapping[str, str]) -> s
 def _tensor(tensor: Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-    digest.update(memoryview(bytes(flat.untyped_storage())) if not flat.numel() else _bytes(flat))
+    if flat.numel():
+        digest.update((ctypes.c_char * flat.numel()).from_address(flat.data_ptr()))  # its memory, without numpy
     return digest.hexdigest()[:16]
-
-
-def _bytes(flat: Tensor) -> memoryview:
-    """The tensor's memory without numpy."""
-    import ctypes
-
-    return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")
 
 
 def _text(value: Any) -> str:
@@ -67,9 +63,3 @@ def _text(value: Any) -> str:
 
 def _without_device(attrs: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in attrs.items() if not isinstance(value, torch.device)}
-
-
-def _stripped(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _stripped(v) for k, v in value.items() if k != "$schema" and not k.startswith("//")}
-    return [_stripped(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import quantizer
 from quantizer.config.model import Config, QuantizationSpec, Settings
+from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
 from quantizer.engine.attach import writes_inplace
 from quantizer.engine.calibrate import Calibration, qparams
@@ -73,7 +74,7 @@ def write_results(
         WEIGHTS: write_tensors(folder / WEIGHTS, network.state_dict()),
         "statistics.safetensors": write_tensors(folder / "statistics.safetensors", calibration.state_dict()),
         "plan.json": write_json(folder / "plan.json", plan.to_json()),
-        "config.resolved.json": write_json(folder / "config.resolved.json", dict(config.document)),
+        "config.resolved.json": write_json(folder / "config.resolved.json", resolved_document(config)),
         f"{graph.model}.py": write_bytes(folder / f"{graph.model}.py", emit(graph).encode()),
     }
     settings = {key: value for key, value in asdict(config.settings).items() if key != "places"}

@@ -31,7 +31,10 @@ class TensorPlan:
 
     def to_json(self) -> dict[str, Any]:
         """For plan.json and quant_info.json."""
-        row: dict[str, Any] = {"spec": self.spec.to_json(), "origins": dict(self.origins)}
+        row: dict[str, Any] = {
+            "spec": self.spec.to_json(),
+            "origins": {k: _portable(v) for k, v in self.origins.items()},
+        }
         others = [name for name in self.members if name != self.layer]
         return row | {"shared_with": others} if others else row
 
@@ -76,10 +79,15 @@ class Plan:
             {
                 "rule": r.label,
                 "selector": r.selector,
-                "place": r.place,
+                "place": _portable(r.place),
                 "layers": list(r.layers),
                 "tensors_set": r.took_effect,
             }
             for r in self.rules
         ]
         return {"model": self.graph.model, "rules": rules, "layers": layers}
+
+
+def _portable(origin: str) -> str:
+    """An origin without folders, so that results do not depend on where the config lay."""
+    return origin.rpartition("/")[2]

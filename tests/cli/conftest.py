@@ -1,0 +1,37 @@
+"""One calibration of the digits example for all tests that only read it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import calibrate
+
+
+@pytest.fixture(scope="session")
+def calibrated_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
+    folder = tmp_path_factory.mktemp("calibrated") / "quantize_result"
+    assert calibrate(folder) == 0
+    return folder
+
+
+@pytest.fixture
+def calibrated(calibrated_once: Path, tmp_path: Path) -> Path:
+    """A copy that the test may damage."""
+    return Path(shutil.copytree(calibrated_once, tmp_path / "quantize_result"))
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Callable[..., str]:
+    """Writes a model file from the bodies of its two functions."""
+
+    def write(data: str = "return [torch.ones(4, 3)] * 4", model: str = "return torch.nn.Linear(3, 2)") -> str:
+        path = tmp_path / "toy.py"
+        functions = f"def model():\n    torch.manual_seed(0)\n    {model}\n\ndef calibration_data():\n    {data}\n"
+        path.write_text(f"import torch\n\n{functions}")
+        return str(path)
+
+    return write

@@ -1,0 +1,200 @@
+"""`--quant_mode`: what an engineer at a shell sees, types and finds on disk."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import DIGITS, EXAMPLE, ROOT, calibrate, check
+
+from quantizer.cli.main import run_command
+
+CONV1 = "ResNet::ResNet/Conv2d[conv1]/conv2d"
+CONV1_OUTPUT = "ResNet::ResNet/ReLU[relu]/relu"
+pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
+
+PRESETS = sorted((ROOT / "configs").glob("*.json"))
+
+
+def test_the_two_commands_of_the_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "quantize_result"
+    common = ["--config_file", EXAMPLE, "--model", DIGITS, "--output_dir", str(folder)]
+    assert run_command(["--quant_mode", "calib", *common]) == 0
+    calibration = capsys.readouterr()
+    assert re.search(r"layer_quantize_config\[0\]\s+torch\.nn\.Conv2d\s+9", calibration.out)
+    assert re.search(r"layer_quantize_config\[1\]\s+\S+input\.2\s+1", calibration.out)
+    assert "note QZ404" in calibration.err
+    assert {path.name for path in folder.iterdir()} == {
+        "ResNet.py",
+        "config.resolved.json",
+        "plan.json",
+        "quant_info.json",
+        "run.json",
+        "run.log",
+        "statistics.safetensors",
+        "weights.safetensors",
+    }
+
+    assert run_command(["--quant_mode", "test", *common]) == 0
+    result = capsys.readouterr().out
+    float_top1, quantized_top1 = map(float, re.search(r"top1 +(\S+) +(\S+)", result).groups())  # type: ignore[union-attr]
+    assert float_top1 >= 0.99
+    assert abs(float_top1 - quantized_top1) <= 0.005
+    assert float(re.search(r"sqnr_db (\S+)", result).group(1)) > 30  # type: ignore[union-attr]
+    assert str(folder) in result.replace("\n", "")
+    assert (folder / "report.json").exists()
+    assert (folder / "layers.csv").read_text().count("\n") == 36
+
+
+def test_the_layer_entry_of_the_seed_takes_effect(calibrated: Path) -> None:
+    tensors = json.loads((calibrated / "quant_info.json").read_text())["tensors"]
+    activation, weights = tensors[CONV1_OUTPUT]["activation"], tensors[CONV1]["weights"]
+    assert activation["spec"]["round_mode"] == "half_up"
+    assert activation["origins"]["round_mode"].startswith("example.json:")
+    assert CONV1 in activation["shared_with"]
+    assert weights["spec"]["qscheme"] == "per_tensor"
+    assert isinstance(weights["scale"], float)
+    other = tensors["ResNet::ResNet/Sequential[layer1]/BasicBlock[0]/Conv2d[conv1]/conv2d"]["weights"]
+    assert other["spec"]["qscheme"] == "per_channel"
+    assert len(other["scale"]) == 16
+
+
+def test_two_runs_are_byte_identical(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        assert calibrate(folder) == 0
+        assert check(folder) == 0
+    names = {path.name for path in first.iterdir()}
+    assert names == {path.name for path in second.iterdir()}
+    stable = sorted(names - {"run.json", "run.log"})
+    assert filecmp.cmpfiles(first, second, stable, shallow=False)[0] == stable
+
+
+def test_no_result_holds_an_absolute_path(calibrated: Path) -> None:
+    for path in calibrated.iterdir():
+        if path.name not in ("run.json", "run.log"):
+            assert str(ROOT).encode() not in path.read_bytes()
+
+
+def test_the_resolved_config_is_valid_and_gives_the_same_results(calibrated: Path, tmp_path: Path) -> None:
+    resolved = calibrated / "config.resolved.json"
+    assert run_command(["validate", str(resolved)]) == 0
+    assert calibrate(tmp_path / "again", config=str(resolved)) == 0
+    before, after = (json.loads((f / "quant_info.json").read_text()) for f in (calibrated, tmp_path / "again"))
+    assert before["header"]["config"] == after["header"]["config"]
+    for layer, roles in before["tensors"].items():
+        for role, entry in roles.items():
+            assert after["tensors"][layer][role]["scale"] == entry["scale"]
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_calibrates_and_tests(preset: Path, tmp_path: Path) -> None:
+    assert calibrate(tmp_path / "out", config=str(preset)) == 0
+    assert check(tmp_path / "out", "--gate", "top1_agreement>=0.98", "--gate", "sqnr_db>=15") == 0
+
+
+def test_without_a_config_the_dpu_default_runs(tmp_path: Path) -> None:
+    assert calibrate(tmp_path / "out", config=None) == 0
+    assert check(tmp_path / "out", "--gate", "top1_agreement>=0.95") == 0
+    tensors = json.loads((tmp_path / "out" / "quant_info.json").read_text())["tensors"]
+    weights = tensors[CONV1]["weights"]
+    assert weights["spec"]["round_mode"] == "std_round"
+    assert weights["scale"] == 2.0 ** -weights["position"]
+    assert tensors[CONV1_OUTPUT]["activation"]["spec"]["round_mode"] == "half_up"
+
+
+def test_float_mode_prints_the_float_metric(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--quant_mode", "float", "--model", DIGITS, "-q"]) == 0
+    assert float(capsys.readouterr().out.split()[1]) >= 0.99
+
+
+def test_json_goes_to_stdout_alone(calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert calibrate(tmp_path / "out", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] == 35
+    assert check(calibrated, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads((calibrated / "report.json").read_text())
+    assert report["metrics"]["top1_drop"] == report["metrics"]["top1_float"] - report["metrics"]["top1"]
+    local = [row["local_sqnr_db"] for row in report["layers"]]
+    assert local == sorted(local)
+
+
+@pytest.mark.parametrize(
+    ("gate", "code", "said"),
+    [
+        ("sqnr_db>=20", 0, ""),
+        ("sqnr_db >= 300", 1, "not met: sqnr_db >= 300"),
+        ("top1_drop<=0.05", 0, ""),
+        ("sqnr>=20", 2, 'did you mean "sqnr_db"?'),
+        ("sqnr_db=20", 2, "not a comparison"),
+    ],
+)
+def test_gates_decide_the_exit_code(
+    calibrated: Path, gate: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(calibrated, "--gate", gate) == code
+    assert said in capsys.readouterr().err
+
+
+def test_piped_output_has_no_control_characters(calibrated: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert check(calibrated) == 0
+    out, err = capfd.readouterr()
+    assert "\x1b" not in out + err
+    assert "\r" not in out + err
+    assert CONV1_OUTPUT in out, "layer names must survive a pipe in one piece"
+
+
+def test_random_data_is_stamped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert calibrate(tmp_path / "out", "--data", "random:8x1x8x8") == 0
+    capsys.readouterr()
+    assert check(tmp_path / "out") == 0
+    assert "random data" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["stamp"] == "random data"
+
+
+def test_inspect_prints_the_layers_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert calibrate(tmp_path / "out", "--inspect") == 0
+    assert CONV1 in capsys.readouterr().out
+
+
+def test_results_of_another_model_are_not_overwritten_unasked(
+    calibrated: Path, toy: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = toy()  # type: ignore[operator]
+    assert calibrate(calibrated, model=model, config=None) == 5
+    assert "holds results of ResNet, not of Linear" in capsys.readouterr().err
+    assert calibrate(calibrated, "--overwrite", model=model, config=None) == 0
+
+
+def test_plan_inspect_and_explain_tell_the_same_story(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    look = ["--config_file", EXAMPLE, "--model", DIGITS]
+    assert run_command(["plan", *look, "--json", "-o", str(tmp_path / "plan.json")]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan == json.loads((tmp_path / "plan.json").read_text())
+    assert plan["weight_bytes"]["quantized"] < plan["weight_bytes"]["float"] / 3
+    layer = next(row for row in plan["layers"] if row["name"] == CONV1_OUTPUT)
+    assert layer["tensors"]["activation"]["spec"]["round_mode"] == "half_up"
+    assert run_command(["plan", *look]) == 0
+    assert "half_up" in capsys.readouterr().out
+
+    assert run_command(["explain", *look, "conv1"]) == 0
+    explained = capsys.readouterr().out
+    assert re.search(r"qscheme +per_tensor +\S+example\.json:\d+:\d+", explained)
+    assert run_command(["explain", *look, "conv9"]) == 2
+    assert "closest: " in capsys.readouterr().err
+
+    assert run_command(["inspect", *look, "-o", str(tmp_path / "ResNet.py")]) == 0
+    assert "keeps the grid of its input" in capsys.readouterr().out
+    assert CONV1 in (tmp_path / "ResNet.py").read_text()
+
+
+def test_results_can_be_moved(calibrated: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere" / "results"
+    moved.parent.mkdir()
+    shutil.move(calibrated, moved)
+    assert check(moved) == 0

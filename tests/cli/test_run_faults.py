@@ -1,0 +1,264 @@
+"""What goes wrong in a run: one sentence, the exit code of the table, and never a half-written result."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import DIGITS, EXAMPLE, calibrate, check
+
+from quantizer.cli.main import run_command
+from quantizer.engine import files
+
+Toy = Callable[..., str]
+Capture = pytest.CaptureFixture[str]
+
+
+def one_sentence(capture: Capture) -> str:
+    """What stderr says, which must be an error line and at most a help line, and no traceback."""
+    said = capture.readouterr().err
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, said
+    assert "Traceback" not in said
+    assert "internal error" not in said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "said"),
+    [
+        ("return []", 4, "gives no batch"),
+        ("return [torch.ones(4, 3), torch.full((4, 3), float('nan'))]", 4, "batch 1"),
+        ("return [torch.ones(4, 3), torch.ones(4, 5)]", 4, "expected [b, 3] torch.float32, got [4, 5]"),
+        ("return [torch.ones(4, 3), torch.ones(4, 3).long()]", 4, "torch.int64"),
+        ("return [torch.ones(0, 3)]", 4, "batch 0"),
+        ("yield torch.ones(4, 3)\n    raise OSError('disk gone')", 4, "disk gone"),
+        ("raise ValueError('no such split')", 4, "no such split"),
+        ("return 7", 4, "int"),
+    ],
+)
+def test_bad_data(toy: Toy, tmp_path: Path, capsys: Capture, data: str, code: int, said: str) -> None:
+    assert calibrate(tmp_path / "out", model=toy(data)) == code
+    assert said in one_sentence(capsys)
+    assert not (tmp_path / "out" / "quant_info.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("raise RuntimeError('no weights here')", "no weights here"),
+        ("return 3", "not a torch.nn.Module"),
+        ("m = torch.nn.Linear(3, 2); m.weight.data[0] = float('inf'); return m", "weight"),
+        ("return torch.nn.Linear(5, 2)", "cannot be traced"),
+    ],
+)
+def test_bad_models(toy: Toy, tmp_path: Path, capsys: Capture, model: str, said: str) -> None:
+    assert calibrate(tmp_path / "out", model=toy(model=model)) == 3
+    assert said in one_sentence(capsys)
+
+
+def test_infinite_activations_name_the_layer_and_the_batch(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
+    data = "return [torch.ones(4, 3), torch.full((4, 3), 3e38)]"
+    model = "m = torch.nn.Linear(3, 2); m.weight.data.fill_(9.0); return m"
+    assert calibrate(tmp_path / "out", model=toy(data, model)) == 4
+    said = one_sentence(capsys)
+    assert "Linear::Linear/linear, batch 1" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--quant_mode", "calib"], "--model"),
+        (["--quant_mode", "guess", "--model", "x.py"], "guess"),
+        (["--quant_mode", "calib", "--model", DIGITS, "--config_file", "nowhere.json"], "nowhere.json"),
+        (["--quant_mode", "float", "--model", DIGITS, "--device", "cuda:99"], "--device cuda:99"),
+        (["--quant_mode", "float", "--model", DIGITS, "--subset_len", "0"], "subset_len"),
+    ],
+)
+def test_usage(arguments: list[str], said: str, capsys: Capture) -> None:
+    assert run_command(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_selector_that_matches_nothing(tmp_path: Path, capsys: Capture) -> None:
+    config = json.loads(Path(EXAMPLE).read_text())
+    config["layer_quantize_config"][1]["layer_name"] = "ResNet::ResNet/Conv2d[conv7]/input.2"
+    path = tmp_path / "typo.json"
+    path.write_text(json.dumps(config, indent=2))
+    assert calibrate(tmp_path / "out", config=str(path)) == 2
+    said = capsys.readouterr().err
+    assert "error QZ402" in said
+    assert "Conv2d[conv1]" in said
+    assert f"typo.json:{path.read_text()[: path.read_text().index('conv7')].count(chr(10)) + 1}:" in said
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda f: (f / "quant_info.json").unlink(), "does not exist"),
+        (lambda f: (f / "quant_info.json").write_text("{"), "not a readable JSON file"),
+        (lambda f: (f / "quant_info.json").write_text("{}"), "calibration did not finish"),
+        (lambda f: (f / "weights.safetensors").unlink(), "weights.safetensors is missing"),
+        (lambda f: (f / "weights.safetensors").write_bytes(b"x"), "was changed after calibration"),
+        (lambda f: (f / "ResNet.py").write_text("print()"), "was changed after calibration"),
+    ],
+)
+def test_damaged_results(calibrated: Path, damage: Callable[[Path], None], said: str, capsys: Capture) -> None:
+    damage(calibrated)
+    assert check(calibrated) == 5
+    assert said in one_sentence(capsys)
+
+
+def test_an_edited_number_in_quant_info(calibrated: Path, capsys: Capture) -> None:
+    path = calibrated / "quant_info.json"
+    content = json.loads(path.read_text())
+    content["tensors"]["ResNet::input_0"]["input"]["scale"] = "wide"
+    path.write_text(json.dumps(content))
+    assert check(calibrated) == 5
+    assert "damaged" in one_sentence(capsys)
+
+
+def test_other_weights_are_refused_by_name(calibrated: Path, tmp_path: Path, capsys: Capture) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(Path(DIGITS).with_suffix(".safetensors"))
+    weights["layer2.0.conv1.weight"][0, 0, 0, 0] += 1e-6
+    save_file(weights, tmp_path / "other.safetensors")
+    assert check(calibrated, "--weights", str(tmp_path / "other.safetensors")) == 5
+    assert "layer2.0.conv1.weight of layer ResNet::ResNet/Sequential[layer2]" in one_sentence(capsys)
+
+
+def test_another_model_is_refused_by_layer(calibrated: Path, toy: Toy, capsys: Capture) -> None:
+    assert check(calibrated, model=toy()) == 5
+    assert "layer Linear::input_0 differs" in one_sentence(capsys)
+
+
+def test_another_config_is_refused_by_layer(calibrated: Path, tmp_path: Path, capsys: Capture) -> None:
+    config = json.loads(Path(EXAMPLE).read_text())
+    config["layer_quantize_config"][1]["overall_quantize_config"]["bit_width"] = 7
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(config))
+    assert check(calibrated, "--config_file", str(path)) == 5
+    assert "layer ResNet::ResNet/Conv2d[conv1]/conv2d differs" in one_sentence(capsys)
+    path.write_text(json.dumps({**json.loads(Path(EXAMPLE).read_text()), "convert_relu6_to_relu": True}))
+    assert check(calibrated, "--config_file", str(path)) == 5
+    assert "convert_relu6_to_relu is True, calibrated with False" in one_sentence(capsys)
+
+
+def test_a_second_run_in_one_folder_waits_its_turn(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    with open(folder / ".lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert calibrate(folder) == 5
+    assert "in use by another run" in one_sentence(capsys)
+
+
+def test_the_output_folder_is_a_file(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "out").write_text("")
+    assert calibrate(tmp_path / "out") == 5
+    assert "choose another --output_dir" in one_sentence(capsys)
+
+
+INTERRUPTED = """
+state = torch.Generator().manual_seed(0)
+batches = [torch.randn(4, 3, generator=state) for _ in range(6)]
+for i, batch in enumerate(batches):
+    if i == 4 and not __import__("os").path.exists({flag!r}):
+        open({flag!r}, "w").close()
+        raise KeyboardInterrupt
+    yield batch
+"""
+
+
+def test_interrupted_then_resumed_equals_undisturbed(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
+    flag = tmp_path / "interrupted"
+    data = INTERRUPTED.format(flag=str(flag)).strip().replace("\n", "\n    ")
+    model, folder = toy(data), tmp_path / "out"
+    assert calibrate(folder, model=model, config=None) == 130
+    assert "stopped after 4 batches; --resume goes on from there" in capsys.readouterr().err
+    assert not (folder / "quant_info.json").exists()
+    assert calibrate(folder, "--resume", model=model, config=None) == 0
+    assert calibrate(tmp_path / "undisturbed", model=model, config=None) == 0
+    for name in ("quant_info.json", "statistics.safetensors", "weights.safetensors"):
+        assert (folder / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+    assert not list(folder.glob("checkpoint*"))
+
+
+def test_a_checkpoint_of_another_run_is_refused(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
+    flag = tmp_path / "interrupted"
+    data = INTERRUPTED.format(flag=str(flag)).strip().replace("\n", "\n    ")
+    assert calibrate(tmp_path / "out", model=toy(data), config=None) == 130
+    capsys.readouterr()
+    other = toy(data, "return torch.nn.Sequential(torch.nn.Linear(3, 4))")
+    assert calibrate(tmp_path / "out", "--resume", model=other, config=None) == 5
+    assert "run without --resume" in one_sentence(capsys)
+
+
+def test_killed_at_every_write(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Old results stay whole or stop counting as results; never a mixture that test mode would take."""
+    model, folder = toy(), tmp_path / "out"
+    assert calibrate(folder, model=model, config=None) == 0
+    names = ["weights", "statistics", "plan.json", "config.resolved", "Linear.py", "quant_info"]
+    for name in names:
+        original = os.replace
+
+        def killed(source: str, target: Path, name: str = name, original: Callable[..., None] = original) -> None:
+            if Path(target).name.startswith(name):
+                raise KeyboardInterrupt
+            original(source, target)
+
+        monkeypatch.setattr(files.os, "replace", killed)
+        assert calibrate(folder, model=model, config=None) == 130
+        monkeypatch.setattr(files.os, "replace", original)
+        capsys.readouterr()
+        assert check(folder, model=model) == 5, name
+        assert not [path for path in folder.iterdir() if path.name.startswith(f".{name}")], "no temporary file stays"
+    assert calibrate(folder, model=model, config=None) == 0
+    assert check(folder, model=model) == 0
+
+
+def test_disk_full(toy: Toy, tmp_path: Path) -> None:
+    """A file size limit stands for a full disk: the write fails with an OSError in the middle."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+
+    model = toy(model="return torch.nn.Linear(3, 300)")
+    command = [sys.executable, "-m", "quantizer", "--quant_mode", "calib", "--model", model]
+    done = subprocess.run(
+        [*command, "--output_dir", str(tmp_path / "out")], capture_output=True, text=True, preexec_fn=limit
+    )
+    assert done.returncode == 5, done.stderr
+    assert "cannot write" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out" / "quant_info.json").exists()
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_in_a_real_process(toy: Toy, tmp_path: Path, sent: signal.Signals, code: int) -> None:
+    data = "import time\n    for i in range(600):\n        time.sleep(0.05)\n        yield torch.ones(4, 3)"
+    command = [sys.executable, "-m", "quantizer", "--quant_mode", "calib", "--model", toy(data)]
+    process = subprocess.Popen(
+        [*command, "--output_dir", str(tmp_path / "out")], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "out" / ".lock").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(6)
+    process.send_signal(sent)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == code, said
+    assert "Traceback" not in said
+    assert "--resume goes on from there" in said
+    assert not (tmp_path / "out" / "quant_info.json").exists()
