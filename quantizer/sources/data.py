@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,15 @@ class Batches:
     subset_len: int | None = None
     stamp: str | None = None
     fingerprint: Mapping[str, Any] | None = None
+    _told: bool = field(default=False, repr=False)
 
     def __iter__(self) -> Iterator[Batch]:
         seen = Fingerprint()
         for batch in self._subset():
             _check_finite(batch, f"batch {seen.batches} of {self.label}")
-            if self.fingerprint is None and not seen.batches and batch.target is not None:
+            if batch.target is not None and not self._told:
                 logger.info("%s gives inputs and targets: the targets go to the evaluation only", self.label)
+                self._told = True
             seen.update(batch)
             yield batch
         if not seen.batches:
