@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantizer.numerics.layout import flat_view, memory_order
 from quantizer.numerics.registry import lookup
-from quantizer.numerics.rounding import ROUND_MODES, RoundMode
+from quantizer.numerics.rounding import ROUND_MODES
 
 BLOCK = 1 << 18  # values per step: 1 MB of float32 stays in the cache for all operations of the step
 
@@ -40,11 +40,8 @@ def fake_quantize_(
     >>> fake_quantize_(x, torch.tensor(0.5), torch.tensor(0), -8, 7, "half_up").tolist()
     [-4.0, -0.0, 0.5, 0.5, 3.5]
     """
-    _check(x, scale, zero_point, ch_axis)
-    mode = lookup(ROUND_MODES, round_mode, "rounding mode")
     work = _workspace(x, quant_max - quant_min)
-    for block, s, z in _blocks(work, scale, zero_point, ch_axis):
-        _to_codes_(block, s, quant_min - z, quant_max - z, mode).mul_(s)
+    _fill(work, work, scale, zero_point, (quant_min, quant_max, round_mode), ch_axis)
     return x if work is x else x.copy_(work)
 
 
@@ -58,7 +55,9 @@ def fake_quantize(
     ch_axis: int | None = None,
 ) -> Tensor:
     """Return the quantized and dequantized values of `x`, which stays as it is; see `fake_quantize_`."""
-    return fake_quantize_(x.clone(), scale, zero_point, quant_min, quant_max, round_mode, ch_axis)
+    work = _workspace(x, quant_max - quant_min)
+    out = torch.empty_like(work) if work is x else work
+    return _fill(out, work, scale, zero_point, (quant_min, quant_max, round_mode), ch_axis).to(x.dtype)
 
 
 def quantize(
@@ -81,7 +80,7 @@ def quantize(
     mode = lookup(ROUND_MODES, round_mode, "rounding mode")
     work = _workspace(x.clone(), quant_max - quant_min)
     for block, s, z in _blocks(work, scale, zero_point, ch_axis):
-        _to_codes_(block, s, quant_min - z, quant_max - z, mode).add_(z)
+        mode(_clip_(block.div_(s), quant_min - z, quant_max - z)).add_(z)
     if work.isnan().any():
         raise ValueError(f"{int(work.isnan().sum())} of {work.numel()} values are NaN and have no code.")
     return work.to(code_dtype(quant_min, quant_max))
@@ -134,9 +133,22 @@ def _workspace(x: Tensor, codes: int) -> Tensor:
     return x.contiguous() if flat_view(x) is None else x
 
 
-def _to_codes_(x: Tensor, scale: Tensor, low: int | Tensor, high: int | Tensor, mode: RoundMode) -> Tensor:
-    """Clip before rounding: between integers the result is the same, and every mode stays in its exact range."""
-    return mode(x.div_(scale).clamp_(low, high))  # type: ignore[arg-type]
+def _fill(
+    out: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, grid: tuple[int, int, str], ch_axis: int | None
+) -> Tensor:
+    """Write the quantized and dequantized `x` to `out`, of its layout, which may be `x` itself, and return `out`."""
+    _check(x, scale, zero_point, ch_axis)
+    quant_min, quant_max, round_mode = grid
+    mode = lookup(ROUND_MODES, round_mode, "rounding mode")
+    targets = _blocks(out, scale, zero_point, ch_axis)
+    for (source, s, z), (target, _, _) in zip(_blocks(x, scale, zero_point, ch_axis), targets, strict=True):
+        mode(_clip_(torch.div(source, s, out=target), quant_min - z, quant_max - z)).mul_(s)
+    return out
+
+
+def _clip_(x: Tensor, low: int | Tensor, high: int | Tensor) -> Tensor:
+    """Clip, before rounding: between integers the result is the same, and every mode stays in its exact range."""
+    return x.clamp_(low, high)  # type: ignore[arg-type]
 
 
 def _blocks(

@@ -66,6 +66,16 @@ def test_every_layout_is_done_in_place(layout, ch_axis):
     assert torch.equal(x, expected)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_the_copying_form_equals_the_other_for_every_layout(layout, dtype):
+    x = LAYOUTS[layout](randn(4, 6, 8, 10).to(dtype))
+    args = torch.tensor(0.1), torch.tensor(0), -8, 7, "half_up"
+    y = fake_quantize(x, *args)
+    assert y.dtype == dtype
+    assert torch.equal(y, fake_quantize_(x.clone(), *args))
+
+
 @pytest.mark.parametrize(
     ("shape", "ch_axis"), [((BLOCK + 7,), None), ((3, 2, BLOCK // 4 + 1), 1), ((2, BLOCK, 2), 1), ((BLOCK, 3), -1)]
 )
