@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError
-from quantizer.graph.ir import Graph, Node, Ref
+from quantizer.graph.functionalize import is_inplace
+from quantizer.graph.ir import Graph, Node, Ref, references
 from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
 
@@ -29,35 +30,7 @@ def convert(
     Raises:
         ModelError: the program holds a kind of node that has no place in a straight line (a higher-order operator).
     """
-    if _mutates_views(program.graph):
-        program = program.run_decompositions(
-            {}
-        )  # torch's own functionalization; it renames batch_norm, which `_Converter` undoes
     return _Converter(program, namer, module).run(input_paths)
-
-
-def _mutates_views(graph: fx.Graph) -> bool:
-    """Whether an in-place operation writes through a view, which renaming values cannot express."""
-    for node in graph.nodes:
-        if _is_inplace(node) and isinstance(node.args[0], fx.Node):
-            source = node.args[0]
-            if source.op == "call_function" and _is_view(source):
-                return True
-    return False
-
-
-def _is_inplace(node: fx.Node) -> bool:
-    """Whether the node writes into its first argument (its schema says so)."""
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema and schema.is_mutable and schema.name.endswith("_") and not schema.name.endswith("__"))
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether the node's output shares memory with an input (its schema says so); splitting makes views too."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
-    return any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
 
 
 class _Converter:
@@ -86,7 +59,8 @@ class _Converter:
             elif node.op == "call_function":
                 self._call(node)
             elif node.op == "output":
-                leaves = [self._value(argument) for argument in node.args[0]]
+                outputs = zip(self.program.graph_signature.output_specs, node.args[0], strict=True)
+                leaves = [self._value(value) for spec, value in outputs if spec.kind == OutputKind.USER_OUTPUT]
             else:
                 raise ModelError(f"{self.namer.model} cannot be quantized: its trace contains {node.op} {node.target}")
         out_spec = self.program.call_spec.out_spec
@@ -176,7 +150,7 @@ class _Converter:
         )
         self.nodes.append(ours)
         self.values[node] = Ref(ours.name)
-        if _is_inplace(node):
+        if is_inplace(node):
             self._rename_mutated(node, ours.name)
 
     def _rename_mutated(self, node: fx.Node, name: str) -> None:
@@ -302,8 +276,6 @@ def _rebuilder(out_spec: Any) -> Callable[[Any], Any]:
 
 def _without_dead(graph: Graph) -> Graph:
     """Without nodes that nothing reads; inputs stay, because they are the call's signature."""
-    from quantizer.graph.ir import references
-
     alive = set(references(graph.output))
     kept = []
     for node in reversed(graph.nodes):

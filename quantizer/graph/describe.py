@@ -15,7 +15,7 @@ from quantizer.graph.ir import Graph, Node
 # Classes of `quantizer.nn` that are one torch function: class name -> target.
 FUNCTION_LAYERS: dict[str, str] = {
     "ReLU": "aten.relu.default",
-    "ReLU6": "aten.hardtanh.default",
+    "ReLU6": "aten.relu6.default",
     "LeakyReLU": "aten.leaky_relu.default",
     "Hardtanh": "aten.hardtanh.default",
     "PReLU": "aten.prelu.default",
@@ -97,7 +97,7 @@ def describe(graph: Graph, node: Node) -> LayerCall:
     if node.op in _INPLACE and _owns_input(graph, node):
         kwargs["inplace"] = True
     if node.op == "relu6":
-        return LayerCall("ReLU6", (), kwargs)
+        return LayerCall("ReLU6", (), {key: value for key, value in kwargs.items() if key == "inplace"})
     cls = _CLASS_OF_TARGET.get(node.target)
     return LayerCall(cls, (), kwargs) if cls else LayerCall("Function", (node.target,), kwargs)
 

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError
 from quantizer.graph.convert import convert
+from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Graph
 from quantizer.graph.names import Namer, check_names
 
@@ -59,7 +60,10 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], si
     dynamic = None if size is None else _by_parameter(module, *spec)
     try:
         with _quiet(), torch.no_grad():
-            return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
+            program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
+            return functionalize(program, type(module).__name__)
+    except ModelError:
+        raise
     except Exception as error:
         if dynamic is not None and _is_specialized(error):
             return _export(module, args, kwargs, None)

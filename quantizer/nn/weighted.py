@@ -55,3 +55,7 @@ class Linear(_Weighted, nn.Linear):
 
 class Embedding(_Weighted, nn.Embedding):
     """torch.nn.Embedding with quantizers."""
+
+    def forward(self, indices: Tensor) -> Any:  # type: ignore[override]  # as torch's function names it
+        """The rows of the weight, quantized where the plan says so."""
+        return super().forward(indices)
