@@ -40,9 +40,10 @@ class Namer:
 
     def __init__(self, module: nn.Module) -> None:
         self.model = type(module).__name__
-        self._classes = {path: type(child) for path, child in module.named_modules(remove_duplicate=False)}
-        first = {id(child): path for path, child in module.named_modules()}
-        self._first: dict[str, str] = {path: first[id(child)] for path, child in module.named_modules(remove_duplicate=False)}
+        paths = dict(module.named_modules(remove_duplicate=False))
+        first: dict[int, str] = {id(child): path for path, child in module.named_modules()}
+        self._classes = {path: type(child) for path, child in paths.items()}
+        self._first = {path: first[id(child)] for path, child in paths.items()}
         self._seen: Counter[str] = Counter()
 
     def canonical(self, path: str) -> str:

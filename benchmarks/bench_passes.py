@@ -1,0 +1,99 @@
+"""W1 and W2: what calibration and the quantized pass of ResNet-18 cost, as ratios to its plain eager float pass.
+
+`python benchmarks/bench_passes.py [rounds]`; 100 images of 224x224 in batches of 10, two threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+
+import torch
+from measure import peak_mb, ratios, report
+from workloads import images, resnet18
+
+from quantizer.config.model import ROLES, Config, Rule, Selector, Settings, Sourced
+from quantizer.engine import calibrate
+from quantizer.engine.attach import quantized_network
+from quantizer.graph.ir import Graph
+from quantizer.graph.passes import run_passes
+from quantizer.graph.trace import trace
+from quantizer.nn.network import Network
+from quantizer.plan.model import Plan
+from quantizer.plan.resolve import resolve
+from quantizer.sources.batches import Batch
+
+METHODS = {"maxmin": 1.05, "percentile": 1.25, "entropy": 1.25, "mse": 1.25, "diffs": 1.25}
+ROUND_MODES = {"half_even": 1.25, "half_up": 1.25}
+
+
+def main() -> None:
+    """Measure both and print."""
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    torch.set_num_threads(2)
+    model, batches = resnet18(), [Batch((x,), {}, None, x) for x in images()]
+    original = trace(model, batches[0].args)
+    graph = run_passes(original, Settings())
+    float_pass = functools.partial(run, model, batches)
+
+    parts: dict[str, Callable[[], object]] = {
+        name: functools.partial(calibration, plan(graph, original, method=name), batches) for name in METHODS
+    }
+    base = peak_mb(float_pass)
+    memory = {name: f"memory {peak_mb(part) - base:+.0f} MB" for name, part in parts.items()}
+    report(
+        "W1 calibration, all search included, ratio to the float pass",
+        ratios(float_pass, parts, rounds),
+        METHODS,
+        memory,
+    )
+
+    parts = {
+        name: functools.partial(run, quantized(plan(graph, original, round_mode=name), batches[:2]), batches)
+        for name in ROUND_MODES
+    }
+    memory = {name: f"memory {peak_mb(part) - base:+.0f} MB" for name, part in parts.items()}
+    report(
+        "W2 quantized pass of test mode, ratio to the float pass",
+        ratios(float_pass, parts, rounds),
+        ROUND_MODES,
+        memory,
+    )
+
+
+def plan(graph: Graph, original: Graph, **fields: str) -> Plan:
+    """All tensors in int8 with these fields; diffs needs powers of two, and they go with modal."""
+    if fields.get("method") == "diffs":
+        fields |= {"scale_type": "poweroftwo", "statistic": "modal"}
+    values = {name: Sourced(value) for name, value in fields.items()}
+    rule = Rule(Selector("all"), "overall", frozenset(ROLES), fields=dict.fromkeys(ROLES, values))
+    return resolve(Config(Settings(), (rule,)), graph, original)
+
+
+def calibration(planned: Plan, batches: list[Batch]) -> object:
+    """Everything from the float graph to scales."""
+    network = Network(planned.graph)
+    found = calibrate.start(planned, network)
+    calibrate.run(found, network, batches)
+    return list(calibrate.qparams(found))
+
+
+def quantized(planned: Plan, batches: list[Batch]) -> Network:
+    """The network of test mode."""
+    network = Network(planned.graph)
+    found = calibrate.start(planned, network)
+    calibrate.run(found, network, batches)
+    scales = {key: (planned.tensors[key].spec, scale, zero) for key, scale, zero in calibrate.qparams(found)}
+    return quantized_network(planned.graph, scales)
+
+
+@torch.no_grad()
+def run(model: Callable[[torch.Tensor], object], batches: list[Batch]) -> None:
+    """One pass over the data."""
+    for batch in batches:
+        model(*batch.args)
+
+
+if __name__ == "__main__":
+    main()
