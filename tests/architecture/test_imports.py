@@ -15,8 +15,9 @@ LAYERS = (
     ("config", "numerics"),
     ("observers", "graph"),
     ("nn", "plan"),
-    ("engine", "sources"),
-    ("report",),
+    ("sources",),
+    ("engine",),
+    ("export", "report"),
     ("cli",),
 )
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
