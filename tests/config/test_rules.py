@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -102,4 +103,13 @@ def test_generated_files_are_fresh() -> None:
     stale = [str(path) for path, text in generated.items() if path.read_text("utf-8") != text]
     assert stale == [], "run `python docs/generate.py`"
     pages = {path.name for path in generated}
-    assert {path.name for path in (ROOT / "docs" / "config").glob("*.md")} <= pages
+    folder = ROOT / "docs" / "config"
+    assert {path.name for path in folder.glob("*.md")} - pages == {"README.md"}
+    linked = set(re.findall(r"\(([a-z0-9_]+\.md)\)", (folder / "README.md").read_text("utf-8")))
+    assert linked == {path.name for path in generated if path.parent == folder}
+
+
+def test_the_documented_file_is_valid() -> None:
+    text = (ROOT / "docs" / "config" / "README.md").read_text("utf-8")
+    [example] = re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL)
+    assert check_document(parse_document(Text("README.md", example))).diagnostics == ()
