@@ -31,7 +31,7 @@ def inspect(options: ModelOptions) -> None:
     if options.json:
         click.echo(session.as_json(plan.to_json() | {"float": dict(plan.floats)}))
     else:
-        session.console().print(tables.layer_table(plan, plan.graph))
+        session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
         unknown = sorted({node.op for node in plan.graph.nodes if node.row.kind == "unknown" and node.is_float})
         if unknown:
             click.echo(f"operators without quantization rules, left float: {', '.join(unknown)}")

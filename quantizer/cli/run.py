@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import RenderableType
 
 from quantizer.cli import runlog, session
 from quantizer.cli.gates import parse_gate
 from quantizer.cli.options import RunOptions
+from quantizer.cli.outcome import Outcome, show
 from quantizer.cli.progress import BatchProgress
 from quantizer.engine import calibrate, checkpoint, evaluate, results
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.files import locked, write_bytes, write_json
-from quantizer.errors import GateError
+from quantizer.errors import GateError, UsageError
 from quantizer.nn.network import Network
 from quantizer.report import summary, tables
 from quantizer.sources.batches import Batch
@@ -26,28 +30,33 @@ from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 def run(options: RunOptions) -> int:
     """Run one mode; the exit code is 0, or that of the error raised."""
     gates = [parse_gate(text) for text in options.gate]
+    if gates and options.quant_mode == "calib":
+        raise UsageError("--gate goes with test or float mode: calibration measures nothing")
     session.seed_everything(options.seed)
-    with session.told_notes(options.quiet):
-        metrics = MODES[options.quant_mode](options)
+    # With --json, stdout is for the result alone: what the user's own code prints goes to stderr.
+    with session.told_notes(options.quiet), redirect_stdout(sys.stderr if options.json else sys.stdout):
+        outcome = MODES[options.quant_mode](options)
+    show(outcome, options)
+    metrics = outcome.metrics
     failed = [gate.text for gate in gates if not gate.holds(metrics)]
     if failed:
         raise GateError(f"not met: {', '.join(failed)}", help="the table above shows which layers lose most")
     return 0
 
 
-def run_float(options: RunOptions) -> dict[str, float]:
+def run_float(options: RunOptions) -> Outcome:
     """The float model alone: its metrics on the evaluation data."""
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded, evaluation=True)
+    if options.inspect:
+        graph = session.trace_model(options, loaded, batches)
+        plan = session.make_plan(session.read_config(options.config_file), graph, quiet=options.quiet)
+        session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
     metrics = _measure(options, loaded, loaded.module, batches, "float")
-    if options.json:
-        print(session.as_json({"metrics": metrics}))
-    else:
-        session.console().print(*(f"{name} {value:.6g}" for name, value in metrics.items()), sep="\n")
-    return metrics
+    return Outcome(metrics, {"metrics": metrics}, _lines(metrics))
 
 
-def run_calib(options: RunOptions) -> dict[str, float]:
+def run_calib(options: RunOptions) -> Outcome:
     """Calibrate and write the result folder."""
     read = session.read_config(options.config_file)
     loaded = session.open_model(options)
@@ -57,14 +66,15 @@ def run_calib(options: RunOptions) -> dict[str, float]:
         original = session.trace_model(options, loaded, batches)
         results.check_owner(folder, original.model, overwrite=options.overwrite)
         plan = session.make_plan(read, original, quiet=options.quiet)
-        _show_layers(options, plan)
+        if options.inspect:
+            session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
         network = Network(plan.graph)
         calibration = calibrate.start(plan, network)
         keeper = checkpoint.Checkpoint(
             folder, original, read.config, {"seed": options.seed, "batch_size": options.batch_size}
         )
         skip = keeper.restore(calibration) if options.resume else 0
-        with BatchProgress("calib", None, bar=session.shows_bars(), quiet=options.quiet) as progress:
+        with BatchProgress("calib", batches.total, bar=session.shows_bars(), quiet=options.quiet) as progress:
             progress.advance(skip)
             try:
                 calibrate.run(
@@ -79,32 +89,35 @@ def run_calib(options: RunOptions) -> dict[str, float]:
         run_facts = {"seed": options.seed, "data": batches.fingerprint, "stamp": batches.stamp}
         results.write_results(folder, original, read.config, calibration, network, run_facts)
         keeper.remove()
-    _tell_calibrated(options, plan, calibration, folder)
-    return {}
+    content = {"tensors": len(plan.tensors), "batches": calibration.batches, "results": str(folder)}
+    said = f"{len(plan.tensors)} tensors calibrated on {calibration.batches} batches; results: {folder}"
+    return Outcome({}, content | {"rules": plan.to_json()["rules"]}, [tables.rule_table(plan), said])
 
 
-def run_test(options: RunOptions) -> dict[str, float]:
+def run_test(options: RunOptions) -> Outcome:
     """Compare the calibrated network with the float one and report."""
     folder = Path(options.output_dir)
     info = results.read_info(folder)
+    read = session.read_config(options.config_file) if options.config_file is not None else None
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded, evaluation=True)
     with locked(folder), runlog.recorded(folder, options):
         original = session.trace_model(options, loaded, batches)
         results.check_model(info, original)
-        if options.config_file is not None:
-            read = session.read_config(options.config_file)
+        if read is not None:
             results.check_plan(info, read.config, session.make_plan(read, original, quiet=True).tensors)
         graph = session.apply_passes(original, info.settings)
+        if options.inspect:
+            session.console().print(tables.layer_table(graph, info.tensors, {}))
         reference, quantized = Network(graph), quantized_network(graph, info.tensors)
         quantized.to(session.device_of(options))
-        with BatchProgress("test", None, bar=session.shows_bars(), quiet=options.quiet) as progress:
+        with BatchProgress("test", batches.total, bar=session.shows_bars(), quiet=options.quiet) as progress:
             compared = evaluate.compare(reference, quantized, _on_device(options, batches), progress.advance)
         pairs = _metric_pairs(options, loaded, quantized, batches, compared)
         return _report(options, folder, info, compared, pairs, batches.stamp)
 
 
-MODES: dict[str, Callable[[RunOptions], dict[str, float]]] = {"float": run_float, "calib": run_calib, "test": run_test}
+MODES: dict[str, Callable[[RunOptions], Outcome]] = {"float": run_float, "calib": run_calib, "test": run_test}
 
 
 def _measure(
@@ -113,11 +126,11 @@ def _measure(
     """The user's metrics of one model; top-1 accuracy when there is no evaluate() but the data has targets."""
     function: Evaluate | None = load_evaluate(options.evaluate) if options.evaluate else loaded.evaluate
     with (
-        BatchProgress(label, None, bar=session.shows_bars(), quiet=options.quiet) as progress,
+        BatchProgress(label, batches.total, bar=session.shows_bars(), quiet=options.quiet) as progress,
         torch.no_grad(),
     ):
         if function is not None:
-            return function(model, _counted((batch.raw for batch in batches), progress))
+            return function(model, _counted((batch.raw for batch in _on_device(options, batches)), progress))
         return evaluate.accuracy(model, _counted(_on_device(options, batches), progress))
 
 
@@ -139,8 +152,8 @@ def _report(
     compared: evaluate.Comparison,
     pairs: dict[str, dict[str, float]],
     stamp: str | None,
-) -> dict[str, float]:
-    """Print and write what test mode found; returns the figures gates may ask for."""
+) -> Outcome:
+    """Write what test mode found, and say what to show of it."""
     rows = summary.layer_rows(compared, {key: spec for key, (spec, _, _) in info.tensors.items()})
     metrics = compared.metrics()
     for name, pair in pairs.items():
@@ -153,18 +166,17 @@ def _report(
     report = summary.report(metrics, rows, stamp)
     write_json(folder / "report.json", report)
     write_bytes(folder / "layers.csv", summary.as_csv(rows).encode())
-    if options.json:
-        print(session.as_json(report))
-        return metrics
-    console = session.console()
-    console.print(tables.damage_table(rows))
+    shown: list[RenderableType] = [tables.damage_table(rows)]
     if pairs:
-        console.print(tables.metric_table(pairs))
-    console.print(*(f"{name} {value:.6g}" for name, value in compared.metrics().items()), sep="\n")
+        shown.append(tables.metric_table(pairs))
+    shown += _lines(compared.metrics())
     if stamp:
-        console.print(f"note: {stamp}")
-    console.print(f"results: {folder}", soft_wrap=True)
-    return metrics
+        shown.append(f"note: {stamp}")
+    return Outcome(metrics, report, [*shown, f"results: {folder}"])
+
+
+def _lines(metrics: dict[str, float]) -> list[RenderableType]:
+    return [f"{name} {value:.6g}" for name, value in metrics.items()]
 
 
 def _after(keeper: checkpoint.Checkpoint, calibration: calibrate.Calibration, progress: BatchProgress) -> None:
@@ -188,22 +200,3 @@ def _counted(items: Iterable[Any], progress: BatchProgress) -> Iterator[Any]:
     for item in items:
         yield item
         progress.advance()
-
-
-def _show_layers(options: RunOptions, plan: Any) -> None:
-    if options.inspect:
-        session.console(stderr=options.json).print(tables.layer_table(plan, plan.graph))
-
-
-def _tell_calibrated(options: RunOptions, plan: Any, calibration: calibrate.Calibration, folder: Path) -> None:
-    """The end of a calibration: rules with their matches, and where the results are."""
-    found = {"tensors": len(plan.tensors), "batches": calibration.batches, "results": str(folder)}
-    if options.json:
-        print(session.as_json(found | {"rules": plan.to_json()["rules"]}))
-        return
-    console = session.console()
-    if not options.quiet:
-        console.print(tables.rule_table(plan))
-    console.print(
-        f"{found['tensors']} tensors calibrated on {found['batches']} batches; results: {folder}", soft_wrap=True
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -82,6 +81,7 @@ class Network(nn.Module):
         count = len(pytree.tree_leaves((args, dict(kwargs))))
         if count != len(found):
             raise DataError(f"{self.graph.model} was traced with {len(found)} inputs, but this call has {count}")
+        _check_batch(self.graph, found)
         return found
 
     def quantizers(self) -> Iterator[tuple[str, str, nn.Module]]:
@@ -119,8 +119,10 @@ def observe(
 
 
 def _check_input(node: Node, value: Any) -> None:
-    """Shape and dtype as traced; None in the traced shape stands for any size."""
+    """Shape and dtype as traced, None in the traced shape stands for any size; constants as traced, they are baked in."""
     if node.shape is None:
+        if type(value) is not type(node.attrs["value"]) or value != node.attrs["value"]:
+            raise DataError(f"{node.name}: the model was traced with {node.attrs['value']!r} here, got {value!r}")
         return
     if not isinstance(value, Tensor):
         raise DataError(f"{node.name}: expected a tensor, got {type(value).__name__}")
@@ -130,6 +132,14 @@ def _check_input(node: Node, value: Any) -> None:
     if not fits or value.dtype != node.dtype:
         want = "[" + ", ".join("b" if size is None else str(size) for size in node.shape) + f"] {node.dtype}"
         raise DataError(f"{node.name}: expected {want}, got {list(value.shape)} {value.dtype}")
+
+
+def _check_batch(graph: Graph, values: list[Any]) -> None:
+    """All inputs that follow the batch have the same number of samples."""
+    inputs = [node for node in graph.nodes if node.op == "input"]
+    sizes = {n.name: len(value) for n, value in zip(inputs, values, strict=True) if n.shape and n.shape[0] is None}
+    if len(set(sizes.values())) > 1:
+        raise DataError(f"the inputs have batches of different sizes: {sizes}")
 
 
 def _last_uses(graph: Graph) -> dict[str, list[str]]:

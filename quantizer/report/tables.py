@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.table import Table
@@ -63,13 +63,16 @@ def plan_table(plan: Plan) -> Table:
     return table
 
 
-def layer_table(plan: Plan, graph: Graph) -> Table:
-    """All layers: name, operator, output shape ("b" is the batch), what is quantized, and why the rest is not."""
+def layer_table(graph: Graph, tensors: Iterable[tuple[str, str]], floats: Mapping[str, str]) -> Table:
+    """All layers: name, operator, output shape ("b" is the batch), quantized tensors, else why the output is float."""
+    roles: dict[str, list[str]] = {}
+    for layer, role in tensors:
+        roles.setdefault(layer, []).append(role)
     table = _table(("layer", "left"), ("operator", "left"), ("output", "left"), ("quantized", "left"))
     for node in graph.nodes:
         shape = "" if node.shape is None else "x".join("b" if size is None else str(size) for size in node.shape)
-        roles = ", ".join(plan.of_layer(node.name)) or Text(plan.floats.get(node.name, ""), style="dim")
-        table.add_row(_name(node.name), node.op, shape, roles)
+        what = ", ".join(roles.get(node.name, ())) or Text(floats.get(node.name, ""), style="dim")
+        table.add_row(_name(node.name), node.op, shape, what)
     return table
 
 

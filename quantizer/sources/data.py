@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import logging
 import math
@@ -47,7 +48,23 @@ class Batches:
     subset_len: int | None = None
     stamp: str | None = None
     fingerprint: Mapping[str, Any] | None = None
+    length: int | None = None
+    first_size: int | None = None
     _told: bool = field(default=False, repr=False)
+
+    @property
+    def total(self) -> int | None:
+        """How many batches a pass has, as far as that is known once one has begun: for progress only."""
+        if self.fingerprint is not None:
+            return int(self.fingerprint["batches"])
+        asked = math.ceil(self.subset_len / self.first_size) if self.subset_len and self.first_size else None
+        known = [count for count in (self.length, asked) if count is not None]
+        return min(known, default=None)
+
+    def note_length(self, items: object) -> None:
+        """Take the length of the user's data, if they tell one; a wrong one makes only the progress wrong."""
+        with contextlib.suppress(Exception):
+            self.length = len(items)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
         seen = Fingerprint()
@@ -56,6 +73,7 @@ class Batches:
             if batch.target is not None and not self._told:
                 logger.info("%s gives inputs and targets: the targets go to the evaluation only", self.label)
                 self._told = True
+            self.first_size = self.first_size or batch.size
             seen.update(batch)
             yield batch
         if not seen.batches:
@@ -104,16 +122,20 @@ def load_batches(
                 f"{source}: images need preprocessing, and none is given", help=f"--preprocess '{EXAMPLE}'"
             )
         open_images = partial(image_batches, images, parse_preprocess(preprocess), size, seed)
-        return Batches(partial(prefetched, open_images), str(source), subset_len)
+        length = math.ceil(len(images) / size)
+        return Batches(partial(prefetched, open_images), str(source), subset_len, length=length)
     if preprocess is not None:
         raise UsageError("--preprocess is for folders of images, and the data are none")
     if paths:
         return Batches(partial(prefetched, partial(tensor_batches, paths, size)), str(source), subset_len)
     if isinstance(source, str) and source.startswith("random:"):
         shape = _random_shape(source)
-        return Batches(partial(_random_batches, shape, size, seed), source, subset_len, stamp="random data")
+        draw = partial(_random_batches, shape, size, seed)
+        return Batches(draw, source, subset_len, stamp="random data", length=math.ceil(shape[0] / size))
     opened, label = _from_python(source) if isinstance(source, str) else (source, "the data of the model's file")
-    return Batches(partial(_user_batches, opened, label, positional_inputs(module), seed), label, subset_len)
+    batches = Batches(lambda: iter(()), label, subset_len)
+    batches.open_pass = partial(_user_batches, opened, label, positional_inputs(module), seed, batches.note_length)
+    return batches
 
 
 def _paths(spec: str) -> list[Path]:
@@ -171,10 +193,12 @@ def _from_python(spec: str) -> tuple[Any, str]:
     return partial(user.call, source, DataError) if callable(source) else source, spec
 
 
-def _user_batches(source: Any, label: str, inputs: tuple[int, int], seed: int) -> Iterator[Batch]:
+def _user_batches(
+    source: Any, label: str, inputs: tuple[int, int], seed: int, tell: Callable[[object], None]
+) -> Iterator[Batch]:
     torch.manual_seed(seed)  # a loader that shuffles gives the same order in every pass
     with user_errors(label, DataError):
-        items = _iterator(source, label)
+        items = _iterator(source, label, tell)
     for index in range(1 << 62):
         place = f"batch {index} of {label}"
         with user_errors(f"loading {place}", DataError):
@@ -187,7 +211,7 @@ def _user_batches(source: Any, label: str, inputs: tuple[int, int], seed: int) -
             raise DataError(f"{place} {error.message}", help=error.help) from error
 
 
-def _iterator(source: Any, label: str) -> Iterator[Any]:
+def _iterator(source: Any, label: str, tell: Callable[[object], None]) -> Iterator[Any]:
     if isinstance(source, Iterator):
         raise DataError(f"{label} can be gone through only once", help="give the function that returns the iterator")
     if callable(source) and not isinstance(source, Iterable):
@@ -198,6 +222,7 @@ def _iterator(source: Any, label: str) -> Iterator[Any]:
     if isinstance(source, Tensor | str | Mapping) or not isinstance(source, Iterable):
         remedy = "give a list of batches, a DataLoader, or a function that returns one"
         raise DataError(f"{label} is a {type(source).__name__}, not an iterable of batches", help=remedy)
+    tell(source)
     return iter(source)
 
 
