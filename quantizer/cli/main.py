@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -109,6 +110,8 @@ def main() -> NoReturn:
         # A layer's or file's name may hold what the terminal's encoding lacks; that must not end in a traceback.
         getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
     signal.signal(signal.SIGTERM, _terminated)
+    # numpy is optional here; without it torch would greet every user with a warning.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     sys.exit(run_command(sys.argv[1:]))
 
 

@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra: dev)")
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

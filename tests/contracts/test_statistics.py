@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+
+pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra: dev)")
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

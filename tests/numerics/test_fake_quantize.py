@@ -4,6 +4,9 @@ import math
 
 import pytest
 import torch
+
+pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra: dev)")
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra: dev)")
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
