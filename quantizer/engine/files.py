@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load, save
+from safetensors import TensorSpec, serialize
+from safetensors.torch import load
 from torch import Tensor
 
 from quantizer.errors import ResultError
@@ -57,8 +58,18 @@ def write_json(path: Path, value: Any) -> str:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
     """A safetensors file; its bytes depend on the tensors alone."""
-    contents = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(tensors.items())}
-    return write_bytes(path, save(contents, metadata=dict(metadata) if metadata else None))
+    contents = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    # safetensors.torch.save would do the same, but only where numpy is installed.
+    specs = {
+        name: TensorSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tensor.shape,
+            data_ptr=tensor.data_ptr(),
+            data_len=tensor.numel() * tensor.element_size(),
+        )
+        for name, tensor in contents.items()
+    }
+    return write_bytes(path, serialize(specs, metadata=dict(metadata) if metadata else None))
 
 
 def read_json(path: Path) -> Any:
