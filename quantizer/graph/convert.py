@@ -77,14 +77,13 @@ class _Converter:
 
     def _input(self, node: fx.Node, index: int) -> None:
         value = node.meta.get("val")
-        if not isinstance(value, Tensor):
-            self.values[node] = value  # torch bakes plain numbers into the trace
         name = self.namer.input_name(index)
-        self.nodes.append(
-            Node(name, "input", "input", attrs={"index": index}, shape=_shape(value), dtype=_dtype(value))
-        )
+        attrs: dict[str, Any] = {"index": index}
         if isinstance(value, Tensor):
             self.values[node] = Ref(name)
+        else:
+            self.values[node] = attrs["value"] = value  # torch bakes plain numbers into the trace
+        self.nodes.append(Node(name, "input", "input", attrs=attrs, shape=_shape(value), dtype=_dtype(value)))
 
     def _tensor(self, node: fx.Node, target: str) -> None:
         state = self.program.state_dict.get(target)

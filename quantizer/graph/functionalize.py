@@ -1,12 +1,14 @@
-"""Which programs write through shared memory, and torch's own rewriting of those. Plain in-place operators stay: renaming
-values expresses them.
+"""Which programs write through shared memory, and torch's own rewriting of those. Plain in-place operators stay:
+renaming values expresses them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
 
 from quantizer.errors import ModelError
 
@@ -20,8 +22,15 @@ def functionalize(program: ExportedProgram, model: str) -> ExportedProgram:
     Raises:
         ModelError: the model changes one of its own parameters or buffers.
     """
-    _refuse_state(program, model)
-    return program.run_decompositions({}) if _writes_shared(program.graph) else program
+    if _writes_shared(program.graph):
+        program = program.run_decompositions({})
+    changed = next(_changed_state(program), None)
+    if changed is None:
+        return program
+    raise ModelError(
+        f"{model} cannot be quantized: it changes its own {changed!r} when it is called",
+        help="compute a new tensor instead of changing the buffer, or do so in training mode only",
+    )
 
 
 def is_inplace(node: fx.Node) -> bool:
@@ -30,20 +39,19 @@ def is_inplace(node: fx.Node) -> bool:
     return bool(schema and schema.is_mutable and schema.name.endswith("_") and not schema.name.endswith("__"))
 
 
-def _refuse_state(program: ExportedProgram, model: str) -> None:
-    """A straight line of layers keeps nothing from one call to the next."""
-    owned = {s.arg.name: s.target for s in program.graph_signature.input_specs if s.kind != InputKind.USER_INPUT}
+def _changed_state(program: ExportedProgram) -> Iterator[str]:
+    """Parameters and buffers that a call changes; a straight line of layers keeps nothing from one call to the next."""
+    signature = program.graph_signature
+    yield from (str(s.target) for s in signature.output_specs if s.kind == OutputKind.BUFFER_MUTATION)
+    owned = {s.arg.name: str(s.target) for s in signature.input_specs if s.kind != InputKind.USER_INPUT}
     for node in program.graph.nodes:
         written = node.args[0] if is_inplace(node) else None
         if isinstance(written, fx.Node) and written.name in owned:
-            raise ModelError(
-                f"{model} cannot be quantized: it changes its own {owned[written.name]!r} when it is called",
-                help="compute a new tensor instead of changing the buffer, or do so in training mode only",
-            )
+            yield owned[written.name]
 
 
 def _writes_shared(graph: fx.Graph) -> bool:
-    """Whether an in-place operator writes to memory of which a view exists; views made later see the new values anyway."""
+    """Whether an in-place operator writes to memory of which a view exists; later views see the new values anyway."""
     owner: dict[fx.Node, fx.Node] = {}
     viewed: set[fx.Node] = set()
     for node in graph.nodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections import Counter
 
@@ -10,6 +11,7 @@ from torch import nn
 from quantizer.errors import ModelError
 
 _SAFE = re.compile(r"[A-Za-z_0-9]+")
+_TAKEN = ("quantizer", "torch")  # the generated code imports these
 
 
 def check_names(module: nn.Module) -> None:
@@ -30,9 +32,14 @@ def check_names(module: nn.Module) -> None:
                     f"unsupported module or parameter name {part!r} (in {path!r})",
                     help="rename it: letters, digits and underscores only",
                 )
+    model = type(module).__name__
+    if not model.isidentifier() or keyword.iskeyword(model) or model in _TAKEN:
+        raise ModelError(
+            f"unsupported class name {model!r} (the model itself)", help="the generated code needs a class of that name"
+        )
     for path, child in module.named_modules():
         if not _SAFE.fullmatch(type(child).__name__):
-            raise ModelError(f"unsupported class name {type(child).__name__!r} (module {path or 'the model itself'!r})")
+            raise ModelError(f"unsupported class name {type(child).__name__!r} (module {path!r})")
 
 
 class Namer:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import io
 import logging
 import re
 import traceback
@@ -74,15 +76,12 @@ def _by_parameter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """Dynamic shapes as torch.export wants them: a tuple for positional calls, by name when keywords are used."""
     if not kwargs:
         return args
-    import inspect
-
-    bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    return dict(bound.arguments)
+    return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's loggers and warnings: what matters comes back as an exception."""
+    """Silence torch's loggers, warnings and dumps on stderr: what matters comes back as an exception."""
     logger = logging.getLogger("torch")
     disabled, logger.disabled = logger.disabled, True
     children = [child for name, child in logging.Logger.manager.loggerDict.items() if name.startswith("torch.")]
@@ -90,7 +89,7 @@ def _quiet() -> Iterator[None]:
     for child, _ in levels:
         child.setLevel(logging.CRITICAL + 1)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -119,7 +119,7 @@ def observe(
 
 
 def _check_input(node: Node, value: Any) -> None:
-    """Shape and dtype as traced, None in the traced shape stands for any size; constants as traced, they are baked in."""
+    """Shape and dtype as traced, None in the shape stands for any size; numbers as traced, they are baked in."""
     if node.shape is None:
         if type(value) is not type(node.attrs["value"]) or value != node.attrs["value"]:
             raise DataError(f"{node.name}: the model was traced with {node.attrs['value']!r} here, got {value!r}")
