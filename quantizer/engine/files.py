@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: temporary sibling, fsync, rename. Also the one lock of a result folder."""
+"""Files of a result folder, JSON and safetensors, each whole or not there; and the folder's lock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import fcntl
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors import TensorSpec, serialize
 from safetensors.torch import load
 from torch import Tensor
 
+from quantizer.atomic import replace_file
 from quantizer.errors import ResultError
 
 
@@ -27,23 +27,7 @@ def write_bytes(path: Path, content: bytes) -> str:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        replace_file(path, content)
     except OSError as error:
         raise ResultError(
             f"cannot write {path}: {error.strerror or error}", help="choose another --output_dir or free some space"
@@ -134,10 +118,3 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
         with contextlib.suppress(OSError):
             (folder / ".lock").unlink()
-
-
-def _umask() -> int:
-    """The process's umask, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "quantizer"
 LAYERS = (
-    ("errors",),
+    ("atomic", "errors"),
     ("config", "numerics"),
     ("observers", "graph"),
     ("nn", "plan"),

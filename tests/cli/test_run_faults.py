@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from runs import DIGITS, EXAMPLE, calibrate, check
 
+from quantizer import atomic
 from quantizer.cli.main import run_command
-from quantizer.engine import files
 
 Toy = Callable[..., str]
 Capture = pytest.CaptureFixture[str]
@@ -217,9 +217,9 @@ def test_killed_at_every_write(toy: Toy, tmp_path: Path, monkeypatch: pytest.Mon
                 raise KeyboardInterrupt
             original(source, target)
 
-        monkeypatch.setattr(files.os, "replace", killed)
+        monkeypatch.setattr(atomic.os, "replace", killed)
         assert calibrate(folder, model=model, config=None) == 130
-        monkeypatch.setattr(files.os, "replace", original)
+        monkeypatch.setattr(atomic.os, "replace", original)
         capsys.readouterr()
         assert check(folder, model=model) == 5, name
         assert not [path for path in folder.iterdir() if path.name.startswith(f".{name}")], "no temporary file stays"
