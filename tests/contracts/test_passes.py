@@ -1,0 +1,176 @@
+"""What every pass must keep, and what folding and converting are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from toys import TOYS, built, leaves_equal, shake, traced
+
+from quantizer.graph.ir import Graph
+from quantizer.graph.passes import PASSES, load_pass
+from quantizer.graph.passes.fold_batch_norm import fold_batch_norm
+from quantizer.graph.trace import trace
+from quantizer.nn.network import Network
+
+# These replace an activation by another on purpose.
+CHANGES_THE_FUNCTION = {"convert_relu6_to_relu", "convert_silu_to_hswish"}
+
+
+@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("rewrite", PASSES)
+def test_a_pass_keeps_the_function_and_the_names(rewrite: str, name: str) -> None:
+    graph = traced(name)
+    after = load_pass(rewrite)(graph)
+    survivors = [node.name for node in after.nodes]
+    assert survivors == [node.name for node in graph.nodes if node.name in after.by_name]
+    assert {node.name for node in graph.nodes} - set(survivors) == set(after.absorbed)
+    assert load_pass(rewrite)(after) == after
+    if rewrite in CHANGES_THE_FUNCTION:
+        return
+    args, kwargs = built(name).call(3 if built(name).batched else 2)
+    with torch.no_grad():
+        before = Network(graph)(*args, **kwargs)
+        assert leaves_equal(Network(after)(*copy.deepcopy(args), **kwargs), before, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("rewrite", PASSES)
+def test_a_pass_leaves_the_traced_tensors_alone(rewrite: str, name: str) -> None:
+    before = {path: tensor.clone() for path, tensor in traced(name).tensors.items()}
+    load_pass(rewrite)(traced(name))
+    assert leaves_equal(dict(traced(name).tensors), before)
+
+
+def folded(module: nn.Module, *shape: int) -> tuple[Graph, float]:
+    """The folded graph, and how far its output is from the model's relative to the model's largest value."""
+    torch.manual_seed(1)
+    shake(module)
+    x = torch.randn(*shape)
+    graph = fold_batch_norm(trace(module, (x,)))
+    with torch.no_grad():
+        expected = module(x)
+        error = (Network(graph)(x) - expected).abs().max() / expected.abs().max()
+    return graph, float(error)
+
+
+FOLDABLE: list[tuple[str, Callable[[], list[nn.Module]], tuple[int, ...]]] = [
+    ("conv1d", lambda: [nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6)], (2, 4, 9)),
+    ("conv2d", lambda: [nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)], (2, 4, 5, 5)),
+    ("conv3d", lambda: [nn.Conv3d(4, 6, 2), nn.BatchNorm3d(6)], (2, 4, 3, 3, 3)),
+    ("no bias", lambda: [nn.Conv2d(4, 6, 3, bias=False), nn.BatchNorm2d(6)], (2, 4, 5, 5)),
+    ("depthwise", lambda: [nn.Conv2d(4, 8, 3, groups=4), nn.BatchNorm2d(8)], (2, 4, 5, 5)),
+    ("transposed 1d", lambda: [nn.ConvTranspose1d(4, 6, 3), nn.BatchNorm1d(6)], (2, 4, 5)),
+    ("transposed 2d", lambda: [nn.ConvTranspose2d(4, 6, 3, stride=2), nn.BatchNorm2d(6)], (2, 4, 5, 5)),
+    ("transposed 3d", lambda: [nn.ConvTranspose3d(4, 6, 2), nn.BatchNorm3d(6)], (2, 4, 2, 2, 2)),
+    ("transposed groups", lambda: [nn.ConvTranspose2d(4, 6, 3, groups=2), nn.BatchNorm2d(6)], (2, 4, 5, 5)),
+    ("linear", lambda: [nn.Linear(4, 6), nn.BatchNorm1d(6)], (3, 4)),
+    ("no affine", lambda: [nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6, affine=False)], (2, 4, 5, 5)),
+    ("large eps", lambda: [nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6, eps=0.5)], (2, 4, 5, 5)),
+    ("dropout between", lambda: [nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Dropout()], (2, 4, 5, 5)),
+]
+
+
+@pytest.mark.parametrize(("layers", "shape"), [row[1:] for row in FOLDABLE], ids=[row[0] for row in FOLDABLE])
+def test_batch_norm_folds(layers: Callable[[], list[nn.Module]], shape: tuple[int, ...]) -> None:
+    graph, error = folded(nn.Sequential(*layers()), *shape)
+    assert "batch_norm" not in [node.op for node in graph.nodes]
+    assert len(graph.absorbed) == 1
+    assert error < 1e-5
+
+
+class TwoReaders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.bn(y) + y
+
+
+class ComputedWeight(TwoReaders):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(F.conv2d(x, self.conv.weight * 2))
+
+
+NOT_FOLDABLE: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
+    ("after pooling", lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.MaxPool2d(2), nn.BatchNorm2d(4)), (2, 4, 4, 4)),
+    ("after relu", lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.BatchNorm2d(4)), (2, 4, 4, 4)),
+    ("first layer", lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)), (2, 4, 4, 4)),
+    ("two readers", TwoReaders, (2, 4, 4, 4)),
+    ("computed weight", ComputedWeight, (2, 4, 4, 4)),
+    ("linear on 3-D", lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(5)), (2, 5, 4)),
+    (
+        "statistics of the batch",
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4, track_running_stats=False)),
+        (2, 4, 4, 4),
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "shape"), [row[1:] for row in NOT_FOLDABLE], ids=[row[0] for row in NOT_FOLDABLE])
+def test_batch_norm_stays_where_it_cannot_fold(model: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    graph, error = folded(model(), *shape)
+    assert [node.op for node in graph.nodes].count("batch_norm") == 1
+    assert error < 1e-6
+
+
+class SharedWeight(nn.Module):
+    """One convolution, called twice, each time with a batch norm of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.bn1, self.bn2 = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn2(self.conv(F.relu(self.bn1(self.conv(x)))))
+
+
+def test_a_shared_weight_is_folded_for_each_call_apart() -> None:
+    graph, error = folded(SharedWeight(), 2, 4, 3, 3)
+    weights = [node.params["weight"] for node in graph.nodes if node.op == "conv2d"]
+    assert len(set(weights)) == 2
+    assert error < 1e-5
+
+
+class OneBare(SharedWeight):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.conv(self.bn1(self.conv(x))))
+
+
+def test_a_shared_weight_keeps_its_values_where_no_norm_follows() -> None:
+    graph, error = folded(OneBare(), 2, 4, 3, 3)
+    assert "batch_norm" not in [node.op for node in graph.nodes]
+    assert error < 1e-5
+
+
+class ClippedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu6, self.silu = nn.ReLU6(), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu6(self.relu6(x * 10)) + F.silu(self.silu(x))
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "expected"),
+    [
+        ("convert_relu6_to_relu", lambda x: F.relu(x * 10) + F.silu(F.silu(x))),
+        ("convert_silu_to_hswish", lambda x: F.relu6(x * 10) + F.hardswish(F.hardswish(x))),
+    ],
+)
+def test_conversions_take_modules_and_functions(rewrite: str, expected: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 5) * 2
+    graph = trace(ClippedTwice(), (x,))
+    after = load_pass(rewrite)(graph)
+    assert [node.name for node in after.nodes] == [node.name for node in graph.nodes]
+    with torch.no_grad():
+        torch.testing.assert_close(Network(after)(x), expected(x))

@@ -1,0 +1,148 @@
+"""A traced network is called like the model and computes what the model computes, at any batch size."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toys import TOYS, Residual, built, leaves_equal, traced
+
+from quantizer.errors import DataError, ModelError
+from quantizer.graph.trace import trace
+from quantizer.nn.network import Network
+
+# The float attention kernel of eager mode differs from the traced one in the last bit.
+TOLERANCE = {"attention": 1e-6}
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("name", TOYS)
+def test_network_equals_the_eager_model(name: str, batch: int) -> None:
+    toy = built(name)
+    args, kwargs = toy.call(batch)
+    with torch.no_grad():
+        expected = toy.module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        output = Network(traced(name))(*args, **kwargs)
+    assert leaves_equal(output, expected, TOLERANCE.get(name, 0.0))
+    assert type(output) is type(expected)
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_network_leaves_arguments_and_weights_alone(name: str) -> None:
+    args, kwargs = built(name).call(2)
+    state = copy.deepcopy(built(name).module.state_dict())
+    before = copy.deepcopy((args, kwargs))
+    with torch.no_grad():
+        Network(traced(name))(*args, **kwargs)
+    assert leaves_equal((args, kwargs), before)
+    assert leaves_equal(dict(built(name).module.state_dict()), dict(state))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_example_may_have_any_batch_size(batch: int) -> None:
+    model = Residual().eval()
+    graph = trace(model, (torch.randn(batch, 3, 8, 8),))
+    x = torch.randn(4, 3, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(Network(graph)(x), model(x))
+
+
+def test_a_batch_size_in_the_code_stays_fixed() -> None:
+    network = Network(traced("static_batch"))
+    assert network(torch.ones(2, 4)).shape == (2, 4)
+    with pytest.raises(DataError, match=r"StaticBatch::input_0: expected \[2, 4\] torch.float32, got \[3, 4\]"):
+        network(torch.ones(3, 4))
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+class Looping(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(x.sum())):
+            x = x + 1
+        return x
+
+
+class Raising(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("no good")
+
+
+class Mismatched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x[:, 1:])
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+class CountingInAView(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.view(1)[0] = x.sum()
+        return x * self.calls
+
+
+class Conditional(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))
+
+
+UNTRACEABLE = [
+    (Branching, r"control flow depends on the values of a tensor at line \d+ of test_tracing.py: if x.sum\(\) > 0"),
+    (Looping, r"control flow depends on the values .* of test_tracing.py: for _ in range"),
+    (Raising, r"ValueError: no good at line \d+ of test_tracing.py: raise ValueError"),
+    (Mismatched, r"at line \d+ of test_tracing.py: return self.fc"),
+    (Counting, "changes its own 'calls'"),
+    (CountingInAView, "changes its own 'calls'"),
+    (Conditional, "Conditional cannot be quantized"),
+]
+
+
+@pytest.mark.parametrize(("model", "sentence"), UNTRACEABLE)
+def test_a_model_that_cannot_be_traced_gives_one_sentence(
+    model: type[nn.Module], sentence: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ModelError, match=sentence) as caught:
+        trace(model(), (torch.randn(2, 3),))
+    assert "\n" not in caught.value.message
+    assert capfd.readouterr() == ("", "")
+
+
+X = torch.ones(3, 3)
+WRONG_CALLS: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+    (([X, X],), {"opts": {"k": [X, X]}, "flag": False}, r"no kwargs\['scale'\] in this call"),
+    (([X],), {"opts": {"k": [X, X]}, "scale": X, "flag": False}, r"no args\[0\]\[1\] in this call"),
+    (([X, X],), {"opts": {"k": [X, X]}, "scale": X, "flag": True}, "traced with False here, got True"),
+    (([X, X],), {"opts": {"k": [X, X]}, "scale": X[:2], "flag": False}, "batches of different sizes"),
+    (([X, X],), {"opts": {"k": [X, [X]]}, "scale": X, "flag": False}, "expected a tensor, got list"),
+    (([X, X],), {"opts": {"k": [X, X]}, "scale": X.double(), "flag": False}, "got .* torch.float64"),
+    (([X, X],), {"opts": {"k": [X, X[:, :2]]}, "scale": X, "flag": False}, r"expected \[b, 3\] .* got \[3, 2\]"),
+    (([X, X, X],), {"opts": {"k": [X, X]}, "scale": X, "flag": False}, "6 inputs, but this call has 7"),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs", "sentence"), WRONG_CALLS)
+def test_a_call_unlike_the_example_gives_one_sentence(
+    args: tuple[Any, ...], kwargs: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(DataError, match=sentence):
+        Network(traced("nested_inputs"))(*args, **kwargs)
