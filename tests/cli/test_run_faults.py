@@ -90,6 +90,7 @@ def test_usage(arguments: list[str], said: str, capsys: Capture) -> None:
 
 
 def test_a_selector_that_matches_nothing(tmp_path: Path, capsys: Capture) -> None:
+    pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
     config = json.loads(Path(EXAMPLE).read_text())
     config["layer_quantize_config"][1]["layer_name"] = "ResNet::ResNet/Conv2d[conv7]/input.2"
     path = tmp_path / "typo.json"

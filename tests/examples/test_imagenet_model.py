@@ -51,6 +51,7 @@ def test_resnet18_has_the_names_and_shapes_of_torchvision(caplog: pytest.LogCapt
 
 
 def test_weights_of_torchvisions_form_are_taken(tmp_path: Path) -> None:
+    pytest.importorskip("numpy", reason="safetensors.torch.save_file needs numpy (extra: numpy)")
     state = {name: torch.full(shape, 0.25) for name, shape in torchvision_resnet18().items() if shape}
     save_file(state, tmp_path / "resnet18.safetensors")
     loaded = load_model(str(RESNET18), str(tmp_path / "resnet18.safetensors"))
