@@ -326,7 +326,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.mha(x, x, x, need_weights=False)[0]
-        mask = torch.full((3, 3), float("-inf")).triu(1)
+        mask = torch.full((3, 3), -100.0).triu(1)
         scores = self.q(x) @ self.k(x).transpose(-2, -1) / 2 + mask
         attended = scores.softmax(-1, dtype=torch.float32) @ self.v(x)
         return F.scaled_dot_product_attention(attended, x, x, is_causal=True)
@@ -499,3 +499,15 @@ class StaticBatch(nn.Module):
 @toy
 def static_batch() -> Toy:
     return Toy(StaticBatch(), (torch.randn(2, 4),), batched=False)
+
+
+class Variadic(nn.Module):
+    """Takes any number of tensors."""
+
+    def forward(self, *xs: Tensor) -> Tensor:
+        return torch.cat(xs, 1) * len(xs)
+
+
+@toy
+def variadic() -> Toy:
+    return Toy(Variadic(), (torch.randn(2, 3), torch.randn(2, 1)))

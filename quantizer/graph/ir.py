@@ -53,6 +53,14 @@ class Node:
         """Whether the node makes one floating-point tensor."""
         return self.dtype is not None and self.dtype.is_floating_point
 
+    def input_roles(self) -> dict[str, str]:
+        """The node read by each whole argument, by its role: "input" for the first argument, then "input_1", …"""
+        return {
+            f"input_{index}" if index else "input": value.name
+            for index, value in enumerate(self.inputs.values())
+            if isinstance(value, Ref)
+        }
+
     def refs(self) -> Iterator[str]:
         """Names of the nodes this one reads, in argument order, repeated when read twice."""
         for value in self.inputs.values():

@@ -73,9 +73,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], si
 
 
 def _by_parameter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dynamic shapes as torch.export wants them: a tuple for positional calls, by name when keywords are used."""
-    if not kwargs:
-        return args
+    """Dynamic shapes as torch.export wants them: by the parameters of `forward`, so that `*args` is one tuple."""
     return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
 
 

@@ -1,0 +1,154 @@
+"""The generated `<Model>.py` reads like a list of layers, holds only literals, and computes what test mode computes."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from toys import TOYS, built, leaves_equal, traced
+
+from configs import config, document
+from quantizer.engine import calibrate
+from quantizer.engine.attach import quantized_network
+from quantizer.engine.results import read_info, write_results
+from quantizer.errors import ResultError
+from quantizer.graph.emit import emit
+from quantizer.graph.ir import Graph
+from quantizer.graph.passes import run_passes
+from quantizer.nn.network import Network
+from quantizer.plan.resolve import resolve
+from quantizer.sources.batches import Batch
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "int8": document(tensor={"weights": {"per_channel": True}}),
+    "asymmetric": document(overall={"symmetry": False, "signed": False, "bit_width": 4}),
+    "bfloat16": document(overall={"datatype": "bfloat16"}),
+}
+
+
+def calibrated(folder: Path, name: str, content: dict[str, Any]) -> Graph:
+    """The toy's planned graph, its results written to `folder`."""
+    settings = config(folder, content)
+    graph = run_passes(traced(name), settings.settings)
+    network = Network(graph)
+    calibration = calibrate.start(resolve(settings, graph, traced(name)), network)
+    batches = [Batch(*built(name).call(2), None, None) for _ in range(2)]
+    calibrate.run(calibration, network, batches)
+    write_results(folder, traced(name), settings, calibration, network, {})
+    return graph
+
+
+def imported(path: Path) -> nn.Module:
+    """An instance of the class in a generated file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    generated: nn.Module = getattr(module, path.stem)()
+    return generated
+
+
+def plain(value: Any) -> Any:
+    """Named tuples and the like as the tuples that generated code returns."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [plain(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+@pytest.mark.parametrize("settings", CONFIGS)
+@pytest.mark.parametrize("name", TOYS)
+def test_generated_code_equals_test_mode_bit_for_bit(name: str, settings: str, tmp_path: Path) -> None:
+    graph = calibrated(tmp_path, name, CONFIGS[settings])
+    network = quantized_network(graph, read_info(tmp_path).tensors)
+    generated = imported(tmp_path / f"{graph.model}.py")
+    for batch in (1, 3) if built(name).batched else (2,):
+        args, kwargs = built(name).call(batch)
+        with torch.no_grad():
+            assert leaves_equal(generated(*args, **kwargs), plain(network(*args, **kwargs)))
+
+
+def test_quantizing_changes_the_output(tmp_path: Path) -> None:
+    graph = calibrated(tmp_path, "residual", CONFIGS["int8"])
+    args, _ = built("residual").call(2)
+    with torch.no_grad():
+        output = quantized_network(graph, read_info(tmp_path).tensors)(*args)
+        difference = (output - Network(graph)(*args)).abs().max()
+    assert 0 < difference < 0.2
+
+
+def test_infinities_and_dtypes_are_written_as_python(tmp_path: Path) -> None:
+    source = emit(traced("constants"))
+    assert "float('-inf')" in source
+    assert "dtype=torch.float64" in source
+    ast.parse(source)
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_one_line_per_layer_ends_in_its_name(name: str) -> None:
+    graph = traced(name)
+    lines = [line for line in emit(graph).splitlines() if line.startswith("        self.module_")]
+    assert [line.rpartition(" #")[2] for line in lines] == [node.name for node in graph.nodes]
+    assert all(f"self.module_{index} = quantizer.nn." in line for index, line in enumerate(lines))
+
+
+ALLOWED = (
+    *(ast.Module, ast.Expr, ast.Import, ast.alias, ast.ClassDef, ast.FunctionDef, ast.arguments, ast.arg, ast.Assign),
+    *(ast.Return, ast.Call, ast.keyword, ast.Attribute, ast.Name, ast.Constant, ast.List, ast.Tuple, ast.Dict),
+    *(ast.Subscript, ast.UnaryOp, ast.USub, ast.Starred, ast.Load, ast.Store),
+)
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_generated_code_holds_only_literals_and_calls_of_layers(name: str) -> None:
+    tree = ast.parse(emit(traced(name)))
+    assert {type(node) for node in ast.walk(tree)} <= set(ALLOWED)
+    imports = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert imports == ["quantizer", "torch"]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            callee = ast.unparse(node.func)
+            assert callee.startswith(("self.module_", "quantizer.nn.")) or callee in (
+                "super",
+                "super().__init__",
+                "float",
+                "torch.device",
+            )
+
+
+def test_the_documented_shape() -> None:
+    source = emit(traced("residual"))
+    assert "class Residual(torch.nn.Module):\n    def __init__(self):\n" in source
+    assert (
+        "        self.module_1 = quantizer.nn.Conv2d(in_channels=3, out_channels=4, kernel_size=[3, 3], stride=[1, 1], "
+        "padding=[0, 0], dilation=[1, 1], groups=1, bias=False) #Residual::Residual/Conv2d[conv1]/conv2d\n" in source
+    )
+    assert "        output_module_0 = self.module_0(input=args[0])\n" in source
+    assert "        output_module_1 = self.module_1(output_module_0)\n" in source
+    assert source.endswith("        return output_module_18\n")
+
+
+def test_generated_code_without_results_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "Residual.py"
+    path.write_text(emit(traced("residual")), encoding="utf-8")
+    with pytest.raises(ResultError, match="does not exist") as caught:
+        imported(path)
+    assert caught.value.help == "run --quant_mode calib first"
+
+
+def test_every_scale_of_the_file_is_attached(tmp_path: Path) -> None:
+    graph = calibrated(tmp_path, "branches", CONFIGS["int8"])
+    info = json.loads((tmp_path / "quant_info.json").read_text("utf-8"))
+    stored = {(layer, role) for layer, roles in info["tensors"].items() for role in roles}
+    network = quantized_network(graph, read_info(tmp_path).tensors)
+    assert {(layer, role) for layer, role, _ in network.quantizers()} == stored
+    generated = imported(tmp_path / f"{graph.model}.py")
+    assert sum(len(layer.quantizers) for layer in generated.children()) == len(stored)
