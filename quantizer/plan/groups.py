@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quantizer.graph.ir import Graph, Node
@@ -36,7 +37,12 @@ def layout(graph: Graph) -> Layout:
     groups: dict[str, Group] = {}
     served: dict[str, str] = {}
     for node in graph.nodes:
-        if node.name in served or not node.is_float or not _makes_values(graph, node, groups, served):
+        if (
+            node.name in served
+            or node.name in groups
+            or not node.is_float
+            or not _makes_values(graph, node, groups, served)
+        ):
             continue
         group, joins = _chain(graph, node)
         for member in group.members:
@@ -51,12 +57,16 @@ def layout(graph: Graph) -> Layout:
     return Layout(groups, served)
 
 
-def source_of(graph: Graph, name: str) -> str:
-    """The node whose values a node hands on: through reshapes and other moves back to what computed them."""
+def grid_of(graph: Graph, where: Layout, name: str) -> str | None:
+    """The layer at which a node's values are quantized: its group's point, or that of the values it hands on."""
     node = graph.by_name[name]
-    while node.row.kind == "passthrough":
-        node = graph.by_name[next(node.refs())]
-    return node.name
+    if name in where.groups:
+        return name
+    if where.served.get(name):
+        return grid_of(graph, where, where.served[name])
+    if node.row.kind == "passthrough" or node.op == "relu":
+        return grid_of(graph, where, next(node.refs()))
+    return None
 
 
 def _makes_values(graph: Graph, node: Node, groups: dict[str, Group], served: dict[str, str]) -> bool:
@@ -64,12 +74,13 @@ def _makes_values(graph: Graph, node: Node, groups: dict[str, Group], served: di
     kind = node.row.kind
     if node.op == "input":
         return True
-    if node.op == "relu" or (node.op == "pad" and not _pads_zeros(node)):
-        source = source_of(graph, next(node.refs()))
-        return node.op == "pad" or not (source in groups or source in served)
-    if kind in ("unknown", "passthrough"):
-        return kind == "unknown" and _feeds_mac(graph, node)
-    return kind != "structural"
+    if node.op == "relu":
+        return grid_of(graph, Layout(groups, served), node.name) is None
+    if node.op == "pad" and not _pads_zeros(node):
+        return True
+    if kind == "unknown" or (node.op == "getitem" and _is_of_unknown(graph, node)):
+        return _feeds_mac(graph, node)
+    return kind not in ("passthrough", "structural")
 
 
 def _chain(graph: Graph, node: Node) -> tuple[Group, str]:
@@ -94,24 +105,28 @@ def _chain(graph: Graph, node: Node) -> tuple[Group, str]:
     return Group(point, tuple(members)), ""
 
 
+def _is_of_unknown(graph: Graph, node: Node) -> bool:
+    """Whether the node picks one of several results of an operator without a row (an LSTM's output)."""
+    return graph.by_name[next(node.refs())].row.kind == "unknown"
+
+
+def _readers(graph: Graph, name: str) -> Iterator[str]:
+    """The layers that read a node's values, directly or through moves; "" stands for the network's output."""
+    for reader in graph.consumers[name]:
+        if reader and graph.by_name[reader].row.kind == "passthrough":
+            yield from _readers(graph, reader)
+        else:
+            yield reader
+
+
 def _feeds_mac(graph: Graph, node: Node) -> bool:
-    """Whether a layer that multiplies and accumulates reads the node's values, directly or through moves."""
-    todo = list(graph.consumers[node.name])
-    while todo:
-        name = todo.pop()
-        if not name:
-            continue
-        reader = graph.by_name[name]
-        if reader.row.kind == "mac":
-            return True
-        if reader.row.kind == "passthrough":
-            todo += graph.consumers[name]
-    return False
+    """Whether a layer that multiplies and accumulates reads the node's values."""
+    return any(name and graph.by_name[name].row.kind == "mac" for name in _readers(graph, node.name))
 
 
 def _is_last_activation(graph: Graph, node: Node) -> bool:
     """A sigmoid or softmax whose result is only what the network returns."""
-    return node.row.kind == "nonlinear" and set(graph.consumers[node.name]) == {""}
+    return node.row.kind == "nonlinear" and set(_readers(graph, node.name)) == {""}
 
 
 def _pads_zeros(node: Node) -> bool:

@@ -10,7 +10,7 @@ from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import Config, QuantizationSpec, Role, Rule, Sourced
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan import checks
-from quantizer.plan.groups import Group, Layout, layout, source_of
+from quantizer.plan.groups import Group, Layout, grid_of, layout
 from quantizer.plan.match import Match, match
 from quantizer.plan.model import Plan, RuleMatch, TensorPlan
 
@@ -98,20 +98,16 @@ def _why_float(node: Node, where: Layout) -> str:
 
 
 def _plan_inputs(state: _Resolver, node: Node, where: Layout, kept: Mapping[str, str]) -> None:
-    """A grid of its own for what a layer reads, when a rule for that layer sets "input" and it differs from the
-    producer's.
-    """
+    """A grid of its own for what a layer reads, when a rule for that layer sets another one than its producer has."""
     if (
         node.row.kind not in ("mac", "compute")
         or node.name in kept
         or not _rules_for(state, (node.name,), "input", minimum=1)
     ):
         return
-    for index, name in enumerate(dict.fromkeys(node.refs())):
-        source = source_of(state.graph, name)
-        point = where.served.get(source) or source
+    for role, name in node.input_roles().items():
+        point = grid_of(state.graph, where, name) or name
         producer = state.tensors.get((point, "activation")) or state.tensors.get((point, "input"))
-        role = "input" if index == 0 else f"input_{index}"
         spec = _merge(state, _rules_for(state, (node.name,), "input"), "input")
         if spec is None or not state.graph.by_name[name].is_float:
             continue
