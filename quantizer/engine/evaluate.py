@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import DataError
+from quantizer.graph.ir import Node
 from quantizer.nn.network import Network
 from quantizer.numerics.metrics import decibel, energy
 from quantizer.sources.batches import Batch
@@ -101,6 +102,9 @@ def accuracy(model: Callable[..., Any], batches: Iterable[Batch]) -> dict[str, f
     return {"top1": correct / labelled} if labelled else {}
 
 
+Tap = tuple[nn.Module, LayerNoise]
+
+
 def compare(
     reference: Network,
     quantized: Network,
@@ -113,16 +117,12 @@ def compare(
         DataError: no batch at all, or an output that is not finite.
     """
     result = Comparison(_parameters(reference, quantized))
-    taps = {
-        name: _tap(name, layer.quantizers, result)
-        for name, layer in quantized.layers.items()
-        if "activation" in layer.quantizers
-    }
-    taps |= {
-        n: _tap(n, layer.quantizers, result)
-        for n, layer in quantized.layers.items()
-        if reference.graph.by_name[n].op == "input" and "input" in layer.quantizers
-    }
+    taps: dict[str, list[Tap]] = {}
+    for name, role, quantizer in quantized.quantizers():
+        if role not in ("weights", "bias"):
+            noise = LayerNoise(name, role, accumulated=Noise())
+            result.layers.append(noise)
+            taps.setdefault(_source(quantized.graph.by_name[name], role), []).append((quantizer, noise))
     count = 0
     with torch.no_grad():
         for batch in batches:
@@ -139,7 +139,7 @@ def _one_batch(
     reference: Network,
     quantized: Network,
     batch: Batch,
-    taps: Mapping[str, tuple[Callable[[Tensor], Tensor], LayerNoise]],
+    taps: Mapping[str, list[Tap]],
     result: Comparison,
     index: int,
 ) -> None:
@@ -152,24 +152,26 @@ def _one_batch(
             outputs = done.value
             break
         _, y = next(right)
-        if name in taps:
-            quantize, noise = taps[name]
-            noise.local.add(x, quantize(x))
-            assert noise.accumulated is not None
-            noise.accumulated.add(x, y)
+        for quantizer, noise in taps.get(name, ()):
+            noise.local.add(x, _apart(quantizer, x))
+            assert noise.accumulated is not None  # only parameters have none
+            # What the quantizer hands on: a layer's own input grid comes after the value that both networks made.
+            noise.accumulated.add(x, y if noise.layer == name else _apart(quantizer, y))
     try:
         next(right)
     except StopIteration as done:
         _outputs(outputs, done.value, batch, result, index)
 
 
-def _tap(name: str, quantizers: Any, result: Comparison) -> tuple[Callable[[Tensor], Tensor], LayerNoise]:
-    """The quantizer of a layer's value, never in place, and where its noise is summed."""
-    role = "activation" if "activation" in quantizers else "input"
-    quantizer = quantizers[role]
-    noise = LayerNoise(name, role, accumulated=Noise())
-    result.layers.append(noise)
-    return (lambda x: quantizer(x.clone() if quantizer.inplace else x)), noise
+def _source(node: Node, role: str) -> str:
+    """The node whose value a quantizer sees: its own layer's, or for a layer's input the one it reads."""
+    return node.name if role == "activation" or node.op == "input" else node.input_roles()[role]
+
+
+def _apart(quantizer: nn.Module, x: Tensor) -> Tensor:
+    """The quantized value, in memory of its own."""
+    quantized: Tensor = quantizer(x.clone())
+    return quantized
 
 
 def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:

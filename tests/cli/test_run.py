@@ -122,6 +122,8 @@ def test_json_goes_to_stdout_alone(calibrated: Path, tmp_path: Path, capsys: pyt
     assert report["metrics"]["top1_drop"] == report["metrics"]["top1_float"] - report["metrics"]["top1"]
     local = [row["local_sqnr_db"] for row in report["layers"]]
     assert local == sorted(local)
+    for row in report["layers"]:
+        assert (row["accumulated_sqnr_db"] is None) == (row["tensor"] in ("weights", "bias")), row
 
 
 @pytest.mark.parametrize(
