@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -81,7 +82,8 @@ class Network(nn.Module):
         count = len(pytree.tree_leaves((args, dict(kwargs))))
         if count != len(found):
             raise DataError(f"{self.graph.model} was traced with {len(found)} inputs, but this call has {count}")
-        _check_batch(self.graph, found)
+        if not torch.compiler.is_exporting():  # there the batch is a symbol, equal by construction
+            _check_batch(self.graph, found)
         return found
 
     def quantizers(self) -> Iterator[tuple[str, str, nn.Module]]:
