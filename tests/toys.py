@@ -511,3 +511,20 @@ class Variadic(nn.Module):
 @toy
 def variadic() -> Toy:
     return Toy(Variadic(), (torch.randn(2, 3), torch.randn(2, 1)))
+
+
+class Permuting(nn.Module):
+    """An einsum that only permutes returns a view, whose base is read again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.fc(x))
+        return torch.einsum("bij->bji", y) * 3 + y
+
+
+@toy
+def permuting() -> Toy:
+    return Toy(Permuting(), (torch.randn(2, 4, 4),))

@@ -35,8 +35,9 @@ class Op:
 
 
 def _row(name: str, kind: Kind, *types: str, aten: tuple[str, ...] = (), weight: bool = False) -> Op:
-    """A row; what computes makes fresh memory."""
-    return Op(name, kind, types, aten or (name,), weight, kind not in ("passthrough", "structural", "unknown"))
+    """A row; what computes makes fresh memory, but an einsum that only permutes returns a view."""
+    fresh = kind not in ("passthrough", "structural", "unknown") and name != "einsum"
+    return Op(name, kind, types, aten or (name,), weight, fresh)
 
 
 _F = "torch.nn.functional."

@@ -129,16 +129,17 @@ def _add(
     spec, sources = merged
     if spec.qscheme == "per_channel":
         spec = dataclasses.replace(spec, ch_axis=axis)
-    if spec.dtype == "float32":
-        return False
     origins = {name: sources[name].origin if name in sources else "default" for name in _FIELDS if name != "ch_axis"}
-    found = checks.conflicting(layer, base, spec, sources, state.config.settings.target_device)
+    found = [
+        *checks.conflicting(layer, base, spec, sources, state.config.settings.target_device),
+        *checks.under_float(base, spec, [rule for _, rule in rules]),
+    ]
     state.findings += [f for f in found if not any(f.code == g.code and f.place == g.place for g in state.findings)]
     _count(state, rules, base)
-    source = group.point
-    state.tensors[(layer, role)] = TensorPlan(
-        layer, role, spec, origins, source, group.members, channels if spec.ch_axis is not None else None
-    )
+    if spec.dtype == "float32":
+        return False
+    channels = channels if spec.ch_axis is not None else None
+    state.tensors[(layer, role)] = TensorPlan(layer, role, spec, origins, group.point, group.members, channels)
     return True
 
 

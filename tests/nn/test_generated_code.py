@@ -22,6 +22,7 @@ from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.nn.network import Network
+from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
 
@@ -152,3 +153,16 @@ def test_every_scale_of_the_file_is_attached(tmp_path: Path) -> None:
     assert {(layer, role) for layer, role, _ in network.quantizers()} == stored
     generated = imported(tmp_path / f"{graph.model}.py")
     assert sum(len(layer.quantizers) for layer in generated.children()) == len(stored)
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_overwriting_memory_changes_no_value(name: str, tmp_path: Path) -> None:
+    graph = calibrated(tmp_path, name, CONFIGS["asymmetric"])
+    info = read_info(tmp_path).tensors
+    network, careful = quantized_network(graph, info), quantized_network(graph, info)
+    for _, _, quantizer in careful.quantizers():
+        assert isinstance(quantizer, TensorQuantizer)
+        quantizer.inplace = False
+    args, kwargs = built(name).call(2)
+    with torch.no_grad():
+        assert leaves_equal(network(*args, **kwargs), careful(*args, **kwargs))

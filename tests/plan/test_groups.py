@@ -1,0 +1,142 @@
+"""Where activations are quantized, operator by operator: the sharing rules of pytorch_nndct 3.5."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from toys import TOYS, traced
+
+from quantizer.graph.trace import trace
+from quantizer.plan.groups import grid_of, layout
+
+
+class Net(nn.Module):
+    """Two 1x1 convolutions `a` and `b`, a batch norm, an embedding, an LSTM, a linear layer; `body` says what runs."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.body = body
+        self.a, self.b = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+        self.norm = nn.BatchNorm2d(4, track_running_stats=False)
+        self.embed, self.lstm, self.fc = nn.Embedding(5, 4), nn.LSTM(6, 4), nn.Linear(4, 2)
+
+    def forward(self, *xs: Tensor) -> Any:
+        return self.body(self, *xs)
+
+
+def quantized(body: Callable[..., Any]) -> dict[str, tuple[str, ...]]:
+    """For each place of quantization, without the network's inputs, the layers that share it; by short name."""
+    where = layout(trace(Net(body).eval(), (torch.ones(2, 4, 6, 6),)))
+    return {
+        short(point): tuple(map(short, group.members))
+        for point, group in where.groups.items()
+        if not point.startswith("Net::input")
+    }
+
+
+def short(name: str) -> str:
+    """`a` for `Net::Net/Conv2d[a]/conv2d`, `relu` for `Net::Net/relu`."""
+    scope = name.removeprefix("Net::Net/")
+    return scope.partition("[")[2].partition("]")[0] or scope
+
+
+def twice(use: Callable[[Net, Tensor], Any]) -> Callable[[Net, Tensor], Any]:
+    """A body whose convolution `a` is read by `use`, more than once."""
+    return lambda net, x: use(net, net.a(x))
+
+
+Groups = dict[str, tuple[str, ...]]
+A, B = {"a": ("a",)}, {"b": ("b",)}
+CASES: dict[str, tuple[Callable[[Net, Tensor], Any], Groups]] = {
+    "conv": (lambda n, x: n.a(x), A),
+    "conv relu": (lambda n, x: F.relu(n.a(x)), {"relu": ("a", "relu")}),
+    "conv relu6": (lambda n, x: F.relu6(n.a(x)), {"relu6": ("a", "relu6")}),
+    "conv leaky_relu": (lambda n, x: F.leaky_relu(n.a(x)), {"leaky_relu": ("a", "leaky_relu")}),
+    "conv clamp": (lambda n, x: n.a(x).clamp(0, 1), {"clamp": ("a", "clamp")}),
+    "conv relu relu": (lambda n, x: F.relu(F.relu(n.a(x))), {"relu.1": ("a", "relu", "relu.1")}),
+    "conv norm relu": (lambda n, x: F.relu(n.norm(n.a(x))), A | {"relu": ("norm", "relu")}),
+    "conv maxpool relu": (lambda n, x: F.relu(F.max_pool2d(n.a(x), 2)), {"relu": ("a", "max_pool2d", "relu")}),
+    "conv read twice": (twice(lambda n, y: F.relu(y) + y), A | {"add": ("add",)}),
+    "conv read twice, relu to conv": (twice(lambda n, y: n.b(F.relu(y)) + y), A | B | {"add": ("add",)}),
+    "conv read twice, relu6": (twice(lambda n, y: F.relu6(y) + y), A | {"relu6": ("relu6",), "add": ("add",)}),
+    "conv returned and read": (twice(lambda n, y: (y, F.relu(y))), A),
+    "add relu": (lambda n, x: F.relu(n.a(x) + n.b(x)), A | B | {"relu": ("add", "relu")}),
+    "relu of an input": (lambda n, x: n.a(F.relu(x)), A),
+    "relu6 of an input": (lambda n, x: n.a(F.relu6(x)), A | {"relu6": ("relu6",)}),
+    "concat": (lambda n, x: torch.cat([n.a(x), n.b(x)]), {"cat": ("cat",)}),
+    "concat of relu": (lambda n, x: torch.cat([F.relu(n.a(x)), n.b(x)]), {"cat": ("cat",)}),
+    "concat of moved": (
+        lambda n, x: torch.cat([F.relu(n.a(x)).flatten(1), F.max_pool2d(n.b(x), 1).flatten(1)]),
+        {"cat": ("cat",)},
+    ),
+    "concat of an input": (lambda n, x: torch.cat([n.a(x), x]), {"cat": ("cat",)}),
+    "concat, read elsewhere too": (
+        twice(lambda n, y: (torch.cat([y, n.b(y)]), n.b(y))),
+        A | {"cat": ("cat",), "b": ("b",)},
+    ),
+    "concat relu": (lambda n, x: F.relu(torch.cat([n.a(x), n.b(x)])), {"relu": ("cat", "relu")}),
+    "concat of concat": (lambda n, x: torch.cat([torch.cat([n.a(x), n.b(x)]), n.b(x)]), {"cat.1": ("cat.1",)}),
+    "moves": (lambda n, x: n.b(F.max_pool2d(n.a(x).permute(0, 1, 3, 2).flatten(2).reshape(2, 4, 6, 6), 1)), A | B),
+    "padding with zeros": (lambda n, x: n.b(F.pad(n.a(x), (1, 1))), A | B),
+    "padding with ones": (lambda n, x: n.b(F.pad(n.a(x), (1, 1), value=1.0)), A | B | {"pad": ("pad",)}),
+    "chunks": (twice(lambda n, y: n.b(torch.cat(y.chunk(2, 1)[::-1], 1))), A | B | {"cat": ("cat",)}),
+    "average": (lambda n, x: F.adaptive_avg_pool2d(n.a(x), 1), A | {"adaptive_avg_pool2d": ("adaptive_avg_pool2d",)}),
+    "last sigmoid": (lambda n, x: torch.sigmoid(n.a(x)), A),
+    "last softmax, reshaped": (lambda n, x: n.a(x).softmax(1).flatten(1), A),
+    "sigmoid between": (lambda n, x: n.b(torch.sigmoid(n.a(x))), A | B | {"sigmoid": ("sigmoid",)}),
+    "sigmoid returned and read": (
+        lambda n, x: (lambda y: (y, n.b(y)))(torch.sigmoid(n.a(x))),
+        A | B | {"sigmoid": ("sigmoid",)},
+    ),
+    "unknown before conv": (lambda n, x: n.b(n.a(x).cumsum(1)), A | B | {"cumsum": ("cumsum",)}),
+    "unknown, moved, before conv": (
+        lambda n, x: n.b(n.a(x).cumsum(1).permute(0, 1, 3, 2)),
+        A | B | {"cumsum": ("cumsum",)},
+    ),
+    "unknown before add": (lambda n, x: n.a(x).cumsum(1) + x, A | {"add": ("add",)}),
+    "unknown at the end": (lambda n, x: n.a(x).cumsum(1), A),
+    "lstm before linear": (
+        lambda n, x: n.fc(n.lstm(x[:, :, :, 0])[0][:, :, :4]),
+        {"lstm": ("lstm",), "fc": ("fc",)},
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "expected"), CASES.values(), ids=CASES)
+def test_what_is_quantized_together(body: Callable[[Net, Tensor], Any], expected: Groups) -> None:
+    assert quantized(body) == expected
+
+
+def test_inputs_are_quantized_unless_a_concatenation_does_it_or_they_are_integers() -> None:
+    example = (torch.ones(2, 4, 6, 6), torch.ones(2, 4, 6, 6), torch.ones(2, 3, dtype=torch.long))
+    where = layout(trace(Net(lambda n, x, y, t: (n.a(x), torch.cat([y, y]), n.embed(t))).eval(), example))
+    assert [name for name in where.groups if "input" in name] == ["Net::input_0"]
+    assert where.served["Net::input_1"] == "Net::Net/cat"
+    assert "Net::input_2" not in where.served
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_every_layer_has_one_grid_at_most_and_members_find_theirs(name: str) -> None:
+    graph = traced(name)
+    where = layout(graph)
+    assert not set(where.groups) & set(where.served)
+    for point, group in where.groups.items():
+        assert point in group.members
+        assert graph.by_name[point].is_float
+        assert {grid_of(graph, where, member) for member in group.members} == {point}
+
+
+@pytest.mark.parametrize("name", sorted(set(TOYS) - {"free_tensors", "attention"}))
+def test_what_layers_that_multiply_read_is_on_a_grid(name: str) -> None:
+    graph = traced(name)
+    where = layout(graph)
+    for node in graph.nodes:
+        if node.row.kind == "mac":
+            for read in node.refs():
+                if graph.by_name[read].is_float and graph.by_name[read].op != "parameter":
+                    assert grid_of(graph, where, read), f"{read} of {node.name}"

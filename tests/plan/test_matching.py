@@ -1,0 +1,134 @@
+"""Each kind of selector, what it finds and how strong it is."""
+
+from __future__ import annotations
+
+import pytest
+from toys import traced
+
+from quantizer.config.model import Selector, Settings
+from quantizer.graph.passes import run_passes
+from quantizer.plan.match import RANKS, Match, match
+
+ROOT = "Residual::Residual/"
+BLOCK = ROOT + "Sequential[layer1]/Block[{}]/"
+
+
+def found(text: str, kind: str = "name", toy: str = "residual") -> Match:
+    """What a selector finds in a toy after the passes."""
+    original = traced(toy)
+    graph = run_passes(original, Settings())
+    return match(Selector("type" if kind == "type" else "name", text), graph, original)
+
+
+def short(result: Match) -> list[str]:
+    return [name.removeprefix(ROOT) for name in result.layers]
+
+
+NAMES = [
+    (ROOT + "Conv2d[conv1]/conv2d", "name", ["Conv2d[conv1]/conv2d"]),
+    (ROOT + "Conv2d[conv1]/input.2", "name", ["Conv2d[conv1]/conv2d"]),
+    (ROOT + "BatchNorm2d[bn1]/batch_norm", "name", ["Conv2d[conv1]/conv2d"]),
+    ("Residual::input_0", "name", ["Residual::input_0"]),
+    ("conv1", "path", ["Conv2d[conv1]/conv2d"]),
+    ("bn1", "path", ["Conv2d[conv1]/conv2d"]),
+    ("layer1.1.conv2", "path", ["Sequential[layer1]/Block[1]/Conv2d[conv2]/conv2d"]),
+    (
+        "layer1.0",
+        "path",
+        [
+            f"Sequential[layer1]/Block[0]/{name}"
+            for name in ("Conv2d[conv1]/conv2d", "ReLU[relu]/relu", "Conv2d[conv2]/conv2d", "add", "ReLU[relu]/relu.1")
+        ],
+    ),
+    (BLOCK.format("*") + "Conv2d[conv2]/conv2d", "pattern", [
+        f"Sequential[layer1]/Block[{index}]/Conv2d[conv2]/conv2d" for index in (0, 1)
+    ]),
+    ("layer1.?.conv2", "pattern", [f"Sequential[layer1]/Block[{index}]/Conv2d[conv2]/conv2d" for index in (0, 1)]),
+    (r"re:layer1\.[01]\.conv2", "pattern", [
+        f"Sequential[layer1]/Block[{index}]/Conv2d[conv2]/conv2d" for index in (0, 1)
+    ]),
+    (r"re:.*/Linear\[fc\]/.*", "pattern", ["Linear[fc]/linear"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "rank", "layers"), NAMES, ids=[row[0] for row in NAMES])
+def test_names(text: str, rank: str, layers: list[str]) -> None:
+    result = found(text)
+    assert short(result) == layers
+    assert RANKS[result.rank] == rank
+
+
+NOTHING = [
+    ROOT + "Conv2d[conv9]/conv2d",
+    ROOT + "input.7",  # several layers in that scope
+    "layer1.9",
+    "conv",
+    "*.nothing",
+    "re:(",
+    "re:conv",  # the whole name has to match
+    "Conv2d[conv?]",  # brackets are no set of characters
+    BLOCK.format("[01]") + "add",
+]
+
+
+@pytest.mark.parametrize("text", NOTHING)
+def test_names_that_find_nothing(text: str) -> None:
+    assert found(text).layers == ()
+
+
+def test_an_old_name_is_taken_with_a_note() -> None:
+    assert found(ROOT + "Conv2d[conv1]/conv2d").note is None
+    note = found(ROOT + "Conv2d[conv1]/input.2").note
+    assert note is not None
+    assert "the only layer of that module" in note
+
+
+TYPES = [
+    ("torch.nn.Conv2d", "residual", 5),
+    ("nn.Conv2d", "residual", 5),
+    ("Conv2d", "residual", 5),
+    ("conv2d", "residual", 5),
+    ("torch.nn.functional.conv2d", "residual", 5),
+    ("torch.nn.functional.relu", "residual", 5),
+    ("torch.relu", "residual", 5),
+    ("torch.nn.ReLU", "residual", 5),
+    ("torch.add", "residual", 2),
+    ("add", "residual", 2),
+    ("toys.Block", "residual", 10),
+    ("Block", "residual", 10),
+    ("torch.nn.Linear", "residual", 1),
+    ("Linear", "tied", 1),
+    ("torch.nn.Embedding", "tied", 1),
+    ("torch.cat", "branches", 1),
+    ("Conv2d", "mobile", 2),  # a depthwise convolution is one
+    ("torch.nn.SiLU", "functional", 1),
+    ("torch.nn.BatchNorm1d", "in_place_view", 0),
+    ("Conv3d", "residual", 0),
+    ("Conv", "residual", 0),
+    ("2d", "residual", 0),
+]
+
+
+@pytest.mark.parametrize(("text", "toy", "count"), TYPES)
+def test_types(text: str, toy: str, count: int) -> None:
+    result = found(text, "type", toy)
+    assert len(result.layers) == count
+    assert RANKS[result.rank] == "type"
+
+
+def test_a_type_that_was_folded_away_names_what_is_gone() -> None:
+    result = found("BatchNorm2d", "type")
+    assert result.layers == ()
+    assert len(result.absorbed) == 3
+
+
+def test_a_norm_that_stays_is_found_by_its_type() -> None:
+    result = found("torch.nn.BatchNorm2d", "type", "normalized")
+    assert [name.rpartition("/")[2] for name in result.layers] == ["batch_norm"]
+
+
+def test_the_order_of_strength() -> None:
+    selectors = [("Conv2d", "type"), ("layer1.*.conv1", "name"), ("layer1.0.conv1", "name"),
+                 (BLOCK.format(0) + "Conv2d[conv1]/conv2d", "name")]  # fmt: skip
+    ranks = [found(text, kind).rank for text, kind in selectors]
+    assert ranks == sorted(set(ranks))
