@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from toys import TOYS, built, leaves_equal, traced
 
-from configs import config, document
+from configs import config, document, layer
 from quantizer.engine import calibrate
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.results import read_info, write_results
@@ -157,7 +157,7 @@ def test_every_scale_of_the_file_is_attached(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TOYS)
 def test_overwriting_memory_changes_no_value(name: str, tmp_path: Path) -> None:
-    graph = calibrated(tmp_path, name, CONFIGS["asymmetric"])
+    graph = calibrated(tmp_path, name, document(layer(type="einsum", bit_width=3, required=False)))
     info = read_info(tmp_path).tensors
     network, careful = quantized_network(graph, info), quantized_network(graph, info)
     for _, _, quantizer in careful.quantizers():
