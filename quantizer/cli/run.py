@@ -71,7 +71,10 @@ def run_calib(options: RunOptions) -> Outcome:
         network = Network(plan.graph)
         calibration = calibrate.start(plan, network)
         keeper = checkpoint.Checkpoint(
-            folder, original, read.config, {"seed": options.seed, "batch_size": options.batch_size}
+            folder,
+            original,
+            read.config,
+            {"seed": options.seed, "batch_size": options.batch_size, "subset_len": options.subset_len},
         )
         skip = keeper.restore(calibration) if options.resume else 0
         with BatchProgress("calib", batches.total, bar=session.shows_bars(), quiet=options.quiet) as progress:

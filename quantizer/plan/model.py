@@ -59,6 +59,7 @@ class Plan:
     rules: tuple[RuleMatch, ...]
     floats: Mapping[str, str] = field(default_factory=dict)
     diagnostics: tuple[Diagnostic, ...] = ()
+    target_device: str = "CPU"
 
     def of_layer(self, layer: str) -> dict[str, TensorPlan]:
         """The layer's tensors by role."""
@@ -85,7 +86,7 @@ class Plan:
             }
             for r in self.rules
         ]
-        return {"model": self.graph.model, "rules": rules, "layers": layers}
+        return {"model": self.graph.model, "target_device": self.target_device, "rules": rules, "layers": layers}
 
 
 def _portable(origin: str) -> str:

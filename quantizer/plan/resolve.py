@@ -53,7 +53,7 @@ def resolve(config: Config, graph: Graph, original: Graph) -> Plan:
         RuleMatch(r.label, r.selector.text or r.selector.kind, m.layers, count, str(r.selector.place or ""))
         for r, m, count in zip(config.rules, state.matches, state.effects, strict=True)
     )
-    return Plan(graph, state.tensors, rules, state.floats, tuple(state.findings))
+    return Plan(graph, state.tensors, rules, state.floats, tuple(state.findings), config.settings.target_device)
 
 
 def _plan_parameters(state: _Resolver, node: Node, kept: Mapping[str, str]) -> None:
