@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
+from quantizer.export import EXPORTERS
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda word: word.replace("-", "_")}
@@ -36,6 +38,7 @@ class RunOptions:
     inspect: bool = False
     trust: bool = False
     gate: tuple[str, ...] = ()
+    deploy: tuple[str, ...] = ()
     overwrite: bool = False
     json: bool = False
     quiet: bool = False
@@ -88,6 +91,12 @@ _RUN = (
     click.option("--inspect", is_flag=True, help="Print the table of layers before the run."),
     _TRUST,
     click.option("--gate", multiple=True, metavar="TEST", help="Exit 1 unless it holds, e.g. 'sqnr_db>=20'."),
+    click.option(
+        "--deploy",
+        multiple=True,
+        type=click.Choice(list(EXPORTERS)),
+        help="Write the tested network for another runtime, to OUTPUT_DIR/export; may be repeated.",
+    ),
     click.option("--overwrite", is_flag=True, help="Replace a result folder of another model or config."),
     _JSON,
     click.option("--quiet", "-q", is_flag=True, help="No progress, no notes."),

@@ -12,6 +12,7 @@ import torch
 from rich.console import RenderableType
 
 from quantizer.cli import runlog, session
+from quantizer.cli.deploy import deploy
 from quantizer.cli.gates import parse_gate
 from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome, show
@@ -20,6 +21,7 @@ from quantizer.engine import calibrate, checkpoint, evaluate, results
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.files import locked, write_bytes, write_json
 from quantizer.errors import GateError, UsageError
+from quantizer.export import require_extras
 from quantizer.nn.network import Network
 from quantizer.report import summary, tables
 from quantizer.sources.batches import Batch
@@ -32,6 +34,9 @@ def run(options: RunOptions) -> int:
     gates = [parse_gate(text) for text in options.gate]
     if gates and options.quant_mode == "calib":
         raise UsageError("--gate goes with test or float mode: calibration measures nothing")
+    if options.deploy and options.quant_mode != "test":
+        raise UsageError("--deploy goes with test mode: it writes the network that was calibrated and tested")
+    require_extras(options.deploy)
     session.seed_everything(options.seed)
     # With --json, stdout is for the result alone: what the user's own code prints goes to stderr.
     with session.told_notes(options.quiet), redirect_stdout(sys.stderr if options.json else sys.stdout):
@@ -117,7 +122,8 @@ def run_test(options: RunOptions) -> Outcome:
         with BatchProgress("test", batches.total, bar=session.shows_bars(), quiet=options.quiet) as progress:
             compared = evaluate.compare(reference, quantized, _on_device(options, batches), progress.advance)
         pairs = _metric_pairs(options, loaded, quantized, batches, compared)
-        return _report(options, folder, info, compared, pairs, batches.stamp)
+        outcome = _report(options, folder, info, compared, pairs, batches.stamp)
+        return deploy(options, outcome, graph, info, batches) if options.deploy else outcome
 
 
 MODES: dict[str, Callable[[RunOptions], Outcome]] = {"float": run_float, "calib": run_calib, "test": run_test}

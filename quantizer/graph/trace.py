@@ -61,7 +61,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], si
     spec = pytree.tree_map(lambda leaf: {0: batch} if isinstance(leaf, Tensor) and leaf.dim() else None, (args, kwargs))
     dynamic = None if size is None else _by_parameter(module, *spec)
     try:
-        with _quiet(), torch.no_grad():
+        with quiet(), torch.no_grad():
             program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
             return functionalize(program, type(module).__name__)
     except ModelError:
@@ -78,7 +78,7 @@ def _by_parameter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence torch's loggers, warnings and dumps on stderr: what matters comes back as an exception."""
     logger = logging.getLogger("torch")
     disabled, logger.disabled = logger.disabled, True

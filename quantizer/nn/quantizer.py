@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.numerics.fake_quantize import fake_quantize, fake_quantize_
+from quantizer.numerics.fake_quantize import fake_quantize, fake_quantize_, fake_quantize_plain
 from quantizer.numerics.formats import cast_round_trip_
 
 
@@ -40,6 +40,8 @@ class TensorQuantizer(nn.Module):
         if spec.dtype != "int":
             return cast_round_trip_(x if self.inplace else x.clone(), spec.dtype)
         function = fake_quantize_ if self.inplace else fake_quantize
+        if torch.compiler.is_exporting():  # a block loop would be unrolled for one size
+            function = fake_quantize_plain
         with torch.no_grad():
             return function(
                 x, self.scale, self.zero_point, spec.quant_min, spec.quant_max, spec.round_mode, ch_axis=spec.ch_axis

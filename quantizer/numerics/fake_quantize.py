@@ -60,6 +60,34 @@ def fake_quantize(
     return _fill(out, work, scale, zero_point, (quant_min, quant_max, round_mode), ch_axis).to(x.dtype)
 
 
+def fake_quantize_plain(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    quant_min: int,
+    quant_max: int,
+    round_mode: str,
+    ch_axis: int | None = None,
+) -> Tensor:
+    """Return the same values as `fake_quantize`, bit for bit, by a few operators on the whole tensor.
+
+    For programs that torch traces, where a loop over blocks would be written out for one size; it needs about three
+    times the memory. Raises ValueError for an unknown mode.
+
+    >>> x = torch.tensor([-9.0, -0.25, 0.25, 0.74, 9.0])
+    >>> fake_quantize_plain(x, torch.tensor(0.5), torch.tensor(0), -8, 7, "half_up").tolist()
+    [-4.0, -0.0, 0.5, 0.5, 3.5]
+    """
+    mode = lookup(ROUND_MODES, round_mode, "rounding mode")
+    work = torch.float64 if x.dtype == torch.float64 or quant_max - quant_min >= 1 << 24 else torch.float32
+    s, z = scale.to(work), zero_point.to(work)
+    if ch_axis is not None:
+        shape = [1] * x.ndim
+        shape[ch_axis] = -1
+        s, z = s.view(shape), z.view(shape)
+    return (mode((x.to(work) / s).clamp(quant_min - z, quant_max - z)) * s).to(x.dtype)
+
+
 def quantize(
     x: Tensor,
     scale: Tensor,

@@ -1,0 +1,62 @@
+"""Which deployment files there are. Imports no torch, so that the command line can list them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from quantizer.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from quantizer.export.deployment import Deployment, Verification
+
+FOLDER = "export"
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """One kind of file: `function` ("module:name") writes it, `needs` are packages that the extra `extra` installs."""
+
+    function: str
+    suffix: str
+    needs: tuple[str, ...] = ()
+    extra: str = ""
+
+
+EXPORTERS: dict[str, Exporter] = {
+    "onnx": Exporter("quantizer.export.onnx_qdq:export", ".onnx", ("onnx", "onnxruntime", "onnxscript"), "onnx"),
+    "pt2": Exporter("quantizer.export.torch_pt2:export", ".pt2"),
+    "safetensors": Exporter("quantizer.export.safetensors:export", ".safetensors"),
+}
+
+
+def require_extras(targets: Iterable[str]) -> None:
+    """Refuse targets whose packages are not installed.
+
+    Raises:
+        UsageError: naming the packages and how to install them.
+    """
+    for target in targets:
+        missing = [name for name in EXPORTERS[target].needs if find_spec(name) is None]
+        if missing:
+            raise UsageError(
+                f"--deploy {target} needs {', '.join(missing)}, which this Python does not have",
+                help=f"pip install 'quantizer[{EXPORTERS[target].extra}]'",
+            )
+
+
+def export(target: str, deployment: Deployment, path: Path) -> Verification:
+    """Write one file, read it back, and say how far it is from test mode.
+
+    Raises:
+        UsageError: the target cannot express what the config asks of a layer; nothing is written then.
+        ResultError: the file cannot be written.
+    """
+    module, _, name = EXPORTERS[target].function.partition(":")
+    verification: Verification = getattr(importlib.import_module(module), name)(deployment, path)
+    return verification

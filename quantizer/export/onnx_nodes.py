@@ -1,0 +1,141 @@
+"""One activation's quantization as ONNX nodes that give test mode's values exactly. Knows no network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from onnx import NodeProto, TensorProto, helper
+from torch import Tensor
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.errors import UsageError
+from quantizer.export.onnx_tensors import Carrier, carrier_of, codes_tensor, float_tensor
+from quantizer.graph.ir import Graph
+from quantizer.numerics.formats import FLOAT_FORMATS
+
+_CASTS = {
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+}
+_HALF_UP = (("Mul", 2.0), ("Floor", None), ("Mul", 0.5), ("Ceil", None))
+_HALF_DOWN = (("Mul", 2.0), ("Ceil", None), ("Mul", 0.5), ("Floor", None))
+_ROUNDINGS: dict[str, tuple[bool, tuple[tuple[str, float | None], ...]]] = {
+    "half_up": (False, _HALF_UP),
+    "half_down": (True, _HALF_DOWN),
+    "std_round": (True, _HALF_UP),
+}
+"""The modes of numerics.rounding that QuantizeLinear, which rounds half to even, is not: whether the magnitude is what
+is rounded, and the operators with their second operand.
+"""
+
+
+@dataclass
+class Emission:
+    """Nodes and initializers of one quantization, named after the layer and the role."""
+
+    name: str
+    nodes: list[NodeProto] = field(default_factory=list)
+    initializers: list[TensorProto] = field(default_factory=list)
+
+    def constant(self, part: str, value: Tensor | float) -> str:
+        """A float32 initializer."""
+        self.initializers.append(float_tensor(f"{self.name}.{part}", torch.as_tensor(value, dtype=torch.float32)))
+        return self.initializers[-1].name
+
+    def codes(self, part: str, codes: Tensor, carrier: Carrier) -> str:
+        """An integer initializer."""
+        self.initializers.append(codes_tensor(f"{self.name}.{part}", codes, carrier))
+        return self.initializers[-1].name
+
+    def add(self, operator: str, *inputs: str, output: str = "", **attributes: Any) -> str:
+        """A node; returns the name of what it makes."""
+        label = f"{self.name}.{len(self.nodes)}.{operator}"
+        self.nodes.append(helper.make_node(operator, list(inputs), [output or label], name=label, **attributes))
+        return output or label
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """(spec, scale, zero point) of the values of a layer in a role."""
+
+    layer: str
+    role: str
+    spec: QuantizationSpec
+    scale: Tensor
+    zero_point: Tensor
+
+    def refused(self, why: str, help_: str) -> UsageError:
+        """The error that this cannot be said in ONNX."""
+        return UsageError(f"--deploy onnx: {self.role} of {self.layer} {why}", help=help_)
+
+
+def check(wanted: Quantization, graph: Graph, opset: int) -> None:
+    """Refuse an activation that ONNX cannot quantize as test mode does.
+
+    Raises:
+        UsageError: naming the layer and what to change.
+    """
+    spec, dtype = wanted.spec, graph.by_name[wanted.layer].dtype
+    if dtype is not None and dtype.is_floating_point and dtype != torch.float32:
+        raise wanted.refused(f"is {dtype}", "compute it in float32, or leave it float")
+    if spec.dtype != "int":
+        if spec.dtype not in (*_CASTS, "float32"):
+            raise wanted.refused(f"is {spec.dtype}, which has no exact form", "use int, float16 or bfloat16 there")
+    elif spec.ch_axis is not None:
+        raise wanted.refused("is quantized per channel", "set per_channel to false there")
+    elif spec.bit_width > 16:
+        raise wanted.refused(
+            f"has {spec.bit_width} bits, and QuantizeLinear has 16 at most", "set its bit_width to 16 or less"
+        )
+    elif carrier_of(spec, opset) is None:
+        raise wanted.refused(
+            f"has {spec.bit_width} bits, which operator set {opset} lacks", "set onnx_opset_version to 21 or -1"
+        )
+
+
+def quantize_activation(wanted: Quantization, x: str, y: str, opset: int) -> Emission:
+    """Nodes from value `x` to value `y`; `wanted` has passed `check`.
+
+    An integer grid becomes QuantizeLinear and DequantizeLinear. A grid that its integer type does not end at is clipped
+    before; a rounding mode other than half_even is applied before, after which QuantizeLinear meets no half-way point.
+    """
+    spec, emission = wanted.spec, Emission(f"{wanted.layer}.{wanted.role}")
+    if spec.dtype != "int":
+        _cast(emission, spec.dtype, x, y)
+        return emission
+    carrier = carrier_of(spec, opset)
+    assert carrier is not None  # `check` saw to it
+    scale = emission.constant("scale", wanted.scale)
+    low, high = spec.quant_min - int(wanted.zero_point), spec.quant_max - int(wanted.zero_point)
+    if spec.round_mode != "half_even":
+        x = emission.add("Div", x, scale)
+        x = emission.add("Clip", x, emission.constant("low", low), emission.constant("high", high))
+        x = emission.add("Mul", _rounded(emission, spec.round_mode, x), scale)
+    elif (spec.quant_min, spec.quant_max) != (carrier.low, carrier.high):
+        bounds = emission.constant("low", low * wanted.scale), emission.constant("high", high * wanted.scale)
+        x = emission.add("Clip", x, *bounds)
+    zero_point = emission.codes("zero_point", wanted.zero_point, carrier)
+    codes = emission.add("QuantizeLinear", x, scale, zero_point)
+    emission.add("DequantizeLinear", codes, scale, zero_point, output=y)
+    return emission
+
+
+def _cast(emission: Emission, dtype: str, x: str, y: str) -> None:
+    if dtype == "float32":
+        emission.add("Identity", x, output=y)
+        return
+    largest = FLOAT_FORMATS[dtype].largest
+    x = emission.add("Clip", x, emission.constant("low", -largest), emission.constant("high", largest))
+    emission.add("Cast", emission.add("Cast", x, to=_CASTS[dtype]), output=y, to=TensorProto.FLOAT)
+
+
+def _rounded(emission: Emission, mode: str, x: str) -> str:
+    on_magnitude, steps = _ROUNDINGS[mode]
+    sign = emission.add("Sign", x) if on_magnitude else ""
+    x = emission.add("Abs", x) if on_magnitude else x
+    for index, (operator, operand) in enumerate(steps):
+        operands = () if operand is None else (emission.constant(f"factor_{index}", operand),)
+        x = emission.add(operator, x, *operands)
+    return emission.add("Mul", x, sign) if on_magnitude else x

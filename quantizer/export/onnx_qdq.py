@@ -1,0 +1,186 @@
+"""The .onnx target: the network with QuantizeLinear and DequantizeLinear, equal to test mode. Never silently different.
+
+torch.onnx translates the network with a mark where each activation is quantized; then marks become nodes, and weights
+become codes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import torch
+from onnx import ModelProto, NodeProto
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import quantizer
+from quantizer.engine.files import write_bytes
+from quantizer.errors import ModelError, UsageError
+from quantizer.export.deployment import Deployment, Verification, tensor_leaves, verify
+from quantizer.export.onnx_nodes import Emission, Quantization, check, quantize_activation
+from quantizer.export.onnx_weights import quantize_parameter
+from quantizer.export.program import exported
+from quantizer.graph.trace import quiet
+from quantizer.nn.network import Network
+
+OPSET, OPSETS = 21, range(18, 24)
+"""Operator set 21 has 4-bit and 16-bit QuantizeLinear; torch.onnx writes those of the range."""
+PARAMETERS = {"weights": "weight", "bias": "bias"}
+_DOMAIN = "quantizer"
+
+
+def export(deployment: Deployment, path: Path) -> Verification:
+    """Write the model; its inputs and outputs are `input_0`, …, `output_0`, … in the order of the call's tensors.
+
+    The bytes depend on network and calibration alone. The file is run by ONNX Runtime, unoptimized, to verify it.
+    """
+    opset = OPSET if deployment.opset == -1 else deployment.opset
+    if opset not in OPSETS:
+        raise UsageError(
+            f"--deploy onnx writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}",
+            help="set onnx_opset_version to one of these, or to -1",
+        )
+    wanted = [Quantization(layer, role, *found) for (layer, role), found in deployment.tensors.items()]
+    for activation in wanted:
+        if activation.role not in PARAMETERS:
+            check(activation, deployment.graph, opset)
+    network = deployment.network()
+    model = _translate(deployment, _Flat(network, deployment, wanted), opset)
+    _lower(model, network, wanted, opset)
+    _clean(model, deployment.graph.model)
+    onnx.checker.check_model(model)
+    content = model.SerializeToString(deterministic=True)
+    verification = verify("outputs", deployment.expected, _run(content, deployment))
+    write_bytes(path, content)
+    return verification
+
+
+class _Mark(nn.Module):
+    """Stands where `index` of the quantizations belongs."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return torch.onnx.ops.symbolic(
+            f"{_DOMAIN}::Mark", (x,), {"index": self.index}, dtype=x.dtype, shape=x.shape, version=1
+        )
+
+
+class _Flat(nn.Module):
+    """The network with marks for its activations' quantizers, from a flat list of tensors to another."""
+
+    def __init__(self, network: Network, deployment: Deployment, wanted: list[Quantization]) -> None:
+        super().__init__()
+        self.network = network
+        self.leaves, self.spec = pytree.tree_flatten(deployment.blank)
+        for index, quantization in enumerate(wanted):
+            if quantization.role not in PARAMETERS:
+                network.layers[quantization.layer].attach(quantization.role, _Mark(index))  # type: ignore[arg-type]
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        outputs: list[Tensor] = []
+        for output in tensor_leaves(self.network(*args, **kwargs)):
+            named_twice = any(output is other for other in (*tensors, *outputs))
+            outputs.append(output.clone() if named_twice else output)
+        return outputs
+
+
+def _translate(deployment: Deployment, flat: _Flat, opset: int) -> ModelProto:
+    """torch.onnx's translation, unoptimized.
+
+    Raises:
+        ModelError: it does not know an operator of the network.
+    """
+    tensors = tuple(leaf for leaf in flat.leaves if isinstance(leaf, Tensor))
+    program = exported(flat, deployment.graph, tensors, {})
+    try:
+        with quiet(), torch.no_grad():
+            translated = torch.onnx.export(
+                program,
+                input_names=[f"input_{index}" for index in range(len(tensors))],
+                output_names=[f"output_{index}" for index in range(len(deployment.expected))],
+                opset_version=opset,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+            )
+    except torch.onnx.OnnxExporterError as error:
+        why = next((line for line in str(error).splitlines() if line.startswith("<class")), "")
+        raise ModelError(
+            f"--deploy onnx: torch.onnx cannot translate {deployment.graph.model}: {why.partition(': ')[2]}",
+            help="the pt2 target has no such limit",
+        ) from error
+    assert translated is not None  # only the old exporter returns nothing
+    model: ModelProto = translated.model_proto
+    return model
+
+
+def _lower(model: ModelProto, network: Network, wanted: list[Quantization], opset: int) -> None:
+    """Put the quantizations in: nodes for marks, codes for parameters."""
+    initializers = {tensor.name: tensor for tensor in model.graph.initializer}
+    parameters: list[NodeProto] = []
+    for quantization in wanted:
+        if quantization.role in PARAMETERS:
+            attribute = PARAMETERS[quantization.role]
+            name = f"network.{network.module_names[quantization.layer]}.{attribute}"
+            values = network.layers[quantization.layer].get_parameter(attribute).detach()
+            emission = quantize_parameter(quantization, values, name, opset)
+            if emission is not None:
+                model.graph.initializer.remove(initializers[name])
+                parameters += _entered(model, emission)
+    nodes: list[NodeProto] = []
+    for node in model.graph.node:
+        if node.domain != _DOMAIN:
+            nodes.append(node)
+            continue
+        quantization = wanted[node.attribute[0].i]
+        nodes += _entered(model, quantize_activation(quantization, node.input[0], node.output[0], opset))
+    del model.graph.node[:]
+    model.graph.node.extend([*parameters, *nodes])
+
+
+def _entered(model: ModelProto, emission: Emission) -> list[NodeProto]:
+    model.graph.initializer.extend(emission.initializers)
+    return emission.nodes
+
+
+def _clean(model: ModelProto, name: str) -> None:
+    """Nothing of where the model was made: no traces, no internal names of sizes, no shapes of values that are gone."""
+    model.producer_name, model.producer_version = "quantizer", quantizer.__version__
+    kept = [entry for entry in model.opset_import if entry.domain != _DOMAIN]
+    del model.opset_import[:]
+    model.opset_import.extend(kept)
+    del model.metadata_props[:], model.graph.metadata_props[:], model.graph.value_info[:]
+    model.graph.name, model.graph.doc_string = name, ""
+    for node in model.graph.node:
+        del node.metadata_props[:]
+        node.doc_string = ""
+    symbols: dict[str, str] = {}
+    for value in (*model.graph.input, *model.graph.output):
+        del value.metadata_props[:]
+        for dimension in value.type.tensor_type.shape.dim:
+            if dimension.HasField("dim_param"):
+                new = "batch" if not symbols else f"size_{len(symbols)}"
+                dimension.dim_param = symbols.setdefault(dimension.dim_param, new)
+
+
+def _run(content: bytes, deployment: Deployment) -> list[Tensor]:
+    """What ONNX Runtime makes of the call."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    tensors = tensor_leaves((deployment.args, dict(deployment.kwargs)))
+    names = [f"input_{index}" for index in range(len(tensors))]
+    used = {value.name for value in session.get_inputs()}
+    feed = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True) if name in used}
+    return [torch.from_numpy(output) for output in session.run(None, feed)]

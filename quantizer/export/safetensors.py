@@ -1,0 +1,91 @@
+"""The .safetensors target: integer codes, scales and zero points by layer name. Holds no graph."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.engine.files import read_tensors, write_tensors
+from quantizer.errors import ResultError
+from quantizer.export.deployment import Deployment, Verification, verify
+from quantizer.nn.network import Network
+from quantizer.numerics.fake_quantize import dequantize, quantize
+from quantizer.numerics.formats import FLOAT_FORMATS
+
+FORMAT = "quantizer 1"
+PARAMETERS = {"weights": "weight", "bias": "bias"}
+"""A role of the config and the parameter it quantizes."""
+
+
+def export(deployment: Deployment, path: Path) -> Verification:
+    """Write every parameter under `<layer>.<parameter>`; a quantized one as codes, with `.scale` and `.zero_point`.
+
+    Codes take the smallest integer dtype that holds the grid, so 4-bit codes take a byte each. Activations have
+    `<layer>.<role>.scale` and `.zero_point` only. The metadata gives `format`, `model` and, as JSON, `specs`: the
+    `QuantizationSpec` of each quantized tensor by its name. The parameters of `load` equal test mode's.
+    """
+    tensors, specs = _contents(deployment)
+    metadata = {"format": FORMAT, "model": deployment.graph.model, "specs": json.dumps(specs, sort_keys=True)}
+    write_tensors(path, tensors, metadata)
+    expected, found = _parameters(deployment.network()), load(path)
+    return verify("parameters", list(expected.values()), [found[name] for name in expected])
+
+
+def load(path: Path) -> dict[str, Tensor]:
+    """The parameters of a file as test mode uses them, (code - zero_point) * scale, by `<layer>.<parameter>`.
+
+    Raises:
+        ResultError: the file is missing, damaged, or not written by this exporter.
+    """
+    tensors = read_tensors(path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+    if metadata.get("format") != FORMAT:
+        raise ResultError(f"{path} is not a deployed network of this version", help="run --deploy safetensors again")
+    specs = {name: QuantizationSpec(**spec) for name, spec in json.loads(metadata["specs"]).items()}
+    described = {f"{name}.{part}" for name in specs for part in ("scale", "zero_point")}
+    parameters = {}
+    for name in tensors.keys() - described:
+        spec, tensor = specs.get(name), tensors[name]
+        if spec is None or spec.dtype != "int":
+            parameters[name] = tensor if spec is None else tensor.float()
+            continue
+        parameters[name] = dequantize(tensor, tensors[f"{name}.scale"], tensors[f"{name}.zero_point"], spec.ch_axis)
+    return parameters
+
+
+def _contents(deployment: Deployment) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The file's tensors and the specs by tensor name."""
+    tensors = _parameters(Network(deployment.graph))
+    specs: dict[str, Any] = {}
+    for (layer, role), (spec, scale, zero_point) in deployment.tensors.items():
+        name = f"{layer}.{PARAMETERS.get(role, role)}"
+        specs[name] = spec.to_json()
+        if spec.dtype == "int":
+            tensors |= {f"{name}.scale": scale, f"{name}.zero_point": zero_point}
+        if role in PARAMETERS:
+            tensors[name] = _stored(tensors[name], spec, scale, zero_point)
+    return tensors, specs
+
+
+def _stored(parameter: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor) -> Tensor:
+    """A parameter's codes, or its values in the floating-point format of its spec."""
+    if spec.dtype != "int":
+        row = FLOAT_FORMATS[spec.dtype]
+        return parameter.clamp(-row.largest, row.largest).to(row.storage)
+    return quantize(parameter, scale, zero_point, spec.quant_min, spec.quant_max, spec.round_mode, ch_axis=spec.ch_axis)
+
+
+def _parameters(network: Network) -> dict[str, Tensor]:
+    """Parameters and buffers of each layer, its quantizers' aside."""
+    return {
+        f"{layer}.{key}": tensor.detach()
+        for layer, module in network.layers.items()
+        for key, tensor in module.state_dict().items()
+        if not key.startswith("quantizers.")
+    }
