@@ -28,6 +28,8 @@ from quantizer.nn.network import Network
 
 OPSET, OPSETS = 21, range(18, 24)
 """Operator set 21 has 4-bit and 16-bit QuantizeLinear; torch.onnx writes those of the range."""
+LARGEST = 2**31 - 2**20
+"""Bytes of parameters, as float32, that fit one protobuf message."""
 PARAMETERS = {"weights": "weight", "bias": "bias"}
 _DOMAIN = "quantizer"
 
@@ -42,6 +44,12 @@ def export(deployment: Deployment, path: Path) -> Verification:
         raise UsageError(
             f"--deploy onnx writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}",
             help="set onnx_opset_version to one of these, or to -1",
+        )
+    size = sum(4 * tensor.numel() for tensor in deployment.graph.tensors.values())
+    if size > LARGEST:
+        raise UsageError(
+            f"--deploy onnx: {deployment.graph.model} has {size / 2**30:.1f} GB of parameters, and the format holds 2",
+            help="use --deploy pt2 or safetensors",
         )
     wanted = [Quantization(layer, role, *found) for (layer, role), found in deployment.tensors.items()]
     for activation in wanted:

@@ -17,7 +17,9 @@ from quantizer.nn.network import Network
 from quantizer.numerics.fake_quantize import dequantize, quantize
 from quantizer.numerics.formats import FLOAT_FORMATS
 
-FORMAT = "quantizer 1"
+FORMAT = 1
+METADATA = "quantizer"
+"""The one key of the metadata: safetensors writes several in any order."""
 PARAMETERS = {"weights": "weight", "bias": "bias"}
 """A role of the config and the parameter it quantizes."""
 
@@ -26,12 +28,12 @@ def export(deployment: Deployment, path: Path) -> Verification:
     """Write every parameter under `<layer>.<parameter>`; a quantized one as codes, with `.scale` and `.zero_point`.
 
     Codes take the smallest integer dtype that holds the grid, so 4-bit codes take a byte each. Activations have
-    `<layer>.<role>.scale` and `.zero_point` only. The metadata gives `format`, `model` and, as JSON, `specs`: the
-    `QuantizationSpec` of each quantized tensor by its name. The parameters of `load` equal test mode's.
+    `<layer>.<role>.scale` and `.zero_point` only. The metadata's `quantizer` is JSON: `format`, `model` and `specs`,
+    the `QuantizationSpec` of each quantized tensor by its name. The parameters of `load` equal test mode's.
     """
     tensors, specs = _contents(deployment)
-    metadata = {"format": FORMAT, "model": deployment.graph.model, "specs": json.dumps(specs, sort_keys=True)}
-    write_tensors(path, tensors, metadata)
+    described = {"format": FORMAT, "model": deployment.graph.model, "specs": specs}
+    write_tensors(path, tensors, {METADATA: json.dumps(described, sort_keys=True)})
     expected, found = _parameters(deployment.network()), load(path)
     return verify("parameters", list(expected.values()), [found[name] for name in expected])
 
@@ -44,13 +46,13 @@ def load(path: Path) -> dict[str, Tensor]:
     """
     tensors = read_tensors(path)
     with safe_open(path, "pt") as file:
-        metadata = file.metadata() or {}
-    if metadata.get("format") != FORMAT:
+        described = json.loads((file.metadata() or {}).get(METADATA, "{}"))
+    if described.get("format") != FORMAT:
         raise ResultError(f"{path} is not a deployed network of this version", help="run --deploy safetensors again")
-    specs = {name: QuantizationSpec(**spec) for name, spec in json.loads(metadata["specs"]).items()}
-    described = {f"{name}.{part}" for name in specs for part in ("scale", "zero_point")}
+    specs = {name: QuantizationSpec(**spec) for name, spec in described["specs"].items()}
+    scales = {f"{name}.{part}" for name in specs for part in ("scale", "zero_point")}
     parameters = {}
-    for name in tensors.keys() - described:
+    for name in tensors.keys() - scales:
         spec, tensor = specs.get(name), tensors[name]
         if spec is None or spec.dtype != "int":
             parameters[name] = tensor if spec is None else tensor.float()

@@ -1,0 +1,54 @@
+"""Calibrated toys to deploy: each floating-point value on a grid of its own range, weights per channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from toys import built, traced
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.export.deployment import Deployment
+from quantizer.graph.ir import Graph
+from quantizer.nn.network import Network, observe
+from quantizer.numerics.qparams import Grid, QParams, qparams_from_range
+
+ACTIVATION = QuantizationSpec()
+WEIGHTS = QuantizationSpec(qscheme="per_channel", ch_axis=0)
+
+
+def deployment(name: str, batch: int = 3) -> Deployment:
+    """A toy quantized to int8, with a call of `batch` samples."""
+    toy = built(name)
+    args, kwargs = toy.call(batch)
+    return Deployment(traced(name), calibrated(traced(name), args, kwargs), args, kwargs)
+
+
+def calibrated(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    """Every float value and weight of the graph with its spec, scale and zero point."""
+    network, found = Network(graph), {}
+
+    def watcher(name: str) -> Callable[[Tensor], None]:
+        return lambda value: found.update({(name, "activation"): (ACTIVATION, *fitted(value, ACTIVATION))})
+
+    watched = [n.name for n in graph.nodes if n.dtype == torch.float32 and n.op != "parameter"]
+    with torch.no_grad():
+        observe(network, args, kwargs, {name: watcher(name) for name in watched})
+    for node in graph.nodes:
+        if node.row.weight and "weight" in node.params:
+            found[node.name, "weights"] = (WEIGHTS, *fitted(network.layers[node.name].weight, WEIGHTS))
+    return found
+
+
+def fitted(value: Tensor, spec: QuantizationSpec) -> tuple[Tensor, Tensor]:
+    """Scale and zero point that cover a tensor."""
+    grid = Grid(spec.quant_min, spec.quant_max, spec.symmetric, spec.scale_type)
+    if spec.ch_axis is None:
+        low, high = value.min(), value.max()
+    else:
+        rest = [axis for axis in range(value.ndim) if axis != spec.ch_axis]
+        low, high = value.amin(rest), value.amax(rest)
+    found: QParams = qparams_from_range(low, high, grid)
+    return found.scale, found.zero_point

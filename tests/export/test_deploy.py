@@ -1,0 +1,71 @@
+"""`--deploy`: files, one line each, verify.json; usage errors before any work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import calibrate, check
+
+from quantizer.export import EXPORTERS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
+    folder = tmp_path_factory.mktemp("deploy") / "out"
+    assert calibrate(folder) == 0
+    return folder
+
+
+def test_every_target_on_the_digits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for package in EXPORTERS["onnx"].needs:
+        pytest.importorskip(package, reason="the ONNX target needs it (extra: onnx)")
+    capsys.readouterr()
+    assert check(folder, *(word for target in EXPORTERS for word in ("--deploy", target))) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("deployed: ")]
+    assert [line.split(",")[0].rpartition("/")[2] for line in lines] == [
+        f"ResNet{e.suffix}" for e in EXPORTERS.values()
+    ]
+    found = json.loads((folder / "export" / "verify.json").read_text())
+    assert set(found) == {f"ResNet{e.suffix}" for e in EXPORTERS.values()}
+    for name in ("ResNet.pt2", "ResNet.safetensors"):
+        assert found[name]["max_difference"] == 0.0
+    assert found["ResNet.onnx"]["equal"] >= 0.999  # codes that two correct convolutions may round apart
+    assert sorted(path.name for path in (folder / "export").iterdir()) == sorted([*found, "verify.json"])
+
+
+def test_json_lists_the_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert check(folder, "--deploy", "safetensors", "--json") == 0
+    assert set(json.loads(capsys.readouterr().out)["deployed"]) == {"ResNet.safetensors"}
+
+
+def test_deploying_goes_with_test_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert calibrate(tmp_path / "out", "--deploy", "pt2") == 2
+    assert "--deploy goes with test mode" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_extra_is_told_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantizer.export.find_spec", lambda name: None)
+    assert check(tmp_path / "none", "--deploy", "onnx", model="nothing.py") == 2
+    assert "pip install 'quantizer[onnx]'" in capsys.readouterr().err
+
+
+def test_an_unknown_target_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(tmp_path / "none", "--deploy", "tflite") == 2
+    assert "'onnx', 'pt2', 'safetensors'" in capsys.readouterr().err
+
+
+def test_a_linked_folder_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "out", ignore=shutil.ignore_patterns("export")))
+    (tmp_path / "elsewhere").mkdir()
+    (copy / "export").symlink_to(tmp_path / "elsewhere")
+    assert check(copy, "--deploy", "safetensors") == 5
+    assert "is a link" in capsys.readouterr().err
+    assert not list((tmp_path / "elsewhere").iterdir())

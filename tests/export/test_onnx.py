@@ -1,0 +1,199 @@
+"""ONNX says what test mode does, for every grid, or it says what it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deployments import deployment, fitted
+from torch import Tensor, nn
+
+onnx = pytest.importorskip("onnx", reason="the ONNX target needs it (extra: onnx)")
+ort = pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
+pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
+
+from toys import built
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.errors import ModelError, QuantizerError, UsageError
+from quantizer.export.deployment import Deployment
+from quantizer.export.onnx_qdq import export
+from quantizer.graph.trace import trace
+from quantizer.numerics.rounding import ROUND_MODES
+
+
+class Shifts(nn.Module):
+    """As many values as there are grids, each exact in any runtime."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [x * 2 for _ in range(self.count)]
+
+
+class Tables(nn.Module):
+    """As many weights as there are grids, each read out as it is."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(5, 3) for _ in range(count))
+
+    def forward(self, rows: Tensor) -> list[Tensor]:
+        return [table(rows) for table in self.tables]
+
+
+def integer_grids(widths: tuple[int, ...]) -> Iterator[QuantizationSpec]:
+    kinds: tuple[dict[str, Any], ...] = (
+        {},
+        {"narrow_range": True},
+        {"signed": False},
+        {"symmetric": False, "signed": False},
+        {"symmetric": False},
+        {"scale_type": "poweroftwo"},
+    )
+    for bit_width, kind in product(widths, kinds):
+        yield QuantizationSpec(bit_width=bit_width, **kind)
+
+
+def on_nodes(module: nn.Module, example: Tensor, role: str, specs: list[QuantizationSpec]) -> Deployment:
+    """The module's compute nodes with one spec each, their range half of what comes, so that values are cut off."""
+    graph = trace(module.eval(), (example,))
+    nodes = [node for node in graph.nodes if node.op in ("mul", "embedding")]
+    tensors = {}
+    for node, spec in zip(nodes, specs, strict=True):
+        value = example * 2 if role == "activation" else graph.tensors[node.params["weight"]]
+        tensors[node.name, role] = (spec, *fitted(value / 2, spec))
+    return Deployment(graph, tensors, (example,), {})
+
+
+def test_every_grid_and_rounding_of_activations(tmp_path: Path) -> None:
+    specs = [
+        replace(spec, round_mode=mode)
+        for spec, mode in product(integer_grids((2, 3, 4, 5, 8, 13, 16)), ROUND_MODES)
+        if spec.bit_width in (4, 5, 8) or mode in ("half_even", "half_up")
+    ]
+    specs += [QuantizationSpec(dtype=dtype) for dtype in ("float16", "bfloat16", "float32")]
+    example = torch.cat([torch.randn(2, 500), torch.arange(-250, 250).expand(2, 500) / 64], 1)
+    found = export(on_nodes(Shifts(len(specs)), example, "activation", specs), tmp_path / "net.onnx")
+    assert found.max_difference == 0.0
+
+
+def test_ties_at_scales_that_are_no_power_of_two(tmp_path: Path) -> None:
+    scale = torch.tensor(0.0236)
+    specs = [QuantizationSpec(round_mode=mode) for mode in ROUND_MODES]
+    given = on_nodes(
+        Shifts(len(specs)), ((torch.arange(-130, 130) + 0.5) * scale).expand(2, -1) / 2, "activation", specs
+    )
+    tensors = {key: (spec, scale, zero_point) for key, (spec, _, zero_point) in given.tensors.items()}
+    assert export(replace(given, tensors=tensors), tmp_path / "net.onnx").max_difference == 0.0
+
+
+def test_every_grid_of_weights(tmp_path: Path) -> None:
+    specs = [
+        replace(spec, qscheme="per_tensor" if axis is None else "per_channel", ch_axis=axis)
+        for spec, axis in product(integer_grids((2, 3, 4, 5, 8, 12, 16, 20, 32)), (None, 0, 1))
+    ]
+    specs += [QuantizationSpec(dtype=dtype) for dtype in ("float16", "bfloat16")]
+    torch.manual_seed(0)
+    given = on_nodes(Tables(len(specs)), torch.arange(5).repeat(2, 1), "weights", specs)
+    assert export(given, tmp_path / "net.onnx").max_difference == 0.0
+
+
+@pytest.mark.parametrize(
+    ("bit_width", "signed", "type_", "clipped"),
+    [(4, True, "INT4", 0), (4, False, "UINT4", 0), (5, True, "INT8", 1), (8, True, "INT8", 0), (16, True, "INT16", 0)],
+)
+def test_codes_have_the_narrowest_type(bit_width: int, signed: bool, type_: str, clipped: int, tmp_path: Path) -> None:
+    spec = QuantizationSpec(bit_width=bit_width, signed=signed)
+    export(on_nodes(Shifts(1), torch.rand(2, 3), "activation", [spec]), tmp_path / "net.onnx")
+    graph = onnx.load(tmp_path / "net.onnx").graph
+    types = [t.data_type for t in graph.initializer if t.name.endswith("zero_point")]
+    assert types == [onnx.TensorProto.DataType.Value(type_)]
+    assert [node.op_type for node in graph.node].count("Clip") == clipped
+
+
+def test_weights_are_stored_as_codes(tmp_path: Path) -> None:
+    export(deployment("residual"), tmp_path / "net.onnx")
+    graph = onnx.load(tmp_path / "net.onnx").graph
+    codes = {t.name: t.data_type for t in graph.initializer if t.name.endswith(".codes")}
+    assert len(codes) == 6
+    assert set(codes.values()) == {onnx.TensorProto.INT8}
+    floats = [t for t in graph.initializer if t.data_type == onnx.TensorProto.FLOAT and len(t.dims) > 1]
+    assert not floats
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_the_batch_is_open(batch: int, tmp_path: Path) -> None:
+    given = deployment("residual")
+    export(given, tmp_path / "net.onnx")
+    args, kwargs = built("residual").call(batch)
+    session = ort.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    (output,) = session.run(None, {"input_0": args[0].numpy()})
+    expected = replace(given, args=args, kwargs=kwargs).expected[0]
+    step = float(given.tensors[given.graph.output.name, "activation"][1])
+    difference = (torch.from_numpy(output) - expected).abs()
+    assert float(difference.max()) <= step * 1.0001  # the runtime's own optimizations may move a code by one
+    assert float((difference == 0).float().mean()) >= 0.9
+
+
+def refusal(given: Deployment, tmp_path: Path) -> QuantizerError:
+    with pytest.raises(QuantizerError) as refused:
+        export(given, tmp_path / "net.onnx")
+    assert not list(tmp_path.iterdir())
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("spec", "opset", "why", "help_"),
+    [
+        (QuantizationSpec(bit_width=20), -1, "has 20 bits, and QuantizeLinear has 16 at most", "bit_width"),
+        (QuantizationSpec(bit_width=16), 20, "has 16 bits, which operator set 20 lacks", "onnx_opset_version"),
+        (QuantizationSpec(qscheme="per_channel", ch_axis=1), -1, "is quantized per channel", "per_channel"),
+        (QuantizationSpec(dtype="fp8_e4m3"), -1, "is fp8_e4m3, which has no exact form", "bfloat16"),
+    ],
+)
+def test_what_onnx_cannot_say_is_refused(
+    spec: QuantizationSpec, opset: int, why: str, help_: str, tmp_path: Path
+) -> None:
+    given = on_nodes(Shifts(1), torch.rand(2, 3), "activation", [spec])
+    error = refusal(replace(given, opset=opset), tmp_path)
+    assert isinstance(error, UsageError)
+    assert error.message == f"--deploy onnx: activation of Shifts::Shifts/mul {why}"
+    assert help_ in str(error.help)
+
+
+@pytest.mark.parametrize("opset", [0, 17, 24, 10**9])
+def test_operator_sets_out_of_reach_are_refused(opset: int, tmp_path: Path) -> None:
+    error = refusal(replace(deployment("tied"), opset=opset), tmp_path)
+    assert error.message == f"--deploy onnx writes operator sets 18 to 23, not {opset}"
+
+
+def test_a_model_too_large_for_the_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantizer.export.onnx_qdq.LARGEST", 100)
+    assert "GB of parameters, and the format holds 2" in refusal(deployment("tied"), tmp_path).message
+
+
+@pytest.mark.parametrize("opset", [18, 20, 21, 23])
+def test_the_operator_set_of_the_config_is_written(opset: int, tmp_path: Path) -> None:
+    found = export(replace(deployment("containers"), opset=opset), tmp_path / "net.onnx")
+    assert found.equal == 1.0
+    assert [(s.domain, s.version) for s in onnx.load(tmp_path / "net.onnx").opset_import if not s.domain] == [
+        ("", opset)
+    ]
+
+
+def test_float64_and_untranslatable_operators_are_refused(tmp_path: Path) -> None:
+    given = deployment("attention")
+    error = refusal(given, tmp_path)
+    assert isinstance(error, ModelError)
+    assert "torch.onnx cannot translate Attention: only 4D query" in error.message
+    constants = deployment("constants")
+    double = {("Constants::Constants/softmax", "activation"): (QuantizationSpec(), torch.tensor(0.1), torch.tensor(0))}
+    assert "is torch.float64" in refusal(replace(constants, tensors=double), tmp_path).message
