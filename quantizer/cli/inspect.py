@@ -32,8 +32,7 @@ def inspect(options: ModelOptions) -> None:
         click.echo(session.as_json(plan.to_json() | {"float": dict(plan.floats)}))
     else:
         session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
-        unknown = sorted({node.op for node in plan.graph.nodes if node.row.kind == "unknown" and node.is_float})
-        if unknown:
-            click.echo(f"operators without quantization rules, left float: {', '.join(unknown)}")
+        if left := session.left_float(plan):
+            click.echo(left)
     if options.output and options.output != "-":
         write_bytes(Path(options.output), emit(plan.graph).encode())

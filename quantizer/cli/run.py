@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
@@ -20,13 +21,16 @@ from quantizer.cli.progress import BatchProgress
 from quantizer.engine import calibrate, checkpoint, evaluate, results
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.files import locked, write_bytes, write_json
-from quantizer.errors import GateError, UsageError
+from quantizer.errors import GateError, ModelError, QuantizerError, UsageError
 from quantizer.export import require_extras
 from quantizer.nn.network import Network
 from quantizer.report import summary, tables
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
+from quantizer.sources.user_code import user_errors
+
+logger = logging.getLogger(__name__)
 
 
 def run(options: RunOptions) -> int:
@@ -58,6 +62,11 @@ def run_float(options: RunOptions) -> Outcome:
         plan = session.make_plan(session.read_config(options.config_file), graph, quiet=options.quiet)
         session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
     metrics = _measure(options, loaded, loaded.module, batches, "float")
+    if not metrics:
+        raise UsageError(
+            "there is nothing to measure: no evaluate(model, data), and the data have no targets",
+            help="add evaluate() to the model's file, give --evaluate, or data with (input, target) pairs",
+        )
     return Outcome(metrics, {"metrics": metrics}, _lines(metrics))
 
 
@@ -82,17 +91,17 @@ def run_calib(options: RunOptions) -> Outcome:
             {"seed": options.seed, "batch_size": options.batch_size, "subset_len": options.subset_len},
         )
         skip = keeper.restore(calibration) if options.resume else 0
+        if options.resume and not skip:
+            logger.warning("there is no checkpoint in %s: starting with the first batch", folder)
         with BatchProgress("calib", batches.total, bar=session.shows_bars(), quiet=options.quiet) as progress:
             progress.advance(skip)
+            rest = _rest(options, batches, keeper, skip)
             try:
-                calibrate.run(
-                    calibration, network, _rest(options, batches, skip), lambda c: _after(keeper, c, progress)
-                )
-            except KeyboardInterrupt:
-                keeper.save(calibration)
-                session.console(stderr=True).print(
-                    f"stopped after {calibration.batches} batches; --resume goes on from there"
-                )
+                calibrate.run(calibration, network, rest, lambda c: _after(keeper, c, batches, progress))
+            except (KeyboardInterrupt, QuantizerError):
+                if calibration.batches > skip:
+                    keeper.save(calibration)
+                    logger.warning("stopped after %d batches; --resume goes on from there", calibration.batches)
                 raise
         run_facts = {"seed": options.seed, "data": batches.fingerprint, "stamp": batches.stamp}
         results.write_results(folder, original, read.config, calibration, network, run_facts)
@@ -140,7 +149,8 @@ def _measure(
     ):
         if function is not None:
             return function(model, _counted((batch.raw for batch in _on_device(options, batches)), progress))
-        return evaluate.accuracy(model, _counted(_on_device(options, batches), progress))
+        with user_errors(f"running the {label} model", ModelError):
+            return evaluate.accuracy(model, _counted(_on_device(options, batches), progress))
 
 
 def _metric_pairs(
@@ -188,16 +198,24 @@ def _lines(metrics: dict[str, float]) -> list[RenderableType]:
     return [f"{name} {value:.6g}" for name, value in metrics.items()]
 
 
-def _after(keeper: checkpoint.Checkpoint, calibration: calibrate.Calibration, progress: BatchProgress) -> None:
+def _after(
+    keeper: checkpoint.Checkpoint, calibration: calibrate.Calibration, batches: Batches, progress: BatchProgress
+) -> None:
     progress.advance()
-    keeper.save_now_and_then(calibration)
+    keeper.batch_done(calibration, batches.seen)
 
 
-def _rest(options: RunOptions, batches: Batches, skip: int) -> Iterator[Batch]:
-    """The batches that a resumed run has not seen; the others are read again, for the fingerprint."""
-    for index, batch in enumerate(_on_device(options, batches)):
-        if index >= skip:
+def _rest(options: RunOptions, batches: Batches, keeper: checkpoint.Checkpoint, skip: int) -> Iterator[Batch]:
+    """The batches that a resumed run has not seen; the others are read again and must be the same."""
+    count = 0
+    for batch in _on_device(options, batches):
+        count += 1
+        if count > skip:
             yield batch
+        elif count == skip:
+            keeper.check_data(batches.seen)
+    if count < skip:
+        keeper.check_data(None)
 
 
 def _on_device(options: RunOptions, batches: Batches) -> Iterator[Batch]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +24,9 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.plan.model import Plan
-from quantizer.plan.resolve import resolve
+from quantizer.plan.resolve import NO_RULES, resolve
 from quantizer.sources.data import Batches, load_batches
-from quantizer.sources.models import LoadedModel, load_model
+from quantizer.sources.models import LoadedModel, load_model, materialize
 
 Options = RunOptions | ModelOptions
 
@@ -111,6 +112,7 @@ def trace_model(options: Options, loaded: LoadedModel, batches: Batches) -> Grap
     if first is None:
         raise DataError("the data has no batches", help="check --data")
     batch = first.to(device_of(options))
+    materialize(loaded.module, batch)
     return trace(loaded.module, batch.args, batch.kwargs)
 
 
@@ -126,7 +128,16 @@ def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False) -> Plan
         raise ConfigError(findings, read.sources)
     if not quiet:
         print_diagnostics(findings, read.sources)
+        if left := left_float(plan):
+            print(left, file=sys.stderr)
     return plan
+
+
+def left_float(plan: Plan) -> str:
+    """One line on the operators that have no quantization rules; empty if there are none."""
+    counts = Counter(node.op for node in plan.graph.nodes if plan.floats.get(node.name) == NO_RULES)
+    names = ", ".join(f"{op} ({count})" for op, count in sorted(counts.items()))
+    return f"left float, as there are no quantization rules for them: {names}" if names else ""
 
 
 def apply_passes(original: Graph, settings: Settings) -> Graph:

@@ -60,7 +60,7 @@ def start(plan: Plan, network: Network) -> Calibration:
         if tensor.role in ("weights", "bias"):
             layer = network.layers[tensor.layer]
             parameter = layer.get_parameter("weight" if tensor.role == "weights" else "bias")
-            with _located(tensor, ModelError, ""):
+            with _located(tensor, ModelError):
                 observer.observe(parameter.detach())
     return calibration
 
@@ -81,37 +81,45 @@ def run(
         tensor = calibration.plan.tensors[key]
         if tensor.role not in ("weights", "bias"):
             watched.setdefault(tensor.source, []).append((tensor, observer))
+    watchers = {name: _watcher(pairs) for name, pairs in watched.items()}
     for batch in batches:
-        index = calibration.batches
-        observe(network, batch.args, batch.kwargs, {name: _watcher(pairs, index) for name, pairs in watched.items()})
-        calibration.batches += 1
+        try:
+            observe(network, batch.args, batch.kwargs, watchers)
+            calibration.batches += 1
+        except BaseException as error:
+            for pairs in watched.values():
+                for _, observer in pairs:
+                    observer.forget_after(calibration.batches)
+            if isinstance(error, DataError):
+                raise DataError(f"batch {calibration.batches}: {error.message}", help=error.help) from error
+            raise
         if after_batch is not None:
             after_batch(calibration)
     if not calibration.batches:
         raise DataError("the calibration data has no batches", help="check --data and --subset_len")
 
 
-def _watcher(pairs: list[tuple[TensorPlan, Observer]], index: int) -> Callable[[Tensor], None]:
+def _watcher(pairs: list[tuple[TensorPlan, Observer]]) -> Callable[[Tensor], None]:
     def watch(value: Tensor) -> None:
         for tensor, observer in pairs:
-            with _located(tensor, DataError, f", batch {index}"):
+            with _located(tensor, DataError):
                 observer.observe(value)
 
     return watch
 
 
 class _located:  # noqa: N801 - reads as a verb: with _located(...)
-    """Adds layer and batch to what an observer finds wrong."""
+    """Adds the tensor's layer to what an observer finds wrong."""
 
-    def __init__(self, tensor: TensorPlan, error: type[QuantizerError], suffix: str) -> None:
-        self.tensor, self.error, self.suffix = tensor, error, suffix
+    def __init__(self, tensor: TensorPlan, error: type[QuantizerError]) -> None:
+        self.tensor, self.error = tensor, error
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, ObservationError):
-            where = f"{self.tensor.role} of {self.tensor.layer}{self.suffix}"
+            where = f"{self.tensor.role} of {self.tensor.layer}"
             help_ = "set signed to true" if isinstance(error, NegativeValuesError) else "check the data and the weights"
             raise self.error(f"{where}: {error}", help=f"{help_}, or leave this tensor float") from error
 

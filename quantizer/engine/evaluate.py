@@ -126,7 +126,10 @@ def compare(
     count = 0
     with torch.no_grad():
         for batch in batches:
-            _one_batch(reference, quantized, batch, taps, result, count)
+            try:
+                _one_batch(reference, quantized, batch, taps, result)
+            except DataError as error:
+                raise DataError(f"batch {count}: {error.message}", help=error.help) from error
             count += 1
             if after_batch is not None:
                 after_batch(count)
@@ -141,7 +144,6 @@ def _one_batch(
     batch: Batch,
     taps: Mapping[str, list[Tap]],
     result: Comparison,
-    index: int,
 ) -> None:
     """Walk both networks in step, so that each pair of values is compared while it exists."""
     left, right = reference.walk(batch.args, batch.kwargs), quantized.walk(batch.args, batch.kwargs)
@@ -160,7 +162,7 @@ def _one_batch(
     try:
         next(right)
     except StopIteration as done:
-        _outputs(outputs, done.value, batch, result, index)
+        _outputs(outputs, done.value, batch, result)
 
 
 def _source(node: Node, role: str) -> str:
@@ -186,7 +188,7 @@ def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
     return rows
 
 
-def _outputs(reference: Any, quantized: Any, batch: Batch, result: Comparison, index: int) -> None:
+def _outputs(reference: Any, quantized: Any, batch: Batch, result: Comparison) -> None:
     """Noise of all floating-point outputs, and what classes the first one says."""
     pairs = [
         (x, y)
@@ -195,9 +197,7 @@ def _outputs(reference: Any, quantized: Any, batch: Batch, result: Comparison, i
     ]
     for x, y in pairs:
         if not bool(torch.isfinite(x).all()):
-            raise DataError(
-                f"the float model's output is not finite in batch {index}", help="check the data and the weights"
-            )
+            raise DataError("the float model's output is not finite", help="check the data and the weights")
         result.output.add(x, y)
     first = pairs[0] if pairs else None
     if first is None or first[0].dim() != 2 or first[0].shape[1] < 2:

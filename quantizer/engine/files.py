@@ -107,14 +107,21 @@ def locked(folder: Path) -> Iterator[None]:
             f"cannot use {folder} for results: {error.strerror}", help="choose another --output_dir"
         ) from error
     try:
+        _take(handle, folder)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ResultError(
-                f"{folder} is in use by another run", help="wait for it or choose another --output_dir"
-            ) from None
-        yield
+            yield
+        finally:
+            (folder / ".lock").unlink(missing_ok=True)
     finally:
         os.close(handle)
-        with contextlib.suppress(OSError):
-            (folder / ".lock").unlink()
+
+
+def _take(handle: int, folder: Path) -> None:
+    """Lock the open file, if it is still the folder's: its last owner may have removed it in the meantime."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        owned = os.fstat(handle).st_ino == (folder / ".lock").stat().st_ino
+    except OSError:
+        owned = False
+    if not owned:
+        raise ResultError(f"{folder} is in use by another run", help="wait for it or choose another --output_dir")

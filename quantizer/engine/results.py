@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -17,7 +18,7 @@ from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
 from quantizer.engine.attach import writes_inplace
 from quantizer.engine.calibrate import Calibration, qparams
-from quantizer.engine.files import read_json, read_tensors, write_bytes, write_json, write_tensors
+from quantizer.engine.files import read_json, write_bytes, write_json, write_tensors
 from quantizer.errors import ResultError
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
@@ -95,7 +96,8 @@ def write_results(
     tensors: dict[str, dict[str, Any]] = {}
     for (layer, role), scale, zero_point in qparams(calibration):
         tensors.setdefault(layer, {})[role] = _entry(calibration, network, (layer, role), scale, zero_point)
-    write_json(folder / INFO, {"header": header, "tensors": tensors, "complete": True})
+    content = {"header": header, "tensors": tensors}
+    write_json(folder / INFO, content | {"checksum": _checksum(content), "complete": True})
 
 
 def _entry(
@@ -135,9 +137,9 @@ def read_info(folder: Path) -> QuantInfo:
             f"{folder / INFO} is not complete: calibration did not finish", help="run --quant_mode calib again"
         )
     header = content["header"]
-    if header.get("format") != FORMAT:
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ResultError(
-            f"{folder / INFO} has format {header.get('format')}, this version reads {FORMAT}", help="calibrate again"
+            f"{folder / INFO} has another format than {FORMAT}, which this version reads", help="calibrate again"
         )
     for name, digest in header.get("files", {}).items():
         path = folder / name
@@ -145,6 +147,8 @@ def read_info(folder: Path) -> QuantInfo:
             raise ResultError(f"{path} is missing", help="run --quant_mode calib again")
         if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
             raise ResultError(f"{path} was changed after calibration", help="run --quant_mode calib again")
+    if content.get("checksum") != _checksum({key: content.get(key) for key in ("header", "tensors")}):
+        raise ResultError(f"{folder / INFO} was changed after calibration", help="run --quant_mode calib again")
     tensors = {}
     try:
         for layer, roles in content["tensors"].items():
@@ -159,9 +163,9 @@ def read_info(folder: Path) -> QuantInfo:
     return QuantInfo(header, tensors)
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The float parameters of the folder's network, by module name."""
-    return read_tensors(folder / WEIGHTS)
+def _checksum(content: Mapping[str, Any]) -> str:
+    """A digest of quant_info.json's content, whatever its layout."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def check_model(info: QuantInfo, original: Graph) -> None:

@@ -23,6 +23,8 @@ from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Graph
 from quantizer.graph.names import Namer, check_names
 
+logger = logging.getLogger(__name__)
+
 
 def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Graph:
     """The graph of `module` for calls shaped like the example; the first dimension of the inputs stays dynamic.
@@ -34,12 +36,24 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | 
         ModelError: a name is unsafe, the module raises, or its control flow depends on tensor values.
     """
     check_names(module)
-    kwargs = dict(kwargs or {})
-    size = _batch_size((args, kwargs))
-    example_args, example_kwargs = pytree.tree_map(lambda value: _resize(value, size), (tuple(args), kwargs))
-    program = _export(module, example_args, example_kwargs, size)
-    paths = [path for path, _ in pytree.tree_flatten_with_path((example_args, example_kwargs))[0]]
+    given = (tuple(args), dict(kwargs or {}))
+    size = _batch_size(given)
+    example = pytree.tree_map(lambda value: _resize(value, size), given)
+    try:
+        program = _export(module, *example, dynamic=size is not None)
+    except ModelError as error:
+        if size is None or isinstance(error, _DataDependentError):
+            raise
+        # The model may write its batch size into its code: then only batches of the example's size can run.
+        example = given
+        program = _export(module, *example, dynamic=False)
+        logger.warning("%s fixes its batch size at %d: only such batches can run", type(module).__name__, size)
+    paths = [path for path, _ in pytree.tree_flatten_with_path(example)[0]]
     return convert(program, Namer(module), module, tuple(_access_path(path) for path in paths))
+
+
+class _DataDependentError(ModelError):
+    """Control flow that no other example would help."""
 
 
 def _batch_size(value: Any) -> int | None:
@@ -55,20 +69,18 @@ def _resize(value: Any, size: int | None) -> Any:
     return value.detach()[:2].clone() if size >= 2 else torch.cat([value.detach(), value.detach()])
 
 
-def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], size: int | None) -> ExportedProgram:
+def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool) -> ExportedProgram:
     """`torch.export`, quietly, with its failures turned into sentences."""
     batch = Dim("batch", min=1)
     spec = pytree.tree_map(lambda leaf: {0: batch} if isinstance(leaf, Tensor) and leaf.dim() else None, (args, kwargs))
-    dynamic = None if size is None else _by_parameter(module, *spec)
+    shapes = _by_parameter(module, *spec) if dynamic else None
     try:
         with quiet(), torch.no_grad():
-            program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
+            program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
             return functionalize(program, type(module).__name__)
     except ModelError:
         raise
     except Exception as error:
-        if dynamic is not None and _is_specialized(error):
-            return _export(module, args, kwargs, None)
         raise _explain(module, error) from error
 
 
@@ -96,12 +108,6 @@ def quiet() -> Iterator[None]:
             child.setLevel(level)
 
 
-def _is_specialized(error: Exception) -> bool:
-    """Whether the model fixes its batch size (it writes the number into its code or its buffers)."""
-    text = str(error)
-    return "Constraints violated" in text or "specialized" in text
-
-
 def _explain(module: nn.Module, error: Exception) -> ModelError:
     """One sentence for a failed trace, with the line of the user's code where there is one."""
     text = str(error).strip()
@@ -113,7 +119,7 @@ def _explain(module: nn.Module, error: Exception) -> ModelError:
             if where
             else _where(error)
         )
-        return ModelError(
+        return _DataDependentError(
             f"{type(module).__name__} cannot be traced: its control flow depends on the values of a tensor{line}",
             help="compute both branches and choose with torch.where, or keep that part outside the quantized model",
         )

@@ -49,7 +49,8 @@ class Function(Layer):
         self._constants = constants
         self._call = resolve(_inplace_twin(self._target) if inplace else self._target)
         schema = getattr(self._call, "_schema", None)
-        self._first_is_self = bool(schema and schema.arguments and schema.arguments[0].name == "self")
+        # torch calls this argument "self", which cannot be a keyword of a method: here it is "input".
+        self._renames_self = schema is not None and any(argument.name == "self" for argument in schema.arguments)
         self._positional = schema is None
         self._params = tuple(params or ())
         for name, shape in (params or {}).items():
@@ -61,12 +62,12 @@ class Function(Layer):
             args, inputs = self.quantize_inputs(args, inputs)
         if self._positional:
             return self._call(*args, *(value for _, value in sorted({**self._constants, **inputs}.items())))
-        values = {**self._constants, **inputs}
+        values = {**self._constants, **inputs, **dict(zip(("input",), args, strict=False))}
         for name in self._params:
             values[name] = getattr(self, name)
-        if not args and self._first_is_self and "input" in values:
-            args = (values.pop("input"),)
-        return self.finish(self._call(*args, **values))
+        if self._renames_self:
+            values["self"] = values.pop("input")
+        return self.finish(self._call(**values))
 
     def extra_repr(self) -> str:
         """The constants."""

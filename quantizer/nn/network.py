@@ -47,18 +47,29 @@ class Network(nn.Module):
             zip((n.name for n in self.graph.nodes if n.op == "input"), self._inputs(args, kwargs), strict=True)
         )
         for node in self.graph.nodes:
-            layer = self.layers[node.name]
-            if node.op == "input":
-                values[node.name] = layer(values[node.name])
-            else:
-                values[node.name] = layer(
-                    **{key: map_refs(value, values.__getitem__) for key, value in node.inputs.items()}
-                )
+            values[node.name] = self._run(node, values)
             yield node.name, values[node.name]
             for name in self._frees[node.name]:
                 del values[name]
         output = map_refs(self.graph.output, values.__getitem__)
         return self.graph.rebuild(output) if self.graph.rebuild else output
+
+    def _run(self, node: Node, values: Mapping[str, Any]) -> Any:
+        """One layer on the values it reads.
+
+        Raises:
+            DataError: torch refuses them; tracing accepted the first batch, so it is this one.
+        """
+        layer = self.layers[node.name]
+        if node.op == "input":
+            return layer(values[node.name])
+        try:
+            return layer(**{key: map_refs(value, values.__getitem__) for key, value in node.inputs.items()})
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise DataError(
+                f"{node.name} cannot run on this input: {reason}", help="check shapes, dtypes and values of the data"
+            ) from error
 
     def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """The network's inputs picked out of a call.

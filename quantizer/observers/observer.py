@@ -72,6 +72,10 @@ class Observer:
             qparams = qparams_from_range(low, high, self._grid)
         return QParams(self._shaped(qparams.scale), self._shaped(qparams.zero_point))
 
+    def forget_after(self, batches: int) -> None:
+        """Drop what came after the first `batches` batches, so that one broken off leaves no trace."""
+        del self._batches[batches:]
+
     def merge(self, other: Observer) -> None:
         """Take in what `other` saw, as if its batches had come here. Raises ValueError if it watched another spec."""
         if other.spec != self.spec:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.model import QuantizationSpec
+from quantizer.config.model import QuantizationSpec, Settings
 from quantizer.graph.ir import Graph
 
 
@@ -59,7 +59,7 @@ class Plan:
     rules: tuple[RuleMatch, ...]
     floats: Mapping[str, str] = field(default_factory=dict)
     diagnostics: tuple[Diagnostic, ...] = ()
-    target_device: str = "CPU"
+    settings: Settings = field(default_factory=Settings)
 
     def of_layer(self, layer: str) -> dict[str, TensorPlan]:
         """The layer's tensors by role."""
@@ -86,7 +86,8 @@ class Plan:
             }
             for r in self.rules
         ]
-        return {"model": self.graph.model, "target_device": self.target_device, "rules": rules, "layers": layers}
+        target = {"device": self.settings.target_device, "onnx_opset_version": self.settings.onnx_opset_version}
+        return {"model": self.graph.model, "target": target, "rules": rules, "layers": layers}
 
 
 def _portable(origin: str) -> str:

@@ -14,6 +14,7 @@ from quantizer.plan.groups import Group, Layout, grid_of, layout
 from quantizer.plan.match import Match, match
 from quantizer.plan.model import Plan, RuleMatch, TensorPlan
 
+NO_RULES = "operator without quantization rules"
 _FIELDS = tuple(f.name for f in dataclasses.fields(QuantizationSpec))
 
 
@@ -53,7 +54,7 @@ def resolve(config: Config, graph: Graph, original: Graph) -> Plan:
         RuleMatch(r.label, r.selector.text or r.selector.kind, m.layers, count, str(r.selector.place or ""))
         for r, m, count in zip(config.rules, state.matches, state.effects, strict=True)
     )
-    return Plan(graph, state.tensors, rules, state.floats, tuple(state.findings), config.settings.target_device)
+    return Plan(graph, state.tensors, rules, state.floats, tuple(state.findings), config.settings)
 
 
 def _plan_parameters(state: _Resolver, node: Node, kept: Mapping[str, str]) -> None:
@@ -73,7 +74,7 @@ def _plan_activation(state: _Resolver, node: Node, where: Layout, kept: Mapping[
     """The layer's output, where its group is quantized."""
     group = where.groups.get(node.name)
     if group is None:
-        state.floats[node.name] = _why_float(node, where)
+        state.floats[node.name] = _why_float(state, node, where)
         return
     reason = next((kept[member] for member in group.members if member in kept), None)
     if reason is None and node.op == "input" and _feeds_only(state.graph, node, kept):
@@ -83,15 +84,15 @@ def _plan_activation(state: _Resolver, node: Node, where: Layout, kept: Mapping[
         state.floats[node.name] = reason or "the config leaves it float"
 
 
-def _why_float(node: Node, where: Layout) -> str:
+def _why_float(state: _Resolver, node: Node, where: Layout) -> str:
     """In words, for `inspect` and plan.json."""
     served = where.served.get(node.name)
     if served:
         return f"quantized at {served}"
     if served == "":
         return "the network's last activation"
-    if node.row.kind == "unknown":
-        return "operator without quantization rules"
+    if node.row.kind == "unknown" and any(state.graph.by_name[name].is_float for name in node.refs()):
+        return NO_RULES
     if node.row.kind == "passthrough" or node.op == "relu":
         return "keeps the grid of its input"
     return "not an activation" if node.row.kind == "structural" else "not a floating-point tensor"

@@ -51,6 +51,12 @@ class Batches:
     length: int | None = None
     first_size: int | None = None
     _told: bool = field(default=False, repr=False)
+    _seen: Fingerprint = field(default_factory=Fingerprint, repr=False)
+
+    @property
+    def seen(self) -> Mapping[str, Any]:
+        """The fingerprint of the batches that the current pass has given so far."""
+        return self._seen.to_json()
 
     @property
     def total(self) -> int | None:
@@ -67,7 +73,7 @@ class Batches:
             self.length = len(items)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
-        seen = Fingerprint()
+        seen = self._seen = Fingerprint()
         for batch in self._subset():
             _check_finite(batch, f"batch {seen.batches} of {self.label}")
             if batch.target is not None and not self._told:

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from quantizer.errors import DataError, ModelError
+from quantizer.sources.batches import Batch
 from quantizer.sources.user_code import UserModule, import_user_module, split_spec, user_errors
 from quantizer.sources.weights import WEIGHT_SUFFIXES, check_finite, load_weights
 
@@ -58,6 +60,20 @@ def load_model(spec: str, weights: str | None = None, *, trust: bool = False) ->
         load_weights(loaded.module, weights)
     check_finite(loaded.module)
     return loaded
+
+
+def materialize(module: nn.Module, batch: Batch) -> None:
+    """Give lazy layers their shapes by running the first batch; what they draw at random is the same in every run.
+
+    Raises `ModelError` if the module cannot run the batch, or if the drawn weights are not finite.
+    """
+    if not any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+        return
+    logger.warning("%s has lazy layers: their weights are drawn at random", type(module).__name__)
+    with torch.random.fork_rng(), torch.no_grad(), user_errors("running the model on the first batch", ModelError):
+        torch.manual_seed(0)
+        module(*batch.args, **batch.kwargs)
+    check_finite(module)
 
 
 def load_evaluate(spec: str) -> Evaluate:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from quantizer.errors import ModelError
 from quantizer.sources.tensor_files import read_file
@@ -27,6 +28,10 @@ def load_weights(module: nn.Module, path: str) -> None:
     """
     if Path(path).suffix.lower() not in WEIGHT_SUFFIXES:
         raise ModelError(f"{path} is not a weights file", help=f"its name must end in {', '.join(WEIGHT_SUFFIXES)}")
+    if any(is_lazy(parameter) for parameter in module.parameters()):
+        raise ModelError(
+            "the model has lazy layers, whose weights have no shape yet", help="give these layers their sizes"
+        )
     state = _state_dict(read_file(Path(path), ModelError), path)
     _check_fit(module, state, path)
     module.load_state_dict(state, strict=False)
@@ -35,6 +40,8 @@ def load_weights(module: nn.Module, path: str) -> None:
 def check_finite(module: nn.Module) -> None:
     """Raise `ModelError` naming the first parameter with NaN or Inf, or buffer with NaN (masks may hold -inf)."""
     for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            continue  # it has no values before the first batch
         _check_tensor(name, parameter.detach(), "NaN or Inf", torch.isfinite)
     for name, buffer in module.named_buffers():
         _check_tensor(name, buffer, "NaN", lambda values: ~torch.isnan(values))

@@ -66,12 +66,41 @@ def test_bad_models(toy: Toy, tmp_path: Path, capsys: Capture, model: str, said:
     assert said in one_sentence(capsys)
 
 
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        ("return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(4))", "return [torch.ones(4, 3, 2)] * 2"),
+        ("return torch.nn.Unflatten(0, (2, 2))", "return [torch.ones(4, 3)] * 2"),
+        ("return Chosen()", "return [torch.randn(4, 3)] * 2"),
+    ],
+    ids=["lazy layers", "a fixed batch size", "torch.where"],
+)
+def test_models_that_need_a_hand(toy: Toy, tmp_path: Path, model: str, data: str) -> None:
+    path = toy(data, model)
+    chosen = (
+        "class Chosen(torch.nn.Module):\n    def forward(self, x):\n        return torch.where(x > 0, x * 2, x - 1)\n"
+    )
+    Path(path).write_text(Path(path).read_text() + chosen)
+    assert calibrate(tmp_path / "out", model=path, config=None) == 0
+    assert check(tmp_path / "out", model=path) == 0
+
+
+def test_a_float_run_with_nothing_to_measure(toy: Toy, capsys: Capture) -> None:
+    assert run_command(["--quant_mode", "float", "--model", toy()]) == 2
+    assert "nothing to measure" in one_sentence(capsys)
+
+
+def test_integers_into_a_linear_layer(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
+    assert calibrate(tmp_path / "out", model=toy("return [torch.ones(4, 3).long()] * 2")) in (3, 4)
+    assert "Linear" in one_sentence(capsys)
+
+
 def test_infinite_activations_name_the_layer_and_the_batch(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
     data = "return [torch.ones(4, 3), torch.full((4, 3), 3e38)]"
     model = "m = torch.nn.Linear(3, 2); m.weight.data.fill_(9.0); return m"
     assert calibrate(tmp_path / "out", model=toy(data, model)) == 4
     said = one_sentence(capsys)
-    assert "Linear::Linear/linear, batch 1" in said
+    assert "batch 1: activation of Linear::Linear/linear" in said
 
 
 @pytest.mark.parametrize(
@@ -122,10 +151,14 @@ def test_damaged_results(calibrated: Path, damage: Callable[[Path], None], said:
 def test_an_edited_number_in_quant_info(calibrated: Path, capsys: Capture) -> None:
     path = calibrated / "quant_info.json"
     content = json.loads(path.read_text())
-    content["tensors"]["ResNet::input_0"]["input"]["scale"] = "wide"
+    for value in ("wide", 0, [1, 2, 3]):
+        content["tensors"]["ResNet::input_0"]["input"]["scale"] = value
+        path.write_text(json.dumps(content))
+        assert check(calibrated) == 5
+        assert "quant_info.json was changed after calibration" in one_sentence(capsys)
+    del content["tensors"]["ResNet::input_0"]
     path.write_text(json.dumps(content))
     assert check(calibrated) == 5
-    assert "damaged" in one_sentence(capsys)
 
 
 def test_other_weights_are_refused_by_name(calibrated: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -161,7 +194,8 @@ def test_a_second_run_in_one_folder_waits_its_turn(tmp_path: Path, capsys: Captu
     with open(folder / ".lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert calibrate(folder) == 5
-    assert "in use by another run" in one_sentence(capsys)
+        assert "in use by another run" in one_sentence(capsys)
+        assert calibrate(folder) == 5, "the refused run must not free the folder"
 
 
 def test_the_output_folder_is_a_file(tmp_path: Path, capsys: Capture) -> None:
@@ -193,6 +227,65 @@ def test_interrupted_then_resumed_equals_undisturbed(toy: Toy, tmp_path: Path, c
     for name in ("quant_info.json", "statistics.safetensors", "weights.safetensors"):
         assert (folder / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
     assert not list(folder.glob("checkpoint*"))
+
+
+def interrupted(toy: Toy, folder: Path, flag: Path) -> str:
+    """The model file of a calibration that was interrupted after four batches."""
+    data = INTERRUPTED.format(flag=str(flag)).strip().replace("\n", "\n    ")
+    model = toy(data)
+    assert calibrate(folder, model=model, config=None) == 130
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("checkpoint.safetensors", b"x", "is damaged"),
+        ("checkpoint.json", b"[]", "is damaged"),
+        ("checkpoint.json", b"{", "not a readable JSON file"),
+    ],
+)
+def test_a_damaged_checkpoint(toy: Toy, tmp_path: Path, capsys: Capture, name: str, content: bytes, said: str) -> None:
+    model = interrupted(toy, tmp_path / "out", tmp_path / "flag")
+    capsys.readouterr()
+    (tmp_path / "out" / name).write_bytes(content)
+    assert calibrate(tmp_path / "out", "--resume", model=model, config=None) == 5
+    assert said in one_sentence(capsys)
+
+
+@pytest.mark.parametrize("data", ["return [torch.ones(4, 3)] * 9", "return [torch.ones(4, 3)]"])
+def test_other_data_than_the_checkpoints(toy: Toy, tmp_path: Path, capsys: Capture, data: str) -> None:
+    interrupted(toy, tmp_path / "out", tmp_path / "flag")
+    capsys.readouterr()
+    assert calibrate(tmp_path / "out", "--resume", model=toy(data), config=None) == 5
+    assert "the data differ" in one_sentence(capsys)
+
+
+def test_resume_without_a_checkpoint_says_so(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
+    assert calibrate(tmp_path / "out", "--resume", model=toy(), config=None) == 0
+    assert "there is no checkpoint" in capsys.readouterr().err
+
+
+def test_interrupted_inside_a_batch(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that only some observers saw counts for none."""
+    from quantizer.observers import Observer
+
+    model = toy("g = torch.Generator().manual_seed(0); return [torch.randn(4, 3, generator=g) for _ in range(4)]")
+    original, seen = Observer.observe, []
+
+    def broken_off(self: Observer, x: object) -> None:
+        seen.append(x)
+        if len(seen) == 7:  # weights, bias, then input and output of two batches, the input of the third
+            raise KeyboardInterrupt
+        original(self, x)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Observer, "observe", broken_off)
+    assert calibrate(tmp_path / "out", model=model, config=None) == 130
+    monkeypatch.setattr(Observer, "observe", original)
+    assert calibrate(tmp_path / "out", "--resume", model=model, config=None) == 0
+    assert calibrate(tmp_path / "undisturbed", model=model, config=None) == 0
+    for name in ("quant_info.json", "statistics.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
 
 
 def test_a_checkpoint_of_another_run_is_refused(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
