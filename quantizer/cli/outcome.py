@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from quantizer.cli import session
@@ -31,4 +30,4 @@ def show(outcome: Outcome, options: RunOptions) -> None:
     console = session.console()
     for item in outcome.shown:
         # Paths and layer names are not markup, and a path is one line however long.
-        console.print(Text(item) if isinstance(item, str) else item, soft_wrap=not isinstance(item, Table))
+        console.print(Text(item) if isinstance(item, str) else item, soft_wrap=isinstance(item, str))

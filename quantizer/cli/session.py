@@ -148,7 +148,7 @@ def apply_passes(original: Graph, settings: Settings) -> Graph:
 def console(*, stderr: bool = False) -> Console:
     """A console that does not cut lines when it is not a terminal: layer names must survive a pipe."""
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else int(os.environ.get("COLUMNS", 0)) or 200
+    width = None if stream.isatty() else int(os.environ.get("COLUMNS", 0)) or 1000
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
 
 

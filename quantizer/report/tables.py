@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -13,80 +17,94 @@ from quantizer.plan.model import Plan
 from quantizer.report.summary import describe_spec
 
 _BAR = 20  # characters of a full bar
-_BAR_DB = 60.0  # an SQNR at which quantization no longer shows
 
 
-def damage_table(rows: list[dict[str, Any]], limit: int | None = None) -> Table:
-    """The layers sorted by damage; the bar is long where much is lost."""
-    table = _table(
-        ("layer", "left"),
-        ("tensor", "left"),
-        ("spec", "left"),
-        ("local dB", "right"),
-        ("accumulated dB", "right"),
-        ("loss", "left"),
-    )
-    for row in rows[:limit]:
-        local, accumulated = row["local_sqnr_db"], row["accumulated_sqnr_db"]
-        lost = max(0.0, min(1.0, 1 - (accumulated if accumulated is not None else local) / _BAR_DB))
-        table.add_row(
-            _name(row["layer"]), row["tensor"], row["spec"], _db(local), _db(accumulated), "█" * round(lost * _BAR)
+@dataclass(frozen=True)
+class Listing:
+    """Rows under titles; the first column is a name to copy, so it wraps but never loses letters.
+
+    Where the terminal is too narrow for one line a row, each row is its name and, indented below, its other columns.
+    """
+
+    titles: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    numbers: frozenset[str] = frozenset()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [max(len(text) for text in column) for column in zip(self.titles, *self.rows, strict=True)]
+        if sum(widths) + 2 * len(widths) <= options.max_width:
+            yield self._table()
+            return
+        for name, *values in self.rows:
+            yield Text(name)
+            told = [f"{title} {value}" for title, value in zip(self.titles[1:], values, strict=True) if value]
+            yield Padding(Text("  ".join(told)), (0, 0, 0, 4))
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for title in self.titles:
+            table.add_column(title, justify="right" if title in self.numbers else "left", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*map(Text, row))  # brackets in layer names are not markup
+        return table
+
+
+def damage_table(rows: list[dict[str, Any]]) -> Listing:
+    """The tensors sorted by damage; the bar is the tensor's own noise-to-signal ratio against the worst one's."""
+    ratios = [10 ** (-row["local_sqnr_db"] / 10) for row in rows]
+    worst = max(ratios, default=0.0)
+    lines = [
+        (
+            row["layer"],
+            row["tensor"],
+            row["spec"],
+            _db(row["local_sqnr_db"]),
+            _db(row["accumulated_sqnr_db"]),
+            "█" * round(_BAR * ratio / worst) if 0 < worst < math.inf else "",
         )
-    return table
+        for row, ratio in zip(rows, ratios, strict=True)
+    ]
+    titles = ("layer", "tensor", "spec", "local dB", "accumulated dB", "noise")
+    return Listing(titles, lines, frozenset(("local dB", "accumulated dB")))
 
 
-def metric_table(metrics: Mapping[str, Mapping[str, float]]) -> Table:
+def metric_table(metrics: Mapping[str, Mapping[str, float]]) -> Listing:
     """One line per metric: float, quantized, difference."""
-    table = _table(("metric", "left"), ("float", "right"), ("quantized", "right"), ("change", "right"))
-    for name, values in metrics.items():
-        before, after = values["float"], values["quantized"]
-        table.add_row(name, f"{before:.6g}", f"{after:.6g}", f"{after - before:+.6g}")
-    return table
+    rows = [
+        (name, f"{v['float']:.6g}", f"{v['quantized']:.6g}", f"{v['quantized'] - v['float']:+.6g}")
+        for name, v in metrics.items()
+    ]
+    titles = ("metric", "float", "quantized", "change")
+    return Listing(titles, rows, frozenset(titles[1:]))
 
 
-def rule_table(plan: Plan) -> Table:
+def rule_table(plan: Plan) -> Listing:
     """What each block of the config found."""
-    table = _table(("rule", "left"), ("selector", "left"), ("layers", "right"), ("tensors", "right"))
-    for rule in plan.rules:
-        table.add_row(_name(rule.label), _name(rule.selector), str(len(rule.layers)), str(rule.took_effect))
-    return table
+    rows = [(rule.label, rule.selector, str(len(rule.layers)), str(rule.took_effect)) for rule in plan.rules]
+    return Listing(("rule", "selector", "layers", "tensors"), rows, frozenset(("layers", "tensors")))
 
 
-def plan_table(plan: Plan) -> Table:
+def plan_table(plan: Plan) -> Listing:
     """Each quantized tensor and its spec, in execution order; then what stays float."""
-    table = _table(("layer", "left"), ("tensor", "left"), ("spec", "left"))
+    rows: list[tuple[str, ...]] = []
     for node in plan.graph.nodes:
-        for role, tensor in plan.of_layer(node.name).items():
-            table.add_row(_name(node.name), role, describe_spec(tensor.spec))
+        rows += [(node.name, role, describe_spec(tensor.spec)) for role, tensor in plan.of_layer(node.name).items()]
         if node.name in plan.floats and node.row.kind != "structural":
-            table.add_row(_name(node.name), "activation", Text(f"float: {plan.floats[node.name]}", style="dim"))
-    return table
+            rows.append((node.name, "activation", f"float: {plan.floats[node.name]}"))
+    return Listing(("layer", "tensor", "spec"), rows)
 
 
-def layer_table(graph: Graph, tensors: Iterable[tuple[str, str]], floats: Mapping[str, str]) -> Table:
+def layer_table(graph: Graph, tensors: Iterable[tuple[str, str]], floats: Mapping[str, str]) -> Listing:
     """All layers: name, operator, output shape ("b" is the batch), quantized tensors, else why the output is float."""
     roles: dict[str, list[str]] = {}
     for layer, role in tensors:
         roles.setdefault(layer, []).append(role)
-    table = _table(("layer", "left"), ("operator", "left"), ("output", "left"), ("quantized", "left"))
+    rows = []
     for node in graph.nodes:
         shape = "" if node.shape is None else "x".join("b" if size is None else str(size) for size in node.shape)
-        what = ", ".join(roles.get(node.name, ())) or Text(floats.get(node.name, ""), style="dim")
-        table.add_row(_name(node.name), node.op, shape, what)
-    return table
-
-
-def _table(*columns: tuple[str, str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title, justify in columns:
-        # A layer name is to be copied into a config: it may wrap, but never lose letters.
-        table.add_column(title, justify=justify, overflow="fold", no_wrap=title != "layer")  # type: ignore[arg-type]
-    return table
-
-
-def _name(text: str) -> Text:
-    """As it is: brackets in layer names are not markup."""
-    return Text(text)
+        why = f"float: {floats[node.name]}" if node.name in floats else ""
+        rows.append((node.name, node.op, shape, ", ".join(roles.get(node.name, ())) or why))
+    return Listing(("layer", "operator", "output", "tensors"), rows)
 
 
 def _db(value: float | None) -> str:
