@@ -23,7 +23,7 @@ def check_meaning(layered: Layered) -> Iterator[Diagnostic]:
     for scope in scopes:
         found = conflicts(scope.spec(), scope.role, layered.settings.target_device if device else "")
         yield from filter(None, (_conflict(conflict, scope.merged(), device) for conflict in found))
-        yield from _under_float(scope)
+        yield from filter(None, (_refused(block, dtype) for block, dtype in _under_float(scope)))
     yield from _reserved(layered.settings)
     yield from _unused(layered, scopes)
     for level in (layered.top, *layered.layers):
@@ -75,22 +75,24 @@ def _conflict(conflict: Conflict, merged: Mapping[str, Sourced], device: Place |
     )
 
 
-def _under_float(scope: _Scope) -> Iterator[Diagnostic]:
-    """Integer parameters in a block that inherits a floating-point datatype from a wider one."""
+def _under_float(scope: _Scope) -> Iterator[tuple[Block, Sourced]]:
+    """The blocks with integer parameters that inherit a floating-point datatype from a wider one, and that datatype."""
     stating = [at for at, block in enumerate(scope.blocks) if "dtype" in block]
-    if not stating or scope.blocks[stating[-1]]["dtype"].value == "int":
-        return
-    dtype = scope.blocks[stating[-1]]["dtype"]
-    for block in scope.blocks[stating[-1] + 1 :]:
-        place = min((sourced.place for sourced in block.values() if sourced.place), default=None)
-        if place and dtype.place:
-            yield Diagnostic(
-                "QZ306",
-                f"these parameters would have no effect: the datatype is {dtype.value}",
-                place,
-                help='write "datatype": "int" beside them, or remove them',
-                related=((dtype.place, "inherited from here"),),
-            )
+    if stating and (dtype := scope.blocks[stating[-1]]["dtype"]).value != "int":
+        yield from ((block, dtype) for block in scope.blocks[stating[-1] + 1 :])
+
+
+def _refused(block: Block, dtype: Sourced) -> Diagnostic | None:
+    place = min((sourced.place for sourced in block.values() if sourced.place), default=None)
+    if not place or not dtype.place:
+        return None
+    return Diagnostic(
+        "QZ306",
+        f"these parameters would have no effect: the datatype is {dtype.value}",
+        place,
+        help='write "datatype": "int" beside them, or remove them',
+        related=((dtype.place, "inherited from here"),),
+    )
 
 
 def _reserved(settings: Settings) -> Iterator[Diagnostic]:
@@ -102,7 +104,8 @@ def _reserved(settings: Settings) -> Iterator[Diagnostic]:
 
 def _unused(layered: Layered, scopes: list[_Scope]) -> Iterator[Diagnostic]:
     """Parameters that no spec reads, one finding per block; an overall block has to be complete, read or not."""
-    used = {sourced.place for scope in scopes for sourced in _read(scope)}
+    told = {sourced.place for scope in scopes for block, _ in _under_float(scope) for sourced in block.values()}
+    used = {sourced.place for scope in scopes for sourced in _read(scope)} | told
     for level in (layered.top, *layered.layers):
         blocks = [
             (level.overall["weights"], True),
