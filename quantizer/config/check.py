@@ -61,17 +61,18 @@ def _roles(level: Level) -> Iterable[Role]:
 
 
 def _conflict(conflict: Conflict, merged: Mapping[str, Sourced], device: Place | None) -> Diagnostic | None:
-    """The conflict at the value written last, the others related; None if one is missing, which is told elsewhere."""
-    places = [merged[name].place for name in conflict.fields if name in merged]
-    written = sorted(place for place in places if place)
-    if len(written) < len(conflict.fields):
+    """An error at the value written last, a warning at the idle value; None if one is missing, told elsewhere."""
+    named = [merged[name].place for name in conflict.fields if name in merged]
+    places = [place for place in named if place]
+    if len(places) < len(conflict.fields):
         return None
-    *others, last = written
-    related = [(place, "in conflict with this") for place in others]
+    idle = conflict.severity == "warning"
+    at, *others = places if idle else sorted(places, reverse=True)
+    related = [(place, "because of this" if idle else "in conflict with this") for place in sorted(others)]
     if conflict.on_device and device:
         related.append((device, "for this device"))
     return Diagnostic(
-        conflict.code, conflict.message, last, conflict.severity, help=conflict.help, related=tuple(related)
+        conflict.code, conflict.message, at, conflict.severity, help=conflict.help, related=tuple(related)
     )
 
 

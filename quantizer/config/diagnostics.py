@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quantizer.errors import UsageError
@@ -50,7 +50,11 @@ class ConfigError(UsageError):
 
 
 def in_order(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """The findings sorted by place, those of one cause (the same code at the same place) told once."""
-    once = {(found.code, found.place, found.severity): found for found in reversed(diagnostics)}
+    """The findings sorted by place, those of one cause (same code, same place) told once, with all related places."""
+    once: dict[tuple[str, Place | None, Severity], Diagnostic] = {}
+    for found in diagnostics:
+        first = once.setdefault((found.code, found.place, found.severity), found)
+        related = tuple(dict.fromkeys((*first.related, *found.related)))
+        once[found.code, found.place, found.severity] = replace(first, related=related)
     nowhere = Place("", 0, 0)
     return tuple(sorted(once.values(), key=lambda found: (found.place or nowhere, found.code)))

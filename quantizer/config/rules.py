@@ -18,7 +18,10 @@ _CONTEXT = ("tensor", "target_device")
 
 @dataclass(frozen=True)
 class Conflict:
-    """One broken rule: `fields` are fields of `QuantizationSpec`; `on_device` says that the device counts too."""
+    """One broken rule: `fields` are fields of `QuantizationSpec`, the one that the message is about first.
+
+    `on_device` says that the device counts too; a warning names devices only to keep quiet where an error speaks.
+    """
 
     code: str
     message: str
@@ -61,12 +64,13 @@ def _validators() -> tuple[tuple[Mapping[str, Any], Draft7Validator], ...]:
 
 
 def _conflict(rule: Mapping[str, Any], message: str) -> Conflict:
+    severity = rule.get("severity", "error")
     named = (*rule["then"]["properties"], *rule["if"]["properties"])
     return Conflict(
         code=rule["code"],
         message=message,
         fields=tuple(name for name in named if name not in _CONTEXT),
         help=rule["help"],
-        severity=rule.get("severity", "error"),
-        on_device="target_device" in named,
+        severity=severity,
+        on_device=severity == "error" and "target_device" in named,
     )
