@@ -1,39 +1,55 @@
-"""`quantizer explain`: the page of a code or of a config key, or what holds for one layer."""
+"""`quantizer explain`: the page of a code or of a config key, the list of them, or what holds for one layer."""
 
 from __future__ import annotations
 
 import importlib
+import re
 
 import click
 
 from quantizer.cli.options import SETTINGS, ModelOptions, model_options
 from quantizer.config.codes import all_codes
-from quantizer.config.pages import code_page, key_names, key_page
-from quantizer.config.wording import closest
+from quantizer.config.pages import code_page, contents, key_names, key_page
+from quantizer.config.wording import closest, listed, quoted
 from quantizer.errors import UsageError
+
+_LINK = re.compile(r"\[([^][]+)\]\([^()]+\)")
+"""A link in Markdown; a terminal shows its text alone."""
 
 
 @click.command(context_settings=SETTINGS)
-@click.argument("name", metavar="CODE|KEY|LAYER")
+@click.argument("name", metavar="[CODE|KEY|LAYER]", required=False)
 @model_options
-def explain(name: str, options: ModelOptions) -> int | None:
+def explain(name: str | None, options: ModelOptions) -> int | None:
     """Explain a code such as QZ301, a config key such as round_mode, or, with --model, what holds for one layer.
 
+    Without a name: the list of all codes and keys.
+
     \b
+    quantizer explain
     quantizer explain QZ301
     quantizer explain round_mode
     quantizer explain --config configs/example.json --model examples/digits.py layer1.0.conv1
     """
+    if name is None:
+        click.echo(contents(), nl=False)
+        return None
     if options.model is not None:
         layers = importlib.import_module("quantizer.cli.explain_layer")
         code: int | None = layers.explain_layer(name, options)
         return code
     if name.upper() in all_codes():
-        click.echo(code_page(name.upper()), nl=False)
-    elif name in key_names():
-        click.echo(key_page(name), nl=False)
+        page = code_page(name.upper())
+    elif name.lower() in key_names():
+        page = key_page(name.lower())
     else:
-        near = closest(name, [*key_names(), *all_codes()])
-        remedy = f'did you mean "{near}"?' if near else "give --model to ask about a layer"
-        raise UsageError(f'there is no code and no config key "{name}"', help=remedy)
+        raise UsageError(f"there is no code and no config key {quoted(name)}", help=_help_for(name))
+    click.echo(_LINK.sub(r"\1", page), nl=False)
     return None
+
+
+def _help_for(name: str) -> str:
+    beginning = [code for code in all_codes() if len(name) > 2 and code.startswith(name.upper())]
+    near = listed(beginning) or closest(name, [*key_names(), *all_codes()])
+    every = "`quantizer explain` lists all codes and keys, and --model M asks about a layer"
+    return f"did you mean {near}? {every}" if near else every

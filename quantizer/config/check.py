@@ -15,6 +15,9 @@ from quantizer.config.rules import Conflict, conflicts
 RESERVED = frozenset({"include_cle", "include_bias_corr", "change_concat_input_fix", "change_pool_input_fix"})
 """Settings that are accepted though nothing reads them yet."""
 
+LEAST_PERCENTAGE = 50
+"""A smaller percentage is taken for a slip."""
+
 
 def check_meaning(layered: Layered) -> Iterator[Diagnostic]:
     """Findings on a file whose structure is sound, or on the sound part of it."""
@@ -24,6 +27,7 @@ def check_meaning(layered: Layered) -> Iterator[Diagnostic]:
         found = conflicts(scope.spec(), scope.role, layered.settings.target_device if device else "")
         yield from filter(None, (_conflict(conflict, scope.merged(), device) for conflict in found))
         yield from filter(None, (_refused(block, dtype) for block, dtype in _under_float(scope)))
+        yield from _small_percentage(scope)
     yield from _reserved(layered.settings)
     yield from _unused(layered, scopes)
     for level in (layered.top, *layered.layers):
@@ -93,6 +97,22 @@ def _refused(block: Block, dtype: Sourced) -> Diagnostic | None:
         place,
         help='write "datatype": "int" beside them, or remove them',
         related=((dtype.place, "inherited from here"),),
+    )
+
+
+def _small_percentage(scope: _Scope) -> Iterator[Diagnostic]:
+    """A percentage that clips more than half of the values: most likely a fraction was meant."""
+    spec, sourced = scope.spec(), scope.merged().get("percentage")
+    if spec.dtype != "int" or spec.method != "percentile" or sourced is None or spec.percentage >= LEAST_PERCENTAGE:
+        return
+    as_percent = f"{spec.percentage * 100:.10g}"
+    meant = LEAST_PERCENTAGE <= spec.percentage * 100 <= 100
+    yield Diagnostic(
+        "QZ113",
+        f"this keeps {spec.percentage:.10g} % of the values and clips the rest",
+        sourced.place,
+        "warning",
+        help=f'did you mean "percentage": {as_percent}?' if meant else 'for example "percentage": 99.9',
     )
 
 

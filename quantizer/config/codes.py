@@ -102,6 +102,16 @@ CODES: dict[str, Code] = {
         "per_channel in an overall block holds for the weights; the other tensors have one scale.",
         'Write `"weights": {"per_channel": true}` in tensor_quantize_config to say the same without the warning.',
     ),
+    "QZ113": Code(
+        "percentage below 50",
+        "The percentage is in percent: at 0.99 the percentile method keeps one value in a hundred, not 99.",
+        "Write 99 for 99 %.",
+    ),
+    "QZ114": Code(
+        "the other file form",
+        "Keys such as global_quant_config and layer_quant_config belong to a form that this version does not read.",
+        "Write the file in the form that is read; `quantizer init` writes one to start from.",
+    ),
     "QZ402": Code(
         "a selector matches no layer",
         "A rule that silently matches nothing would be lost.",

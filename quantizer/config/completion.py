@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantizer.config.document import Document
+from quantizer.config.form import other_form
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest
 
@@ -49,7 +50,9 @@ def paste(members: Mapping[str, Any]) -> str:
 
 
 def incomplete_blocks(document: Document) -> dict[str, dict[str, Any]]:
-    """The pointer of each block that lacks required keys, with what it lacks."""
+    """The pointer of each block that lacks required keys, with what it lacks; none in a file of the other form."""
+    if other_form(document):
+        return {}
     entries = document.value.get("layer_quantize_config")
     layers = [f"/layer_quantize_config/{at}" for at in range(len(entries))] if isinstance(entries, list) else []
     overall = [f"{level}/overall_quantize_config" for level in ("", *layers)]

@@ -10,6 +10,7 @@ from typing import Any
 from quantizer.config.check import check_meaning
 from quantizer.config.diagnostics import ConfigError, Diagnostic, in_order
 from quantizer.config.document import Document, Text
+from quantizer.config.form import other_form
 from quantizer.config.layered import translate
 from quantizer.config.model import ROLES, Config
 from quantizer.config.read import read_document
@@ -46,6 +47,9 @@ def load_config(path: str | os.PathLike[str]) -> LoadResult:
 
 def check_document(document: Document) -> LoadResult:
     """Check a parsed document; the part of it that is sound is checked for conflicts even if another part is not."""
+    foreign = other_form(document)
+    if foreign:
+        return LoadResult(None, (foreign,), {document.source.name: document.source.text}, document)
     structure = check_structure(document)
     if len(structure) > MANY:
         return LoadResult(None, in_order(structure), {document.source.name: document.source.text}, document)

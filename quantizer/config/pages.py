@@ -42,6 +42,14 @@ def code_page(code: str) -> str:
     return _code_section(code).replace("## ", "# ", 1) + "\n"
 
 
+def contents() -> str:
+    """Every code and every key, a line each, with its title or description."""
+    rows = {code: entry.title for code, entry in all_codes().items()}
+    rows |= {key: entry["description"] for key, (entry, _) in _keys().items()}
+    width = max(map(len, rows))
+    return "".join(f"{name:<{width}}  {meaning}\n" for name, meaning in rows.items())
+
+
 def rules_page() -> str:
     """All codes in one page."""
     intro = (

@@ -68,16 +68,22 @@ def _decode(name: str, data: bytes) -> Text:
         )
     if b"\0" in data:
         at = data.index(b"\0")
-        raise _unreadable(
-            name, f"the file is not UTF-8 text at byte {at}: there is a NUL byte", code="QZ002", help="save it as UTF-8"
-        )
+        raise _undecodable(name, data, at, f"the file is not UTF-8 text at byte {at}: there is a NUL byte")
     encoding = "utf-8-sig" if data.startswith(b"\xef\xbb\xbf") else "utf-8"
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError as error:
         at = error.start + (3 if encoding == "utf-8-sig" else 0)
-        raise _unreadable(name, f"the file is not UTF-8 at byte {at}", code="QZ002", help="save it as UTF-8") from None
+        raise _undecodable(name, data, at, f"the file is not UTF-8 at byte {at}") from None
     return Text(name, text, encoding)
+
+
+def _undecodable(name: str, data: bytes, at: int, message: str) -> ConfigError:
+    """The finding at the line and column of byte `at`; in the excerpt a mark stands for what is not UTF-8."""
+    shown = Text(name, data.decode("utf-8-sig", errors="replace"))
+    start = len(data[:at].decode("utf-8-sig", errors="replace"))
+    found = Diagnostic("QZ002", message, shown.place((start, start + 1)), help="save it as UTF-8")
+    return ConfigError([found], {name: shown.text})
 
 
 def _unreadable(name: str, message: str, *, code: str = "QZ001", help: str | None = None) -> ConfigError:  # noqa: A002

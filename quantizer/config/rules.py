@@ -44,7 +44,8 @@ def conflicts(spec: QuantizationSpec, role: Role, device: str) -> tuple[Conflict
 
     Floating-point specs break none.
 
-    >>> [conflict.code for conflict in conflicts(QuantizationSpec(symmetric=False, method="mse"), "activation", "CPU")]
+    >>> spec = QuantizationSpec(symmetric=False, signed=False, method="mse")
+    >>> [conflict.code for conflict in conflicts(spec, "activation", "CPU")]
     ['QZ302']
     """
     if spec.dtype != "int":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,14 +29,33 @@ def test_every_code_has_a_page(code: str, capsys: pytest.CaptureFixture[str]) ->
 def test_every_key_has_a_page_with_default_and_example(key: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["explain", key]) == 0
     page = capsys.readouterr().out
-    assert page == (DOCS / "config" / f"{key}.md").read_text("utf-8")
+    document = (DOCS / "config" / f"{key}.md").read_text("utf-8")
+    assert page == re.sub(r"\[(QZ\d+)\]\(\.\./rules\.md#qz\d+\)", r"\1", document)
+    assert "](" not in page
     assert f'```json\n"{key}": ' in page
     assert "Default: " in page or key == "overall_quantize_config"
 
 
-def test_unknown_name_gets_the_closest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["explain", "round_mod"]) == 2
-    assert 'did you mean "round_mode"?' in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("round_mod", "did you mean round_mode?"),
+        ("qz30", "did you mean QZ301, QZ302, QZ303"),
+        ("QZ999", "did you mean QZ"),
+        ("foo", "`quantizer explain` lists all codes and keys"),
+    ],
+)
+def test_unknown_name_gets_the_closest_or_the_way_to_all(
+    name: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["explain", name]) == 2
+    assert remedy in capsys.readouterr().err
+
+
+def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["explain"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == [*all_codes(), *key_names()]
 
 
 def test_a_layer_is_passed_on_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
