@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from quantizer.config.diagnostics import Diagnostic, Place
@@ -26,7 +26,7 @@ def check_meaning(layered: Layered) -> Iterator[Diagnostic]:
     for scope in scopes:
         found = conflicts(scope.spec(), scope.role, layered.settings.target_device if device else "")
         yield from filter(None, (_conflict(conflict, scope.merged(), device) for conflict in found))
-        yield from filter(None, (_refused(block, dtype) for block, dtype in _under_float(scope)))
+        yield from filter(None, (refused_under_float(block, dtype) for block, dtype in under_float(scope.blocks)))
         yield from _small_percentage(scope)
     yield from _reserved(layered.settings)
     yield from _unused(layered, scopes)
@@ -80,14 +80,15 @@ def _conflict(conflict: Conflict, merged: Mapping[str, Sourced], device: Place |
     )
 
 
-def _under_float(scope: _Scope) -> Iterator[tuple[Block, Sourced]]:
-    """The blocks with integer parameters that inherit a floating-point datatype from a wider one, and that datatype."""
-    stating = [at for at, block in enumerate(scope.blocks) if "dtype" in block]
-    if stating and (dtype := scope.blocks[stating[-1]]["dtype"]).value != "int":
-        yield from ((block, dtype) for block in scope.blocks[stating[-1] + 1 :])
+def under_float(blocks: Sequence[Block]) -> Iterator[tuple[Block, Sourced]]:
+    """The blocks that inherit a floating-point datatype from a wider one, and that datatype; the widest comes first."""
+    stating = [at for at, block in enumerate(blocks) if "dtype" in block]
+    if stating and (dtype := blocks[stating[-1]]["dtype"]).value != "int":
+        yield from ((block, dtype) for block in blocks[stating[-1] + 1 :])
 
 
-def _refused(block: Block, dtype: Sourced) -> Diagnostic | None:
+def refused_under_float(block: Block, dtype: Sourced) -> Diagnostic | None:
+    """The finding for a block's parameters that an inherited floating-point datatype makes dead, if it has any."""
     place = min((sourced.place for sourced in block.values() if sourced.place), default=None)
     if not place or not dtype.place:
         return None
@@ -125,7 +126,7 @@ def _reserved(settings: Settings) -> Iterator[Diagnostic]:
 
 def _unused(layered: Layered, scopes: list[_Scope]) -> Iterator[Diagnostic]:
     """Parameters that no spec reads, one finding per block; an overall block has to be complete, read or not."""
-    told = {sourced.place for scope in scopes for block, _ in _under_float(scope) for sourced in block.values()}
+    told = {sourced.place for scope in scopes for block, _ in under_float(scope.blocks) for sourced in block.values()}
     used = {sourced.place for scope in scopes for sourced in _read(scope)} | told
     for level in (layered.top, *layered.layers):
         blocks = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from quantizer.config import check
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import Config, QuantizationSpec, Role, Rule, Sourced
 from quantizer.config.rules import conflicts
@@ -74,18 +75,6 @@ def conflicting(
 
 def under_float(role: Role, spec: QuantizationSpec, rules: Sequence[Rule]) -> Iterator[Diagnostic]:
     """Integer values of a rule that inherits a floating-point datatype from a weaker one; `rules` are weakest first."""
-    blocks = [rule.fields.get(role, {}) for rule in rules]
-    stating = [at for at, block in enumerate(blocks) if "dtype" in block]
-    if spec.dtype == "int" or not stating:
-        return
-    dtype = blocks[stating[-1]]["dtype"]
-    for block in blocks[stating[-1] + 1 :]:
-        place = min((sourced.place for sourced in block.values() if sourced.place), default=None)
-        if place and dtype.place:
-            yield Diagnostic(
-                "QZ306",
-                f"these parameters would have no effect: the datatype is {dtype.value}",
-                place,
-                help='write "datatype": "int" beside them, or remove them',
-                related=((dtype.place, "inherited from here"),),
-            )
+    if spec.dtype != "int":
+        blocks = [rule.fields.get(role, {}) for rule in rules]
+        yield from filter(None, (check.refused_under_float(*inherited) for inherited in check.under_float(blocks)))
