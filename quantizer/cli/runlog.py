@@ -1,6 +1,4 @@
-"""run.json and run.log: how a run was started, on what, and how it ended. The only files that differ between equal
-runs.
-"""
+"""run.json and run.log: how a run began and ended; the only files that differ between equal runs."""
 
 from __future__ import annotations
 

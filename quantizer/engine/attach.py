@@ -15,9 +15,7 @@ QParamsByTensor = Mapping[tuple[str, str], tuple[QuantizationSpec, Tensor, Tenso
 
 
 def quantized_network(graph: Graph, qparams: QParamsByTensor) -> Network:
-    """A network with a quantizer for each (layer, role) of `qparams`: spec, scale, zero point. Weights are quantized at
-    once.
-    """
+    """A network with the quantizers of `qparams`: spec, scale, zero point. Weights are quantized at once."""
     network = Network(graph)
     for (name, role), (spec, scale, zero_point) in qparams.items():
         quantizer = TensorQuantizer(spec, scale, zero_point, inplace=writes_inplace(graph, name, role))

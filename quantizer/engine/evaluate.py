@@ -1,6 +1,4 @@
-"""Float and quantized network on the same batches, node by node: what each tensor loses, and what the outputs are
-worth.
-"""
+"""Float and quantized network on the same batches, node by node: what each tensor and the output lose."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from quantizer.nn.network import Network
 FORMAT = 1
 INFO = "quant_info.json"
 WEIGHTS = "weights.safetensors"
+TESTED = ("report.json", "layers.csv", "export/verify.json")  # what test mode found holds for one calibration only
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def write_results(
     between equal runs.
     """
     plan, graph = calibration.plan, calibration.plan.graph
-    (folder / INFO).unlink(missing_ok=True)
+    for name in (INFO, *TESTED):
+        (folder / name).unlink(missing_ok=True)
     files = {
         WEIGHTS: write_tensors(folder / WEIGHTS, network.state_dict()),
         "statistics.safetensors": write_tensors(folder / "statistics.safetensors", calibration.state_dict()),

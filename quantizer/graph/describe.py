@@ -1,6 +1,4 @@
-"""How a node is written down: the class in `quantizer.nn` and its arguments. The executor and the generated code both
-read this.
-"""
+"""How a node is written down, for the executor and the generated code: class in `quantizer.nn`, arguments."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The readable `<Model>.py`: one line per layer, ending in its name, and a straight-line forward. Only literals reach
-the text.
-"""
+"""The readable `<Model>.py`: a line per layer, ending in its name, and a straight forward; literals only."""
 
 from __future__ import annotations
 

@@ -92,9 +92,7 @@ class Graph:
 
     @cached_property
     def consumers(self) -> dict[str, tuple[str, ...]]:
-        """For each node the names of those that read its values; sizes do not count, "" stands for the network's
-        output.
-        """
+        """Who reads each node's values, by name; sizes do not count, "" stands for the network's output."""
         table: dict[str, list[str]] = {node.name: [] for node in self.nodes}
         for node in self.nodes:
             if node.op != "size":
@@ -133,9 +131,7 @@ def map_refs(value: Any, change: Callable[[str], Any]) -> Any:
 
 
 def rewire(graph: Graph, moved: Mapping[str, str], absorbed: Mapping[str, str] | None = None) -> Graph:
-    """Drop the nodes in `moved` and let their readers read the node they moved to; `absorbed` records layers that went
-    into another.
-    """
+    """Drop the nodes in `moved`, whose readers read the node moved to; `absorbed` records who took which layer."""
 
     def final(name: str) -> Ref:
         while name in moved:

@@ -151,8 +151,6 @@ _BY_ATEN: dict[str, Op] = {aten: row for row in _ROWS for aten in row.aten}
 
 
 def find_op(packet: str) -> Op:
-    """The row of an aten packet name (`conv2d`, `relu_`); in-place spellings are the same operator; else an "unknown"
-    row.
-    """
+    """The row of an aten packet name (`conv2d`; `relu_` is `relu`); an "unknown" row for what has none."""
     row = _BY_ATEN.get(packet) or _BY_ATEN.get(packet.removesuffix("_"))
     return row or Op(packet.removesuffix("_") or packet, "unknown", fresh=False)

@@ -1,6 +1,4 @@
-"""Fills a generated network from the folder it lies in: weights.safetensors and quant_info.json. Reads data, never
-code.
-"""
+"""Fills a generated network from weights.safetensors and quant_info.json beside it. Reads data, never code."""
 
 from __future__ import annotations
 

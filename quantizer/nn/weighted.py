@@ -1,6 +1,4 @@
-"""Layers with a weight: torch's own, plus quantizers. Their parameters are filled by whoever builds them, never at
-random.
-"""
+"""Layers with a weight: torch's own, plus quantizers. Whoever builds them fills the parameters; nothing is random."""
 
 from __future__ import annotations
 

@@ -18,9 +18,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Layout:
-    """`groups` by the layer where each is quantized; `served` says which group another layer's output belongs to, or
-    why none.
-    """
+    """`groups` by the layer where each is quantized; `served` names the layer that quantizes another's output."""
 
     groups: dict[str, Group]
     served: dict[str, str]

@@ -1,6 +1,4 @@
-"""Which layers a selector finds. A selector that finds nothing is the caller's error to report; this room gives the
-closest names.
-"""
+"""Which layers a selector finds, and the closest names when it finds none; reporting that is the caller's."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ def match(selector: Selector, graph: Graph, original: Graph) -> Match:
 
 
 def type_names(node: Node) -> frozenset[str]:
-    """All words that select the node by type: the operator, its torch classes and functions, the classes of its
-    modules; short and full.
-    """
+    """All words that select the node by type: operator, torch's names for it, its modules' classes."""
     names = {node.op, *node.row.types, *node.classes}
     return frozenset(
         names
@@ -84,9 +80,7 @@ def _by_name(text: str, graph: Graph, original: Graph) -> Match:
 
 
 def _pattern(text: str) -> re.Pattern[str] | None:
-    """The regular expression of `re:…` or of a glob, where `*` and `?` are special and brackets are literal, as in
-    layer names.
-    """
+    """The regular expression of `re:…` or of a glob; brackets are literal there, as layer names have them."""
     if text.startswith("re:"):
         try:
             return re.compile(text[3:])

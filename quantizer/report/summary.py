@@ -21,9 +21,7 @@ def layer_rows(comparison: Comparison, specs: Specs) -> list[dict[str, Any]]:
 
 
 def report(metrics: Mapping[str, float], rows: list[dict[str, Any]], stamp: str | None) -> dict[str, Any]:
-    """report.json; infinite figures are written as null, as JSON has none. `stamp` marks results that say nothing of
-    real data.
-    """
+    """report.json, infinite figures as null. `stamp` marks results that say nothing of real data."""
     found: dict[str, Any] = {"metrics": {key: finite(value) for key, value in metrics.items()}}
     found["layers"] = [{key: finite(value) for key, value in row.items()} for row in rows]
     return found | {"stamp": stamp} if stamp else found

@@ -200,3 +200,10 @@ def test_results_can_be_moved(calibrated: Path, tmp_path: Path) -> None:
     moved.parent.mkdir()
     shutil.move(calibrated, moved)
     assert check(moved) == 0
+
+
+def test_calibrating_again_removes_what_the_old_test_found(calibrated: Path) -> None:
+    assert check(calibrated) == 0
+    assert (calibrated / "report.json").exists()
+    assert calibrate(calibrated) == 0
+    assert not [name for name in ("report.json", "layers.csv") if (calibrated / name).exists()]

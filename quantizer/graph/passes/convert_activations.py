@@ -1,6 +1,4 @@
-"""Activations that some devices lack, replaced by ones they have. These two change the float function, so the config
-asks for them.
-"""
+"""Activations that devices lack, replaced by ones they have: this changes the float function, if the config asks."""
 
 from __future__ import annotations
 
