@@ -76,7 +76,7 @@ def calibration(planned: Plan, batches: list[Batch]) -> object:
     network = Network(planned.graph)
     found = calibrate.start(planned, network)
     calibrate.run(found, network, batches)
-    return list(calibrate.qparams(found))
+    return calibrate.solution(found)
 
 
 def quantized(planned: Plan, batches: list[Batch]) -> Network:
@@ -84,8 +84,7 @@ def quantized(planned: Plan, batches: list[Batch]) -> Network:
     network = Network(planned.graph)
     found = calibrate.start(planned, network)
     calibrate.run(found, network, batches)
-    scales = {key: (planned.tensors[key].spec, scale, zero) for key, scale, zero in calibrate.qparams(found)}
-    return quantized_network(planned.graph, scales)
+    return quantized_network(planned.graph, calibrate.solution(found))
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch import Tensor
 from toys import built, traced
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.engine.solution import Solution
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network, observe
@@ -26,9 +27,10 @@ def deployment(name: str, batch: int = 3) -> Deployment:
     return Deployment(traced(name), calibrated(traced(name), args, kwargs), args, kwargs)
 
 
-def calibrated(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[tuple[str, str], Any]:
+def calibrated(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Solution:
     """Every float value and weight of the graph with its spec, scale and zero point."""
-    network, found = Network(graph), {}
+    network = Network(graph)
+    found: dict[Any, Any] = {}
 
     def watcher(name: str) -> Callable[[Tensor], None]:
         return lambda value: found.update({(name, "activation"): (ACTIVATION, *fitted(value, ACTIVATION))})
@@ -39,7 +41,7 @@ def calibrated(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
     for node in graph.nodes:
         if node.row.weight and "weight" in node.params:
             found[node.name, "weights"] = (WEIGHTS, *fitted(network.layers[node.name].weight, WEIGHTS))
-    return found
+    return Solution(found)
 
 
 def fitted(value: Tensor, spec: QuantizationSpec) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ def deploy(options: RunOptions, outcome: Outcome, graph: Graph, info: QuantInfo,
     if folder.is_symlink():
         raise ResultError(f"{folder} is a link to another folder", help="remove the link")
     batch = next(iter(batches)).to("cpu")
-    deployment = Deployment(graph, info.tensors, batch.args, batch.kwargs, info.settings.onnx_opset_version)
+    deployment = Deployment(graph, info.solution, batch.args, batch.kwargs, info.settings.onnx_opset_version)
     files, lines = {}, []
     for target in dict.fromkeys(options.deploy):
         path = folder / f"{graph.model}{EXPORTERS[target].suffix}"

@@ -18,6 +18,7 @@ from quantizer.cli.gates import parse_gate
 from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome, show
 from quantizer.cli.progress import BatchProgress
+from quantizer.cli.refine import refine
 from quantizer.engine import calibrate, checkpoint, evaluate, results
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.files import locked, write_bytes, write_json
@@ -104,7 +105,8 @@ def run_calib(options: RunOptions) -> Outcome:
                     logger.warning("stopped after %d batches; --resume goes on from there", calibration.batches)
                 raise
         run_facts = {"seed": options.seed, "data": batches.fingerprint, "stamp": batches.stamp}
-        results.write_results(folder, original, read.config, calibration, network, run_facts)
+        found = refine(options, calibration, batches)
+        results.write_results(folder, original, read.config, calibration, found, run_facts)
         keeper.remove()
     content = {"tensors": len(plan.tensors), "batches": calibration.batches, "results": str(folder)}
     said = f"{len(plan.tensors)} tensors calibrated on {calibration.batches} batches; results: {folder}"
@@ -125,8 +127,9 @@ def run_test(options: RunOptions) -> Outcome:
             results.check_plan(info, read.config, session.make_plan(read, original, quiet=True).tensors)
         graph = session.apply_passes(original, info.settings)
         if options.inspect:
-            session.console().print(tables.layer_table(graph, info.tensors, {}))
-        reference, quantized = Network(graph), quantized_network(graph, info.tensors)
+            session.console().print(tables.layer_table(graph, info.solution.tensors, {}))
+        reference = Network(session.apply_passes(original, info.settings, device=False))
+        quantized = quantized_network(graph, info.solution)
         quantized.to(session.device_of(options))
         with BatchProgress("test", batches.total, bar=session.shows_bars(), quiet=options.quiet) as progress:
             compared = evaluate.compare(reference, quantized, _on_device(options, batches), progress.advance)
@@ -173,7 +176,7 @@ def _report(
     stamp: str | None,
 ) -> Outcome:
     """Write what test mode found, and say what to show of it."""
-    rows = summary.layer_rows(compared, {key: spec for key, (spec, _, _) in info.tensors.items()})
+    rows = summary.layer_rows(compared, {key: spec for key, (spec, _, _) in info.solution.tensors.items()})
     metrics = compared.metrics()
     for name, pair in pairs.items():
         metrics |= {

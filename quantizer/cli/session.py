@@ -140,9 +140,9 @@ def left_float(plan: Plan) -> str:
     return f"left float, as there are no quantization rules for them: {names}" if names else ""
 
 
-def apply_passes(original: Graph, settings: Settings) -> Graph:
-    """The graph that is planned and run."""
-    return run_passes(original, settings)
+def apply_passes(original: Graph, settings: Settings, *, device: bool = True) -> Graph:
+    """The graph that is planned and run; without `device`, the float one that it is compared with."""
+    return run_passes(original, settings, device=device)
 
 
 def console(*, stderr: bool = False) -> Console:

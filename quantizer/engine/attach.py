@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor
-
-from quantizer.config.model import QuantizationSpec
+from quantizer.engine.solution import Solution, with_weights
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 
-QParamsByTensor = Mapping[tuple[str, str], tuple[QuantizationSpec, Tensor, Tensor]]
 
-
-def quantized_network(graph: Graph, qparams: QParamsByTensor) -> Network:
-    """A network with the quantizers of `qparams`: spec, scale, zero point. Weights are quantized at once."""
-    network = Network(graph)
-    for (name, role), (spec, scale, zero_point) in qparams.items():
+def quantized_network(graph: Graph, solution: Solution) -> Network:
+    """A network with the quantizers, weights and bias corrections of `solution`. Parameters are quantized at once."""
+    network = Network(with_weights(graph, solution.weights))
+    for (name, role), (spec, scale, zero_point) in solution.tensors.items():
         quantizer = TensorQuantizer(spec, scale, zero_point, inplace=writes_inplace(graph, name, role))
         network.layers[name].attach(role, quantizer)
+    for name, correction in solution.corrections.items():
+        network.layers[name].correct_bias(correction)
     return network
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.engine.solution import Key, Solution
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
 from quantizer.nn.network import Network, observe
 from quantizer.observers import NegativeValuesError, ObservationError, Observer
 from quantizer.plan.model import Plan, TensorPlan
 from quantizer.sources.batches import Batch
-
-Key = tuple[str, str]
 
 
 @dataclass
@@ -57,9 +57,8 @@ def start(plan: Plan, network: Network) -> Calibration:
             continue
         observer = Observer(tensor.spec)
         calibration.observers[key] = observer
-        if tensor.role in ("weights", "bias"):
-            layer = network.layers[tensor.layer]
-            parameter = layer.get_parameter("weight" if tensor.role == "weights" else "bias")
+        if is_parameter(tensor.role):
+            parameter = network.layers[tensor.layer].get_parameter(parameter_name(tensor.role))
             with _located(tensor, ModelError):
                 observer.observe(parameter.detach())
     return calibration
@@ -79,7 +78,7 @@ def run(
     watched: dict[str, list[tuple[TensorPlan, Observer]]] = {}
     for key, observer in calibration.observers.items():
         tensor = calibration.plan.tensors[key]
-        if tensor.role not in ("weights", "bias"):
+        if not is_parameter(tensor.role):
             watched.setdefault(tensor.source, []).append((tensor, observer))
     watchers = {name: _watcher(pairs) for name, pairs in watched.items()}
     for batch in batches:
@@ -124,12 +123,14 @@ class _located:  # noqa: N801 - reads as a verb: with _located(...)
             raise self.error(f"{where}: {error}", help=f"{help_}, or leave this tensor float") from error
 
 
-def qparams(calibration: Calibration) -> Iterator[tuple[Key, Tensor, Tensor]]:
-    """(key, scale, zero point) of every planned tensor; floating-point formats have scale 1."""
-    for key in calibration.plan.tensors:
+def solution(calibration: Calibration) -> Solution:
+    """Scale and zero point of every planned tensor; floating-point formats have scale 1."""
+    tensors = {}
+    for key, planned in calibration.plan.tensors.items():
         observer = calibration.observers.get(key)
         if observer is None:
-            yield key, torch.ones(()), torch.zeros((), dtype=torch.int32)
-            continue
-        found = observer.qparams()
-        yield key, found.scale, found.zero_point
+            tensors[key] = planned.spec, torch.ones(()), torch.zeros((), dtype=torch.int32)
+        else:
+            found = observer.qparams()
+            tensors[key] = planned.spec, found.scale, found.zero_point
+    return Solution(tensors)

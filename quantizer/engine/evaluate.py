@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
 from quantizer.nn.network import Network
@@ -117,7 +118,7 @@ def compare(
     result = Comparison(_parameters(reference, quantized))
     taps: dict[str, list[Tap]] = {}
     for name, role, quantizer in quantized.quantizers():
-        if role not in ("weights", "bias"):
+        if not is_parameter(role):
             noise = LayerNoise(name, role, accumulated=Noise())
             result.layers.append(noise)
             taps.setdefault(_source(quantized.graph.by_name[name], role), []).append((quantizer, noise))
@@ -178,8 +179,8 @@ def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
     """The noise of weights and biases, which needs no data."""
     rows = []
     for name, role, _ in quantized.quantizers():
-        if role in ("weights", "bias"):
-            key = "weight" if role == "weights" else "bias"
+        if is_parameter(role):
+            key = parameter_name(role)
             row = LayerNoise(name, role)
             row.local.add(reference.layers[name].get_parameter(key), quantized.layers[name].get_parameter(key))
             rows.append(row)

@@ -17,8 +17,9 @@ from quantizer.config.model import Config, QuantizationSpec, Settings
 from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
 from quantizer.engine.attach import writes_inplace
-from quantizer.engine.calibrate import Calibration, qparams
-from quantizer.engine.files import read_json, write_bytes, write_json, write_tensors
+from quantizer.engine.calibrate import Calibration
+from quantizer.engine.files import read_json, read_tensors, write_bytes, write_json, write_tensors
+from quantizer.engine.solution import Solution, with_weights
 from quantizer.errors import ResultError
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
@@ -27,15 +28,16 @@ from quantizer.nn.network import Network
 FORMAT = 1
 INFO = "quant_info.json"
 WEIGHTS = "weights.safetensors"
+CORRECTIONS = "bias_corr.safetensors"
 TESTED = ("report.json", "layers.csv", "export/verify.json")  # what test mode found holds for one calibration only
 
 
 @dataclass(frozen=True)
 class QuantInfo:
-    """quant_info.json as values: the header and (spec, scale, zero point) of each (layer, role)."""
+    """quant_info.json as values, and what the files beside it add."""
 
     header: Mapping[str, Any]
-    tensors: Mapping[tuple[str, str], tuple[QuantizationSpec, Tensor, Tensor]]
+    solution: Solution
 
     @property
     def settings(self) -> Settings:
@@ -63,7 +65,7 @@ def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
 
 
 def write_results(
-    folder: Path, original: Graph, config: Config, calibration: Calibration, network: Network, run: Mapping[str, Any]
+    folder: Path, original: Graph, config: Config, calibration: Calibration, found: Solution, run: Mapping[str, Any]
 ) -> None:
     """Write everything `test` needs; until the last file is in place the folder does not count as calibrated.
 
@@ -71,7 +73,8 @@ def write_results(
     between equal runs.
     """
     plan, graph = calibration.plan, calibration.plan.graph
-    for name in (INFO, *TESTED):
+    network = Network(with_weights(graph, found.weights))
+    for name in (INFO, CORRECTIONS, *TESTED):
         (folder / name).unlink(missing_ok=True)
     files = {
         WEIGHTS: write_tensors(folder / WEIGHTS, network.state_dict()),
@@ -80,6 +83,8 @@ def write_results(
         "config.resolved.json": write_json(folder / "config.resolved.json", resolved_document(config)),
         f"{graph.model}.py": write_bytes(folder / f"{graph.model}.py", emit(graph).encode()),
     }
+    if found.corrections:
+        files[CORRECTIONS] = write_tensors(folder / CORRECTIONS, dict(found.corrections))
     settings = {key: value for key, value in asdict(config.settings).items() if key != "places"}
     header = {
         "format": FORMAT,
@@ -93,10 +98,11 @@ def write_results(
         "weights": fingerprint.weights(original),
         "layers": fingerprint.layers(original),
         "files": files,
+        "replaced_weights": {network.module_names[name]: sorted(tensors) for name, tensors in found.weights.items()},
         **run,
     }
     tensors: dict[str, dict[str, Any]] = {}
-    for (layer, role), scale, zero_point in qparams(calibration):
+    for (layer, role), (_, scale, zero_point) in found.tensors.items():
         tensors.setdefault(layer, {})[role] = _entry(calibration, network, (layer, role), scale, zero_point)
     content = {"header": header, "tensors": tensors}
     write_json(folder / INFO, content | {"checksum": _checksum(content), "complete": True})
@@ -151,18 +157,29 @@ def read_info(folder: Path) -> QuantInfo:
             raise ResultError(f"{path} was changed after calibration", help="run --quant_mode calib again")
     if content.get("checksum") != _checksum({key: content.get(key) for key in ("header", "tensors")}):
         raise ResultError(f"{folder / INFO} was changed after calibration", help="run --quant_mode calib again")
-    tensors = {}
     try:
-        for layer, roles in content["tensors"].items():
-            for role, entry in roles.items():
-                tensors[layer, role] = (
-                    QuantizationSpec(**entry["spec"]),
-                    torch.tensor(entry["scale"], dtype=torch.float32),
-                    torch.tensor(entry["zero_point"], dtype=torch.int32),
-                )
+        return QuantInfo(header, _solution(folder, header, content["tensors"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ResultError(f"{folder / INFO} is damaged: {error}", help="run --quant_mode calib again") from error
-    return QuantInfo(header, tensors)
+
+
+def _solution(folder: Path, header: Mapping[str, Any], entries: Mapping[str, Any]) -> Solution:
+    """The calibration itself, from quant_info.json and the tensor files it names."""
+    tensors = {
+        (layer, role): (
+            QuantizationSpec(**entry["spec"]),
+            torch.tensor(entry["scale"], dtype=torch.float32),
+            torch.tensor(entry["zero_point"], dtype=torch.int32),
+        )
+        for layer, roles in entries.items()
+        for role, entry in roles.items()
+    }
+    layers = {entry["module"]: layer for layer, roles in entries.items() for entry in roles.values()}
+    replaced = header["replaced_weights"]
+    stored = read_tensors(folder / WEIGHTS) if replaced else {}
+    weights = {layers[module]: {key: stored[f"{module}.{key}"] for key in keys} for module, keys in replaced.items()}
+    corrections = read_tensors(folder / CORRECTIONS) if CORRECTIONS in header["files"] else {}
+    return Solution(tensors, weights, corrections)
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
@@ -203,8 +220,9 @@ def check_plan(info: QuantInfo, config: Config, planned: Mapping[tuple[str, str]
                 f"calibrated with {getattr(info.settings, f.name)!r}",
                 help="calibrate with this config first, or leave out --config_file",
             )
-    for key in [*planned, *info.tensors]:
-        mine, stored = planned.get(key), info.tensors.get(key)
+    known = info.solution.tensors
+    for key in [*planned, *known]:
+        mine, stored = planned.get(key), known.get(key)
         if mine is None or stored is None or mine.spec != stored[0]:
             raise ResultError(
                 f"the config is not the calibrated one: {key[1]} of layer {key[0]} differs",

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantizer.engine.attach import QParamsByTensor, quantized_network
+from quantizer.engine.attach import quantized_network
+from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
 
@@ -20,19 +21,19 @@ from quantizer.nn.network import Network
 class Deployment:
     """A calibrated network and one call to verify files with; all on the CPU.
 
-    `tensors` gives (spec, scale, zero point) of each (layer, role). `args` and `kwargs` are a call of the model, which
-    no file keeps. `opset` is the ONNX operator set, -1 to let the exporter choose.
+    `args` and `kwargs` are a call of the model, which no file keeps. `opset` is the ONNX operator set, -1 to let the
+    exporter choose.
     """
 
     graph: Graph
-    tensors: QParamsByTensor
+    solution: Solution
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     opset: int = -1
 
     def network(self) -> Network:
         """The network as test mode runs it; a fresh one, which the exporter may change."""
-        return quantized_network(self.graph, self.tensors)
+        return quantized_network(self.graph, self.solution)
 
     @cached_property
     def expected(self) -> list[Tensor]:

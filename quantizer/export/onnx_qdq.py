@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import quantizer
+from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.engine.files import write_bytes
 from quantizer.errors import ModelError, UsageError
 from quantizer.export.deployment import Deployment, Verification, tensor_leaves, verify
@@ -30,7 +31,6 @@ OPSET, OPSETS = 21, range(18, 24)
 """Operator set 21 has 4-bit and 16-bit QuantizeLinear; torch.onnx writes those of the range."""
 LARGEST = 2**31 - 2**20
 """Bytes of parameters, as float32, that fit one protobuf message."""
-PARAMETERS = {"weights": "weight", "bias": "bias"}
 _DOMAIN = "quantizer"
 
 
@@ -51,9 +51,9 @@ def export(deployment: Deployment, path: Path) -> Verification:
             f"--deploy onnx: {deployment.graph.model} has {size / 2**30:.1f} GB of parameters, and the format holds 2",
             help="use --deploy pt2 or safetensors",
         )
-    wanted = [Quantization(layer, role, *found) for (layer, role), found in deployment.tensors.items()]
+    wanted = [Quantization(layer, role, *found) for (layer, role), found in deployment.solution.tensors.items()]
     for activation in wanted:
-        if activation.role not in PARAMETERS:
+        if not is_parameter(activation.role):
             check(activation, deployment.graph, opset)
     network = deployment.network()
     model = _translate(deployment, _Flat(network, deployment, wanted), opset)
@@ -89,7 +89,7 @@ class _Flat(nn.Module):
         self.network = network
         self.leaves, self.spec = pytree.tree_flatten(deployment.blank)
         for index, quantization in enumerate(wanted):
-            if quantization.role not in PARAMETERS:
+            if not is_parameter(quantization.role):
                 network.layers[quantization.layer].attach(quantization.role, _Mark(index))  # type: ignore[arg-type]
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
@@ -138,8 +138,8 @@ def _lower(model: ModelProto, network: Network, wanted: list[Quantization], opse
     initializers = {tensor.name: tensor for tensor in model.graph.initializer}
     parameters: list[NodeProto] = []
     for quantization in wanted:
-        if quantization.role in PARAMETERS:
-            attribute = PARAMETERS[quantization.role]
+        if is_parameter(quantization.role):
+            attribute = parameter_name(quantization.role)
             name = f"network.{network.module_names[quantization.layer]}.{attribute}"
             values = network.layers[quantization.layer].get_parameter(attribute).detach()
             emission = quantize_parameter(quantization, values, name, opset)

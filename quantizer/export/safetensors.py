@@ -10,7 +10,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.engine.files import read_tensors, write_tensors
+from quantizer.engine.solution import with_weights
 from quantizer.errors import ResultError
 from quantizer.export.deployment import Deployment, Verification, verify
 from quantizer.nn.network import Network
@@ -20,8 +22,6 @@ from quantizer.numerics.formats import FLOAT_FORMATS
 FORMAT = 1
 METADATA = "quantizer"
 """The one key of the metadata: safetensors writes several in any order."""
-PARAMETERS = {"weights": "weight", "bias": "bias"}
-"""A role of the config and the parameter it quantizes."""
 
 
 def export(deployment: Deployment, path: Path) -> Verification:
@@ -63,14 +63,14 @@ def load(path: Path) -> dict[str, Tensor]:
 
 def _contents(deployment: Deployment) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The file's tensors and the specs by tensor name."""
-    tensors = _parameters(Network(deployment.graph))
+    tensors = _parameters(Network(with_weights(deployment.graph, deployment.solution.weights)))
     specs: dict[str, Any] = {}
-    for (layer, role), (spec, scale, zero_point) in deployment.tensors.items():
-        name = f"{layer}.{PARAMETERS.get(role, role)}"
+    for (layer, role), (spec, scale, zero_point) in deployment.solution.tensors.items():
+        name = f"{layer}.{parameter_name(role)}"
         specs[name] = spec.to_json()
         if spec.dtype == "int":
             tensors |= {f"{name}.scale": scale, f"{name}.zero_point": zero_point}
-        if role in PARAMETERS:
+        if is_parameter(role):
             tensors[name] = _stored(tensors[name], spec, scale, zero_point)
     return tensors, specs
 

@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.nn.quantizer import TensorQuantizer
 
 
 class Layer(nn.Module):
-    """A module with quantizers: `quantizers[role]` for roles "weights", "bias", "activation", "input", "input_1", …
+    """A module with quantizers: `quantizers[role]`, roles as in `config.roles`.
 
     Parameters are quantized once, by `quantize_parameters`; activations each time, by `finish`.
     """
@@ -25,9 +26,15 @@ class Layer(nn.Module):
         self.quantizers[role] = quantizer
         if role == "activation":
             object.__setattr__(self, "_output", quantizer)
-        elif role in ("weights", "bias"):
-            parameter = self.get_parameter("weight" if role == "weights" else "bias")
+        elif is_parameter(role):
+            parameter = self.get_parameter(parameter_name(role))
             parameter.data = quantizer(parameter.data)
+
+    def correct_bias(self, correction: Tensor) -> None:
+        """Add to the bias, after its quantization; a layer without one gets one."""
+        bias = self._parameters.get("bias")
+        value = correction.clone() if bias is None else bias.detach() + correction
+        self.register_parameter("bias", nn.Parameter(value, requires_grad=False))
 
     def finish(self, output: Any) -> Any:
         """The output on its grid, if it has one."""

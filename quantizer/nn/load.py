@@ -25,6 +25,8 @@ def load(network: nn.Module, file: str) -> None:
     try:
         info = json.loads((folder / "quant_info.json").read_text(encoding="utf-8"))
         weights = load_file(folder / "weights.safetensors")
+        corrections = "bias_corr.safetensors" in info["header"]["files"]
+        biases = load_file(folder / "bias_corr.safetensors") if corrections else {}
     except FileNotFoundError as error:
         raise ResultError(f"{error.filename or folder} does not exist", help="run --quant_mode calib first") from None
     modules = dict(network.named_children())
@@ -43,4 +45,8 @@ def load(network: nn.Module, file: str) -> None:
             layer = modules[entry["module"]]
             assert isinstance(layer, Layer)  # the generated constructor made it
             layer.attach(role, quantizer)
+    for name, correction in biases.items():
+        layer = modules[next(iter(info["tensors"][name].values()))["module"]]
+        assert isinstance(layer, Layer)
+        layer.correct_bias(correction)
     network.eval()

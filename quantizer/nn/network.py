@@ -19,7 +19,8 @@ from quantizer.nn.layer import Layer
 class Network(nn.Module):
     """Runs a graph with one layer per node; called as the model it was traced from.
 
-    `layers` holds them by name; `module_names` says what each is called in the generated code and in `state_dict`.
+    `layers` holds them by name; `module_names` says what each is called in the generated code and in `state_dict`;
+    `last_uses` names for each node the values that nothing reads after it.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -31,7 +32,7 @@ class Network(nn.Module):
             layer = build_layer(graph, node)
             self.layers[node.name] = layer
             self.add_module(self.module_names[node.name], layer)
-        self._frees = _last_uses(graph)
+        self.last_uses = _last_uses(graph)
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,34 +45,32 @@ class Network(nn.Module):
         Values are freed after their last use, so a value is only valid until the next step.
         """
         values = dict(
-            zip((n.name for n in self.graph.nodes if n.op == "input"), self._inputs(args, kwargs), strict=True)
+            zip((n.name for n in self.graph.nodes if n.op == "input"), self.inputs(args, kwargs), strict=True)
         )
         for node in self.graph.nodes:
-            values[node.name] = self._run(node, values)
+            call = {key: map_refs(value, values.__getitem__) for key, value in node.inputs.items()}
+            values[node.name] = self.run_layer(node, {"input": values[node.name]} if node.op == "input" else call)
             yield node.name, values[node.name]
-            for name in self._frees[node.name]:
+            for name in self.last_uses[node.name]:
                 del values[name]
         output = map_refs(self.graph.output, values.__getitem__)
         return self.graph.rebuild(output) if self.graph.rebuild else output
 
-    def _run(self, node: Node, values: Mapping[str, Any]) -> Any:
-        """One layer on the values it reads.
+    def run_layer(self, node: Node, call: Mapping[str, Any]) -> Any:
+        """One node's layer on the arguments it reads.
 
         Raises:
             DataError: torch refuses them; tracing accepted the first batch, so it is this one.
         """
-        layer = self.layers[node.name]
-        if node.op == "input":
-            return layer(values[node.name])
         try:
-            return layer(**{key: map_refs(value, values.__getitem__) for key, value in node.inputs.items()})
+            return self.layers[node.name](**call)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise DataError(
                 f"{node.name} cannot run on this input: {reason}", help="check shapes, dtypes and values of the data"
             ) from error
 
-    def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """The network's inputs picked out of a call.
 
         Raises:

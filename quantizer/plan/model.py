@@ -13,8 +13,7 @@ from quantizer.graph.ir import Graph
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One quantized tensor. `role` is "weights", "bias", "activation", "input" or, for further inputs of a layer,
-    "input_1", ….
+    """One quantized tensor; its `role` is one of `config.roles`.
 
     `source` is the node whose value is quantized (for parameters, the layer itself), `members` the layers that share
     it,

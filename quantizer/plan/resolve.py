@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import Config, QuantizationSpec, Role, Rule, Sourced
+from quantizer.config.roles import base_role, parameter_role
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan import checks
 from quantizer.plan.groups import Group, Layout, grid_of, layout
@@ -58,14 +59,12 @@ def resolve(config: Config, graph: Graph, original: Graph) -> Plan:
 
 
 def _plan_parameters(state: _Resolver, node: Node, kept: Mapping[str, str]) -> None:
-    """Weights and bias of convolutions and linear layers."""
-    if not node.row.weight or "weight" not in node.params:
+    """Weights and biases of the layers that have them."""
+    if not node.row.weight or node.name in kept:
         return
-    roles: tuple[tuple[Role, str], ...] = (("weights", "weight"), ("bias", "bias"))
-    for role, key in roles:
-        if key not in node.params or node.name in kept:
-            continue
-        axis = (1 if "transpose" in node.op else 0) if role == "weights" else None
+    for key in sorted(node.params, reverse=True):
+        role = parameter_role(key)
+        axis = (1 if "transpose" in node.op else 0) if base_role(role) == "weights" else None
         shape = state.graph.tensors[node.params[key]].shape
         _add(state, node.name, role, Group(node.name, (node.name,)), axis, shape[axis] if axis is not None else None)
 
@@ -122,7 +121,7 @@ def _add(
     state: _Resolver, layer: str, role: str, group: Group, axis: int | None = None, channels: int | None = None
 ) -> bool:
     """Resolve and record one tensor; False when the config leaves it float."""
-    base: Role = "input" if role.startswith("input") else role  # type: ignore[assignment]
+    base = base_role(role)
     rules = _rules_for(state, group.members, base)
     merged = _merge(state, rules, base)
     if merged is None:

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from quantizer.config.roles import parameter_role
 from quantizer.graph.ir import Graph, references
 from quantizer.plan.model import Plan
 
@@ -25,7 +26,7 @@ def weight_bytes(plan: Plan) -> tuple[int, int]:
             tensor = plan.graph.tensors[path]
             size = tensor.numel() * tensor.element_size()
             before += size
-            planned = tensors.get({"weight": "weights", "bias": "bias"}.get(key, ""))
+            planned = tensors.get(parameter_role(key))
             if planned is None:
                 after += size
                 continue

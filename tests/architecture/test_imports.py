@@ -16,6 +16,7 @@ LAYERS = (
     ("observers", "graph"),
     ("nn", "plan"),
     ("sources",),
+    ("algorithms",),
     ("engine",),
     ("export", "report"),
     ("cli",),

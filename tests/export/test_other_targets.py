@@ -14,6 +14,7 @@ from toys import built
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.files import write_tensors
+from quantizer.engine.solution import Solution
 from quantizer.errors import ResultError
 from quantizer.export.deployment import Deployment, tensor_leaves, verify
 from quantizer.export.safetensors import export as export_safetensors
@@ -60,7 +61,7 @@ def linear(weights: QuantizationSpec) -> Deployment:
         ("Linear::Linear/linear", "weights"): (weights, *fitted(module.weight.detach(), weights)),
         ("Linear::Linear/linear", "bias"): (bias, *fitted(module.bias.detach(), bias)),
     }
-    return Deployment(graph, tensors, (torch.randn(2, 6),), {})
+    return Deployment(graph, Solution(tensors), (torch.randn(2, 6),), {})
 
 
 @pytest.mark.parametrize(

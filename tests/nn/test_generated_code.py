@@ -41,7 +41,7 @@ def calibrated(folder: Path, name: str, content: dict[str, Any]) -> Graph:
     calibration = calibrate.start(resolve(settings, graph, traced(name)), network)
     batches = [Batch(*built(name).call(2), None, None) for _ in range(2)]
     calibrate.run(calibration, network, batches)
-    write_results(folder, traced(name), settings, calibration, network, {})
+    write_results(folder, traced(name), settings, calibration, calibrate.solution(calibration), {})
     return graph
 
 
@@ -69,7 +69,7 @@ def plain(value: Any) -> Any:
 @pytest.mark.parametrize("name", TOYS)
 def test_generated_code_equals_test_mode_bit_for_bit(name: str, settings: str, tmp_path: Path) -> None:
     graph = calibrated(tmp_path, name, CONFIGS[settings])
-    network = quantized_network(graph, read_info(tmp_path).tensors)
+    network = quantized_network(graph, read_info(tmp_path).solution)
     generated = imported(tmp_path / f"{graph.model}.py")
     for batch in (1, 3) if built(name).batched else (2,):
         args, kwargs = built(name).call(batch)
@@ -81,7 +81,7 @@ def test_quantizing_changes_the_output(tmp_path: Path) -> None:
     graph = calibrated(tmp_path, "residual", CONFIGS["int8"])
     args, _ = built("residual").call(2)
     with torch.no_grad():
-        output = quantized_network(graph, read_info(tmp_path).tensors)(*args)
+        output = quantized_network(graph, read_info(tmp_path).solution)(*args)
         difference = (output - Network(graph)(*args)).abs().max()
     assert 0 < difference < 0.2
 
@@ -149,7 +149,7 @@ def test_every_scale_of_the_file_is_attached(tmp_path: Path) -> None:
     graph = calibrated(tmp_path, "branches", CONFIGS["int8"])
     info = json.loads((tmp_path / "quant_info.json").read_text("utf-8"))
     stored = {(layer, role) for layer, roles in info["tensors"].items() for role in roles}
-    network = quantized_network(graph, read_info(tmp_path).tensors)
+    network = quantized_network(graph, read_info(tmp_path).solution)
     assert {(layer, role) for layer, role, _ in network.quantizers()} == stored
     generated = imported(tmp_path / f"{graph.model}.py")
     assert sum(len(layer.quantizers) for layer in generated.children()) == len(stored)
@@ -158,7 +158,7 @@ def test_every_scale_of_the_file_is_attached(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TOYS)
 def test_overwriting_memory_changes_no_value(name: str, tmp_path: Path) -> None:
     graph = calibrated(tmp_path, name, document(layer(type="einsum", bit_width=3, required=False)))
-    info = read_info(tmp_path).tensors
+    info = read_info(tmp_path).solution
     network, careful = quantized_network(graph, info), quantized_network(graph, info)
     for _, _, quantizer in careful.quantizers():
         assert isinstance(quantizer, TensorQuantizer)

@@ -1,36 +1,54 @@
 """Rewrites between tracing and planning: one file each, registered by name, run in the order of `PASSES`.
 
-A pass keeps the float function (to rounding) and the names of the layers that survive; it never sees a scale.
+A pass keeps the names of the layers that survive and, unless its row says otherwise, the float function to rounding;
+it never sees a scale.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from quantizer.config.model import Settings
 from quantizer.graph.ir import Graph
 
 Pass = Callable[[Graph], Graph]
 
-# name -> (module, the setting that switches it on; None: always)
-PASSES: dict[str, tuple[str, str | None]] = {
-    "remove_dropout": ("remove_dropout", None),
-    "convert_relu6_to_relu": ("convert_activations", "convert_relu6_to_relu"),
-    "convert_silu_to_hswish": ("convert_activations", "convert_silu_to_hswish"),
-    "fold_batch_norm": ("fold_batch_norm", None),
+
+@dataclass(frozen=True)
+class Row:
+    """One pass: its module, the setting and the device that switch it on (None: always), and what it keeps.
+
+    `changes` says what it does to the float function: "nothing", "on purpose" (the config asks for it), or "device"
+    (what the device computes instead; the float network that test mode compares with is left alone).
+    """
+
+    module: str
+    setting: str | None = None
+    device: str | None = None
+    changes: Literal["nothing", "on purpose", "device"] = "nothing"
+
+
+PASSES: dict[str, Row] = {
+    "remove_dropout": Row("remove_dropout"),
+    "convert_relu6_to_relu": Row("convert_activations", "convert_relu6_to_relu", changes="on purpose"),
+    "convert_silu_to_hswish": Row("convert_activations", "convert_silu_to_hswish", changes="on purpose"),
+    "fold_batch_norm": Row("fold_batch_norm"),
 }
 
 
-def run_passes(graph: Graph, settings: Settings) -> Graph:
-    """The graph after every pass that the settings ask for."""
-    for name, (_, switch) in PASSES.items():
-        if switch is None or getattr(settings, switch):
+def run_passes(graph: Graph, settings: Settings, *, device: bool = True) -> Graph:
+    """The graph after every pass that the settings ask for; without `device`, as the float network."""
+    for name, row in PASSES.items():
+        wanted = row.setting is None or getattr(settings, row.setting)
+        if wanted and row.device in (None, settings.target_device) and (device or row.changes != "device"):
             graph = load_pass(name)(graph)
     return graph
 
 
 def load_pass(name: str) -> Pass:
     """The function of a registered pass."""
-    function: Pass = getattr(importlib.import_module(f"{__name__}.{PASSES[name][0]}"), name)
+    function: Pass = getattr(importlib.import_module(f"{__name__}.{PASSES[name].module}"), name)
     return function

@@ -1,0 +1,52 @@
+"""Runs a network one layer at a time over all batches, so that an algorithm can settle a layer before the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from quantizer.algorithms.values import Shelf
+from quantizer.graph.ir import Node, map_refs
+from quantizer.nn.network import Network
+from quantizer.sources.batches import Batch
+
+
+class Walk:
+    """Values of every batch between the layer that makes them and the last that reads them.
+
+    Go through `network.graph.nodes` in order: `calls(node)` gives each batch's arguments for its layer, `done(node,
+    values)` takes each batch's result. One pass costs what a pass over the data costs.
+
+    >>> # for node in network.graph.nodes:
+    >>> #     walk.done(node, [walk.run(node, call) for call in walk.calls(node)])
+    """
+
+    def __init__(self, network: Network, batches: Iterable[Batch], shelf: Shelf | None = None) -> None:
+        self.network = network
+        self._shelf = shelf or Shelf()
+        self._values: dict[str, list[Any]] = {}
+        inputs = [node.name for node in network.graph.nodes if node.op == "input"]
+        rows = [[self._shelf.keep(value) for value in network.inputs(b.args, b.kwargs)] for b in batches]
+        self.batches = len(rows)
+        self._inputs = {name: [row[index] for row in rows] for index, name in enumerate(inputs)}
+
+    def calls(self, node: Node) -> list[dict[str, Any]]:
+        """The arguments of the node's layer, batch by batch."""
+        if node.op == "input":
+            return [{"input": value} for value in self._inputs[node.name]]
+        return [
+            {key: map_refs(value, lambda name, at=index: self._values[name][at]) for key, value in node.inputs.items()}  # type: ignore[misc]
+            for index in range(self.batches)
+        ]
+
+    def run(self, node: Node, call: dict[str, Any]) -> Any:
+        """The node's layer on one batch."""
+        return self.network.run_layer(node, call)
+
+    def done(self, node: Node, values: list[Any]) -> None:
+        """Keep the node's value of each batch, and let go of those that nothing reads any more."""
+        self._values[node.name] = [self._shelf.keep(value) for value in values]
+        if node.op == "input":
+            self._shelf.free(self._inputs.pop(node.name))
+        for name in self.network.last_uses[node.name]:
+            self._shelf.free(self._values.pop(name))

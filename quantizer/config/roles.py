@@ -1,0 +1,39 @@
+"""The words for a layer's tensors: "weights", "bias", "activation", "input", with a suffix where it has several."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from quantizer.config.model import Role
+
+
+def base_role(role: str) -> Role:
+    """What a config calls it.
+
+    >>> base_role("input_1"), base_role("weights_hh_l0"), base_role("bias")
+    ('input', 'weights', 'bias')
+    """
+    return cast(Role, role.partition("_")[0])
+
+
+def is_parameter(role: str) -> bool:
+    """Whether the tensor belongs to the layer and needs no data."""
+    return base_role(role) in ("weights", "bias")
+
+
+def parameter_name(role: str) -> str:
+    """What torch calls the parameter in a role.
+
+    >>> parameter_name("weights"), parameter_name("weights_hh_l0"), parameter_name("bias")
+    ('weight', 'weight_hh_l0', 'bias')
+    """
+    return role.replace("weights", "weight", 1)
+
+
+def parameter_role(name: str) -> str:
+    """The role of a parameter, by torch's name.
+
+    >>> parameter_role("weight"), parameter_role("weight_hh_l0"), parameter_role("bias_ih_l0")
+    ('weights', 'weights_hh_l0', 'bias_ih_l0')
+    """
+    return name.replace("weight", "weights", 1) if name.startswith("weight") else name

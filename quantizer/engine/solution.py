@@ -1,0 +1,48 @@
+"""What calibration and the corrections after it found: all that turns the float network into the quantized one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.graph.ir import Graph
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Spec, scale and zero point of each (layer, role), and what the corrections changed.
+
+    `weights` replaces parameters of a layer, before quantization (fast finetuning); `corrections` is added to a layer's
+    bias after quantization, float32 [channels].
+    """
+
+    tensors: Mapping[Key, tuple[QuantizationSpec, Tensor, Tensor]]
+    weights: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    corrections: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def position(self, key: Key) -> int | None:
+        """The fix position fp of a tensor with a power-of-two scale 2^-fp per tensor; None for others."""
+        found = self.tensors.get(key)
+        if found is None or found[0].dtype != "int" or found[0].scale_type != "poweroftwo" or found[1].dim():
+            return None
+        return round(-float(torch.log2(found[1])))
+
+
+def with_weights(graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> Graph:
+    """The graph with some layers' parameters replaced; other layers that shared them keep the old values."""
+    tensors = dict(graph.tensors)
+    nodes = []
+    for node in graph.nodes:
+        if node.name in weights:
+            own = {key: f"{node.params[key]}@{node.name}" for key in weights[node.name]}
+            tensors |= {own[key]: tensor for key, tensor in weights[node.name].items()}
+            node = dataclasses.replace(node, params={**node.params, **own})
+        nodes.append(node)
+    return graph.replaced(nodes=tuple(nodes), tensors=tensors) if weights else graph
