@@ -341,15 +341,22 @@ def test_disk_full(toy: Toy, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_in_a_real_process(toy: Toy, tmp_path: Path, sent: signal.Signals, code: int) -> None:
-    data = "import time\n    for i in range(600):\n        time.sleep(0.05)\n        yield torch.ones(4, 3)"
+    started = tmp_path / "started"  # tracing reads one batch, so ten are read in the calibration
+    data = (
+        "import time, pathlib\n    for i in range(1200):\n        time.sleep(0.05)\n        yield torch.ones(4, 3)\n"
+        f"        if i == 9: pathlib.Path({str(started)!r}).touch()"
+    )
     command = [sys.executable, "-m", "quantizer", "--quant_mode", "calib", "--model", toy(data)]
     process = subprocess.Popen(
-        [*command, "--output_dir", str(tmp_path / "out")], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*command, "--output_dir", str(tmp_path / "out")],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
     )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "out" / ".lock").exists() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 120
+    while not started.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    time.sleep(6)
     process.send_signal(sent)
     _, said = process.communicate(timeout=30)
     assert process.returncode == code, said
