@@ -66,6 +66,12 @@ FUNCTION_LAYERS: dict[str, str] = {
     "Size": "aten.sym_size.int",
     "GetItem": "operator.getitem",
 }
+# Layers that compute as one device does: target -> class of `quantizer.nn`.
+DEVICE_LAYERS: dict[str, str] = {
+    "dpu.avg_pool2d": "DpuAvgPool2d",
+    "dpu.hardsigmoid": "DpuHardsigmoid",
+    "dpu.hardswish": "DpuHardswish",
+}
 _CLASS_OF_TARGET = {target: name for name, target in reversed(FUNCTION_LAYERS.items())}
 # Activations that may overwrite their input when nobody else reads it.
 _INPLACE = ("relu", "relu6", "leaky_relu", "hardtanh", "silu", "hardswish")
@@ -90,6 +96,8 @@ def describe(graph: Graph, node: Node) -> LayerCall:
     if node.row.weight and "weight" in node.params:
         return _weighted(node, graph.tensors)
     kwargs = dict(node.attrs)
+    if node.target in DEVICE_LAYERS:
+        return LayerCall(DEVICE_LAYERS[node.target], (), kwargs)
     if node.params:
         kwargs["params"] = {key: list(graph.tensors[path].shape) for key, path in node.params.items()}
     if node.op in _INPLACE and _owns_input(graph, node):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quantizer.graph.describe import FUNCTION_LAYERS
+from quantizer.nn.dpu import DpuAvgPool2d, DpuHardsigmoid, DpuHardswish
 from quantizer.nn.function import Function, Input, Parameter, layer_class
 from quantizer.nn.layer import Layer
 from quantizer.nn.load import load
@@ -25,6 +26,9 @@ __all__ = [
     "ConvTranspose1d",
     "ConvTranspose2d",
     "ConvTranspose3d",
+    "DpuAvgPool2d",
+    "DpuHardsigmoid",
+    "DpuHardswish",
     "Embedding",
     "Function",
     "Input",

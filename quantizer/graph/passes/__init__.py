@@ -36,6 +36,10 @@ PASSES: dict[str, Row] = {
     "convert_relu6_to_relu": Row("convert_activations", "convert_relu6_to_relu", changes="on purpose"),
     "convert_silu_to_hswish": Row("convert_activations", "convert_silu_to_hswish", changes="on purpose"),
     "fold_batch_norm": Row("fold_batch_norm"),
+    "cross_layer_equalization": Row("cross_layer_equalization", "include_cle"),
+    "dpu_average_pooling": Row("dpu_pooling", device="DPU", changes="device"),
+    "dpu_leaky_relu": Row("dpu_activations", device="DPU", changes="device"),
+    "dpu_hard_activations": Row("dpu_activations", device="DPU", changes="device"),
 }
 
 

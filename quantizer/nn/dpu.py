@@ -1,0 +1,73 @@
+"""The layers that the DPU approximates, in float: exact on power-of-two grids. Knows no codes and no overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantizer.nn.layer import Layer
+from quantizer.numerics.integer import HARDSWISH_POSITION, SIXTH
+from quantizer.numerics.rounding import half_up
+
+
+class DpuAvgPool2d(Layer):
+    """Sums of windows times `multiplier` / 2^`shift`, as [b, channels] without `keepdim`, for a window that is all."""
+
+    def __init__(
+        self,
+        kernel_size: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        multiplier: int,
+        shift: int,
+        *,
+        keepdim: bool = True,
+    ) -> None:
+        super().__init__()
+        self.kernel_size, self.stride, self.padding = list(kernel_size), list(stride), list(padding)
+        self.multiplier, self.shift, self.keepdim = multiplier, shift, keepdim
+
+    def forward(self, input: Tensor) -> Any:  # noqa: A002 - as torch.nn names it
+        """The scaled sums of [b, channels, height, width], quantized where the plan says so."""
+        (x,), _ = self.quantize_inputs((input,), {})
+        scaled = self.sums(x) * (self.multiplier * 2.0**-self.shift)
+        return self.finish(scaled if self.keepdim else scaled.flatten(1))
+
+    def sums(self, x: Tensor) -> Tensor:
+        """The sum of each window, padding counted as zeros."""
+        if torch.compiler.is_exporting():  # ONNX has no average pooling with a divisor of one's own
+            ones = torch.ones(x.shape[1], 1, *self.kernel_size, dtype=x.dtype, device=x.device)
+            return F.conv2d(x, ones, None, self.stride, self.padding, groups=x.shape[1])
+        return F.avg_pool2d(x, self.kernel_size, self.stride, self.padding, divisor_override=1)
+
+    def extra_repr(self) -> str:
+        """The window and the factor."""
+        return f"kernel_size={self.kernel_size}, stride={self.stride}, factor={self.multiplier}/2^{self.shift}"
+
+
+class DpuHardsigmoid(Layer):
+    """relu6(x + 3) * 2731 / 2^14."""
+
+    def forward(self, input: Tensor) -> Any:  # noqa: A002
+        """The activation, quantized where the plan says so."""
+        (x,), _ = self.quantize_inputs((input,), {})
+        return self.finish(_hardsigmoid(x))
+
+
+class DpuHardswish(Layer):
+    """x times its hardsigmoid in 8 bits at position 7, rounded half_up."""
+
+    def forward(self, input: Tensor) -> Any:  # noqa: A002
+        """The activation, quantized where the plan says so."""
+        (x,), _ = self.quantize_inputs((input,), {})
+        steps = 2.0**HARDSWISH_POSITION
+        gate = half_up(_hardsigmoid(x).mul_(steps)).clamp_(max=steps - 1).mul_(1 / steps)
+        return self.finish(gate.mul_(x))
+
+
+def _hardsigmoid(x: Tensor) -> Tensor:
+    return (x + 3).clamp_(0, 6).mul_(SIXTH[0] * 2.0 ** -SIXTH[1])
