@@ -15,10 +15,8 @@ class Walk:
     """Values of every batch between the layer that makes them and the last that reads them.
 
     Go through `network.graph.nodes` in order: `calls(node)` gives each batch's arguments for its layer, `done(node,
-    values)` takes each batch's result. One pass costs what a pass over the data costs.
-
-    >>> # for node in network.graph.nodes:
-    >>> #     walk.done(node, [walk.run(node, call) for call in walk.calls(node)])
+    values)` takes each batch's result; `keep` and `release` are its halves. One walk costs what a pass over the data
+    costs: `for node in network.graph.nodes: walk.done(node, (walk.run(node, call) for call in walk.calls(node)))`.
     """
 
     def __init__(self, network: Network, batches: Iterable[Batch], shelf: Shelf | None = None) -> None:
@@ -43,10 +41,19 @@ class Walk:
         """The node's layer on one batch."""
         return self.network.run_layer(node, call)
 
-    def done(self, node: Node, values: list[Any]) -> None:
-        """Keep the node's value of each batch, and let go of those that nothing reads any more."""
-        self._values[node.name] = [self._shelf.keep(value) for value in values]
+    def keep(self, node: Node, values: Iterable[Any]) -> list[Any]:
+        """Keep the node's value of each batch, one by one as they come; what is returned may be changed in place."""
+        self._values[node.name] = kept = [self._shelf.keep(value) for value in values]
+        return kept
+
+    def release(self, node: Node) -> None:
+        """Let go of all that nothing reads after this node."""
         if node.op == "input":
             self._shelf.free(self._inputs.pop(node.name))
         for name in self.network.last_uses[node.name]:
             self._shelf.free(self._values.pop(name))
+
+    def done(self, node: Node, values: Iterable[Any]) -> None:
+        """The node is settled: keep its value of each batch, and let go of what nothing reads any more."""
+        self.keep(node, values)
+        self.release(node)

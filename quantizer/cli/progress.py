@@ -13,10 +13,10 @@ EVERY_S = 10.0
 
 
 class BatchProgress:
-    """Counts batches: `with BatchProgress("calib", total=10) as progress: progress.advance()`."""
+    """Counts batches or layers: `with BatchProgress("calib", total=10) as progress: progress.advance()`."""
 
-    def __init__(self, label: str, total: int | None, *, bar: bool, quiet: bool) -> None:
-        self._label, self._total, self._quiet = label, total, quiet
+    def __init__(self, label: str, total: int | None, *, bar: bool, quiet: bool, unit: str = "batches") -> None:
+        self._label, self._total, self._quiet, self._unit = label, total, quiet, unit
         self._started = self._reported = time.monotonic()
         self._done = 0
         self._bar = _bar() if bar and not quiet else None
@@ -28,7 +28,7 @@ class BatchProgress:
         return self
 
     def advance(self, done: int | None = None) -> None:
-        """One more batch, or `done` batches in all."""
+        """One more, or `done` in all."""
         self._done = self._done + 1 if done is None else done
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=self._done)
@@ -45,9 +45,10 @@ class BatchProgress:
     def _line(self) -> str:
         """`calib 120/500 batches 24 % eta 63 s`."""
         if not self._total:
-            return f"{self._label} {self._done} batches"
+            return f"{self._label} {self._done} {self._unit}"
         left = (time.monotonic() - self._started) / max(self._done, 1) * (self._total - self._done)
-        return f"{self._label} {self._done}/{self._total} batches {100 * self._done // self._total} % eta {left:.0f} s"
+        share = 100 * self._done // self._total
+        return f"{self._label} {self._done}/{self._total} {self._unit} {share} % eta {left:.0f} s"
 
 
 def _bar() -> Progress:

@@ -12,7 +12,7 @@ from quantizer.config.layered import Block, Layered, Level
 from quantizer.config.model import ROLES, QuantizationSpec, Role, Settings, Sourced
 from quantizer.config.rules import Conflict, conflicts
 
-RESERVED = frozenset({"include_cle", "include_bias_corr", "change_concat_input_fix", "change_pool_input_fix"})
+RESERVED = frozenset({"include_cle", "change_concat_input_fix", "change_pool_input_fix"})
 """Settings that are accepted though nothing reads them yet."""
 
 LEAST_PERCENTAGE = 50

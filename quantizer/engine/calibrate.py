@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from quantizer.algorithms.channel_mean import ChannelMean, channel_axis
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.engine.solution import Key, Solution
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
@@ -19,18 +20,19 @@ from quantizer.sources.batches import Batch
 
 @dataclass
 class Calibration:
-    """Observers by (layer, role), and how many batches they have seen."""
+    """Observers by (layer, role), mean outputs of the layers to correct, and how many batches they have seen."""
 
     plan: Plan
     observers: dict[Key, Observer] = field(default_factory=dict)
+    means: dict[str, ChannelMean] = field(default_factory=dict)
     batches: int = 0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All observers' statistics, keys `<layer>|<role>|<name>`."""
+        """All statistics, keys `<layer>|<role>|<name>`; the role of mean outputs is "output"."""
         return {
             f"{layer}|{role}|{name}": tensor
-            for (layer, role), observer in self.observers.items()
-            for name, tensor in observer.state_dict().items()
+            for (layer, role), found in self._parts().items()
+            for name, tensor in found.state_dict().items()
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -43,15 +45,26 @@ class Calibration:
         for key, tensor in state.items():
             layer, role, name = key.rsplit("|", 2)
             parts.setdefault((layer, role), {})[name] = tensor
-        if set(parts) - set(self.observers):
+        known = self._parts()
+        if set(parts) - set(known):
             raise ResultError("the checkpoint is of another model or config", help="run without --resume")
         for where, tensors in parts.items():
-            self.observers[where].load_state_dict(tensors)
+            known[where].load_state_dict(tensors)
+
+    def forget_after(self, batches: int) -> None:
+        """Drop what was seen of a batch that broke off after the first `batches`."""
+        for key, found in self._parts().items():
+            if not is_parameter(key[1]):
+                found.forget_after(batches)
+
+    def _parts(self) -> dict[Key, Observer | ChannelMean]:
+        return {**self.observers, **{(layer, "output"): mean for layer, mean in self.means.items()}}
 
 
 def start(plan: Plan, network: Network) -> Calibration:
     """Observers for all integer tensors of the plan; weights and biases are observed here, once."""
-    calibration = Calibration(plan)
+    nodes = plan.graph.by_name
+    calibration = Calibration(plan, means={name: ChannelMean(channel_axis(nodes[name])) for name in plan.corrected})
     for key, tensor in plan.tensors.items():
         if tensor.spec.dtype != "int":
             continue
@@ -75,20 +88,13 @@ def run(
     Raises:
         DataError: no batch at all, or NaN or Inf in a tensor (layer and batch are named).
     """
-    watched: dict[str, list[tuple[TensorPlan, Observer]]] = {}
-    for key, observer in calibration.observers.items():
-        tensor = calibration.plan.tensors[key]
-        if not is_parameter(tensor.role):
-            watched.setdefault(tensor.source, []).append((tensor, observer))
-    watchers = {name: _watcher(pairs) for name, pairs in watched.items()}
+    watchers = _watchers(calibration)
     for batch in batches:
         try:
             observe(network, batch.args, batch.kwargs, watchers)
             calibration.batches += 1
         except BaseException as error:
-            for pairs in watched.values():
-                for _, observer in pairs:
-                    observer.forget_after(calibration.batches)
+            calibration.forget_after(calibration.batches)
             if isinstance(error, DataError):
                 raise DataError(f"batch {calibration.batches}: {error.message}", help=error.help) from error
             raise
@@ -98,11 +104,23 @@ def run(
         raise DataError("the calibration data has no batches", help="check --data and --subset_len")
 
 
-def _watcher(pairs: list[tuple[TensorPlan, Observer]]) -> Callable[[Tensor], None]:
+def _watchers(calibration: Calibration) -> dict[str, Callable[[Tensor], None]]:
+    """Who looks at each node's value."""
+    watched: dict[str, list[tuple[TensorPlan, Observer]]] = {name: [] for name in calibration.means}
+    for key, observer in calibration.observers.items():
+        tensor = calibration.plan.tensors[key]
+        if not is_parameter(tensor.role):
+            watched.setdefault(tensor.source, []).append((tensor, observer))
+    return {name: _watcher(pairs, calibration.means.get(name)) for name, pairs in watched.items()}
+
+
+def _watcher(pairs: list[tuple[TensorPlan, Observer]], mean: ChannelMean | None) -> Callable[[Tensor], None]:
     def watch(value: Tensor) -> None:
         for tensor, observer in pairs:
             with _located(tensor, DataError):
                 observer.observe(value)
+        if mean is not None:
+            mean.observe(value)
 
     return watch
 

@@ -20,7 +20,7 @@ class Solution:
     """Spec, scale and zero point of each (layer, role), and what the corrections changed.
 
     `weights` replaces parameters of a layer, before quantization (fast finetuning); `corrections` is added to a layer's
-    bias after quantization, float32 [channels].
+    bias after quantization, [channels] in the dtype of its weight.
     """
 
     tensors: Mapping[Key, tuple[QuantizationSpec, Tensor, Tensor]]

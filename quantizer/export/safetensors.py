@@ -20,6 +20,7 @@ from quantizer.numerics.fake_quantize import dequantize, quantize
 from quantizer.numerics.formats import FLOAT_FORMATS
 
 FORMAT = 1
+CORRECTION = ".bias_correction"
 METADATA = "quantizer"
 """The one key of the metadata: safetensors writes several in any order."""
 
@@ -28,8 +29,9 @@ def export(deployment: Deployment, path: Path) -> Verification:
     """Write every parameter under `<layer>.<parameter>`; a quantized one as codes, with `.scale` and `.zero_point`.
 
     Codes take the smallest integer dtype that holds the grid, so 4-bit codes take a byte each. Activations have
-    `<layer>.<role>.scale` and `.zero_point` only. The metadata's `quantizer` is JSON: `format`, `model` and `specs`,
-    the `QuantizationSpec` of each quantized tensor by its name. The parameters of `load` equal test mode's.
+    `<layer>.<role>.scale` and `.zero_point` only. `<layer>.bias_correction` is added to the layer's bias, or is the
+    bias where there is none. The metadata's `quantizer` is JSON: `format`, `model` and `specs`, the `QuantizationSpec`
+    of each quantized tensor by its name. The parameters of `load` equal test mode's.
     """
     tensors, specs = _contents(deployment)
     described = {"format": FORMAT, "model": deployment.graph.model, "specs": specs}
@@ -58,6 +60,9 @@ def load(path: Path) -> dict[str, Tensor]:
             parameters[name] = tensor if spec is None else tensor.float()
             continue
         parameters[name] = dequantize(tensor, tensors[f"{name}.scale"], tensors[f"{name}.zero_point"], spec.ch_axis)
+    for name in [name for name in parameters if name.endswith(CORRECTION)]:
+        bias, correction = f"{name.removesuffix(CORRECTION)}.bias", parameters.pop(name)
+        parameters[bias] = parameters[bias] + correction if bias in parameters else correction
     return parameters
 
 
@@ -72,7 +77,8 @@ def _contents(deployment: Deployment) -> tuple[dict[str, Tensor], dict[str, Any]
             tensors |= {f"{name}.scale": scale, f"{name}.zero_point": zero_point}
         if is_parameter(role):
             tensors[name] = _stored(tensors[name], spec, scale, zero_point)
-    return tensors, specs
+    corrections = {f"{layer}{CORRECTION}": tensor for layer, tensor in deployment.solution.corrections.items()}
+    return tensors | corrections, specs
 
 
 def _stored(parameter: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor) -> Tensor:

@@ -30,6 +30,14 @@ class Layer(nn.Module):
             parameter = self.get_parameter(parameter_name(role))
             parameter.data = quantizer(parameter.data)
 
+    def detach_output(self) -> TensorQuantizer | None:
+        """Take the output's quantizer off, if there is one; the layer then gives what it computes."""
+        if self._output is not None:
+            del self.quantizers["activation"]
+        output = self._output
+        object.__setattr__(self, "_output", None)
+        return output
+
     def correct_bias(self, correction: Tensor) -> None:
         """Add to the bias, after its quantization; a layer without one gets one."""
         bias = self._parameters.get("bias")

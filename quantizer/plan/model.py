@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from quantizer.config.diagnostics import Diagnostic
@@ -64,6 +65,23 @@ class Plan:
         """The layer's tensors by role."""
         return {role: tensor for (name, role), tensor in self.tensors.items() if name == layer}
 
+    @cached_property
+    def corrected(self) -> tuple[str, ...]:
+        """Layers whose bias is corrected: all that multiply by quantized weights, if the config asks for it.
+
+        On the DPU, which stores a bias as a code on its grid, only those that have one.
+        """
+        if not self.settings.include_bias_corr:
+            return ()
+        on_grid = self.settings.target_device == "DPU"
+        weights = {layer: tensor for (layer, role), tensor in self.tensors.items() if role == "weights"}
+        return tuple(
+            node.name
+            for node in self.graph.nodes
+            if node.row.kind == "mac" and node.name in weights and weights[node.name].spec.dtype != "float32"
+            if "bias" in node.params or not on_grid
+        )
+
     def to_json(self) -> dict[str, Any]:
         """plan.json: rules with their matches, then layers in execution order."""
         layers = []
@@ -72,6 +90,8 @@ class Plan:
             tensors = self.of_layer(node.name)
             if tensors:
                 row["tensors"] = {role: tensor.to_json() for role, tensor in tensors.items()}
+            if node.name in self.corrected:
+                row["bias_correction"] = True
             if node.name in self.floats:
                 row["activation_is_float"] = self.floats[node.name]
             layers.append(row)

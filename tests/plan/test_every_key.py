@@ -53,7 +53,7 @@ def outcome(folder: Path, content: dict[str, Any], toy: str = "mobile") -> tuple
     plan = resolve(found, graph, traced(toy))
     specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
     findings = [*load_config(folder / "config.json").diagnostics, *plan.diagnostics]
-    return (specs, plan.floats, plan.to_json()["target"], [node.op for node in graph.nodes]), findings
+    return (specs, plan.floats, plan.corrected, plan.to_json()["target"], [node.op for node in graph.nodes]), findings
 
 
 def schema() -> dict[str, Any]:

@@ -1,0 +1,89 @@
+"""Empirical bias correction: each quantized layer's output gets back the mean per channel that it has in float.
+
+Changes biases only, after their quantization, and never a layer that runs in float.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from quantizer.algorithms.channel_mean import ChannelMean
+from quantizer.algorithms.walk import Walk
+from quantizer.errors import DataError
+from quantizer.graph.ir import Node
+
+
+def correct_biases(
+    walk: Walk,
+    means: Mapping[str, ChannelMean],
+    *,
+    on_grid: bool = False,
+    after_layer: Callable[[], None] | None = None,
+) -> dict[str, Tensor]:
+    """What to add to the bias of each layer in `means`, that gives it this mean output over the walk's batches.
+
+    Layers are settled in execution order, each on inputs that are quantized and corrected already (Nagel et al.,
+    "Data-Free Quantization Through Weight Equalization and Bias Correction", 2019, section 4.2; sequential as in Nagel
+    et al., "A White Paper on Neural Network Quantization", 2021, section 3.4). The mean is that of the layer's own
+    output, before an activation function and before the output's quantizer, and the difference left is that of float
+    arithmetic. `on_grid` keeps a quantized bias on its grid, for devices that store its code: half a step may be left
+    then, which later layers see, and more if the bias is clipped.
+
+    Args:
+        walk: a fresh walk of the quantized network, which has the corrected biases afterwards.
+        means: of the float network on the same batches, by layer.
+        on_grid: whether corrected biases are rounded to their grids; a bias without a grid is corrected exactly.
+        after_layer: called after each node of the graph, for progress.
+
+    Returns:
+        Corrections of shape [channels] in the dtype of the layer's weight.
+
+    Raises:
+        DataError: a correction is not finite, or a layer cannot run on a batch; the layer is named.
+    """
+    corrections = {}
+    with torch.no_grad():
+        for node in walk.network.graph.nodes:
+            if node.name in means:
+                corrections[node.name] = _settle(walk, node, means[node.name], on_grid)
+            else:
+                walk.done(node, (walk.run(node, call) for call in walk.calls(node)))
+            if after_layer is not None:
+                after_layer()
+    return corrections
+
+
+def _settle(walk: Walk, node: Node, target: ChannelMean, on_grid: bool) -> Tensor:
+    """Find one layer's correction and hand on its outputs with it, without computing them again."""
+    layer, found = walk.network.layers[node.name], ChannelMean(target.ch_axis)
+    quantizer = layer.detach_output()
+
+    def outputs() -> Iterator[Tensor]:
+        for call in walk.calls(node):
+            output = walk.run(node, call)
+            found.observe(output)
+            yield output
+
+    kept = walk.keep(node, outputs())
+    weight = layer.get_parameter("weight")
+    correction = (target.mean() - found.mean()).to(weight)
+    if not correction.isfinite().all():
+        raise DataError(
+            f"the bias correction of {node.name} is not finite: its outputs are infinite, or NaN",
+            help="give its activations more bits, leave its weights float, or set include_bias_corr to false",
+        )
+    if on_grid and "bias" in layer.quantizers:
+        bias = layer.get_parameter("bias")
+        correction = layer.quantizers["bias"](bias + correction) - bias
+    for output in kept:
+        output.movedim(target.ch_axis, -1).add_(correction)
+        if quantizer is not None:
+            output.copy_(quantizer(output))
+    walk.release(node)
+    layer.correct_bias(correction)
+    if quantizer is not None:
+        layer.attach("activation", quantizer)
+    return correction.cpu()
