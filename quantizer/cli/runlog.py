@@ -1,8 +1,9 @@
-"""run.json and run.log: how a run began and ended; the only files that differ between equal runs."""
+"""run.json and run.log: how a run began, what it told, how it ended; the only files that differ between equal runs."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import platform
 import resource
 import sys
@@ -25,6 +26,8 @@ def recorded(folder: Path, options: RunOptions) -> Iterator[None]:
     """Write both files when the body ends, in whatever way it ends."""
     started = time.time()
     outcome, log = "done", ""
+    told = _Told()
+    logging.getLogger("quantizer").addHandler(told)
     try:
         yield
     except QuantizerError as error:
@@ -34,6 +37,7 @@ def recorded(folder: Path, options: RunOptions) -> Iterator[None]:
         outcome, log = type(error).__name__, traceback.format_exc()
         raise
     finally:
+        logging.getLogger("quantizer").removeHandler(told)
         facts = {
             "options": dataclasses.asdict(options),
             "argv": sys.argv[1:],
@@ -48,6 +52,16 @@ def recorded(folder: Path, options: RunOptions) -> Iterator[None]:
             "threads": torch.get_num_threads(),
         }
         write_json(folder / "run.json", facts)
-        write_bytes(
-            folder / "run.log", f"{facts['started']} quantizer {' '.join(sys.argv[1:])}\n{log}{outcome}\n".encode()
-        )
+        began = f"{facts['started']} quantizer {' '.join(sys.argv[1:])}\n"
+        write_bytes(folder / "run.log", "".join([began, *told.lines, log, outcome, "\n"]).encode())
+
+
+class _Told(logging.Handler):
+    """Keeps what the package logs, one line each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.getMessage()}\n")

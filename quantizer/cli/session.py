@@ -163,8 +163,9 @@ def told_notes(quiet: bool) -> Iterator[None]:
     logger = logging.getLogger("quantizer")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setLevel(logging.WARNING if quiet else logging.INFO)
     level, propagate = logger.level, logger.propagate
-    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.addHandler(handler)
     try:

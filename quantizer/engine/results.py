@@ -103,7 +103,10 @@ def write_results(
     }
     tensors: dict[str, dict[str, Any]] = {}
     for (layer, role), (_, scale, zero_point) in found.tensors.items():
-        tensors.setdefault(layer, {})[role] = _entry(calibration, network, (layer, role), scale, zero_point)
+        entry = _entry(calibration, network, (layer, role), scale, zero_point)
+        if (layer, role) in found.notes:
+            entry["notes"] = list(found.notes[layer, role])
+        tensors.setdefault(layer, {})[role] = entry
     content = {"header": header, "tensors": tensors}
     write_json(folder / INFO, content | {"checksum": _checksum(content), "complete": True})
 

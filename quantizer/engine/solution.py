@@ -20,12 +20,13 @@ class Solution:
     """Spec, scale and zero point of each (layer, role), and what the corrections changed.
 
     `weights` replaces parameters of a layer, before quantization (fast finetuning); `corrections` is added to a layer's
-    bias after quantization, [channels] in the dtype of its weight.
+    bias after quantization, [channels] in the dtype of its weight; `notes` say why a scale is not the observed one.
     """
 
     tensors: Mapping[Key, tuple[QuantizationSpec, Tensor, Tensor]]
     weights: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     corrections: Mapping[str, Tensor] = field(default_factory=dict)
+    notes: Mapping[Key, tuple[str, ...]] = field(default_factory=dict)
 
     def position(self, key: Key) -> int | None:
         """The fix position fp of a tensor with a power-of-two scale 2^-fp per tensor; None for others."""

@@ -1,0 +1,26 @@
+"""The step after calibration that makes a solution's power-of-two scales ones that the DPU has the shifts for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from quantizer.algorithms.positions import Key, Move, align
+from quantizer.config.model import Settings
+from quantizer.engine.solution import Solution
+from quantizer.graph.ir import Graph
+
+
+def aligned(found: Solution, graph: Graph, settings: Settings) -> tuple[Solution, tuple[Move, ...]]:
+    """The solution at aligned positions, with a note at each tensor that was moved, and the moves."""
+    known = {key: found.position(key) for key, (spec, _, _) in found.tensors.items() if spec.symmetric}
+    positions, moves = align(graph, {key: at for key, at in known.items() if at is not None}, settings)
+    tensors = dict(found.tensors)
+    notes: dict[Key, tuple[str, ...]] = dict(found.notes)
+    for move in moves:
+        key = (move.layer, move.role)
+        spec, scale, zero_point = found.tensors[key]
+        tensors[key] = spec, torch.full_like(scale, 2.0 ** -positions[key]), zero_point
+        notes[key] = (*notes.get(key, ()), f"position {move.before} -> {move.after}: {move.why}")
+    return dataclasses.replace(found, tensors=tensors, notes=notes), moves
