@@ -12,8 +12,10 @@ from quantizer.cli.options import RunOptions
 from quantizer.cli.progress import BatchProgress
 from quantizer.engine import attach, calibrate
 from quantizer.engine.calibrate import Calibration
+from quantizer.engine.positions import aligned
 from quantizer.engine.solution import Solution
 from quantizer.errors import DataError
+from quantizer.plan.model import Plan
 from quantizer.sources.data import Batches
 
 logger = logging.getLogger(__name__)
@@ -22,7 +24,17 @@ logger = logging.getLogger(__name__)
 def refine(options: RunOptions, calibration: Calibration, batches: Batches) -> Solution:
     """The scales of a complete calibration, and what the config and the options ask for beyond them."""
     found = calibrate.solution(calibration)
+    if calibration.plan.settings.target_device == "DPU":
+        found = align_positions(calibration.plan, found)
     return correct_biases(options, calibration, batches, found) if calibration.means else found
+
+
+def align_positions(plan: Plan, found: Solution) -> Solution:
+    """The solution at positions that the DPU's shifters can take; each move is told."""
+    found, moves = aligned(found, plan.graph, plan.settings)
+    for move in moves:
+        logger.info("note: %s", move)
+    return found
 
 
 def correct_biases(options: RunOptions, calibration: Calibration, batches: Batches, found: Solution) -> Solution:
