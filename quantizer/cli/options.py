@@ -39,6 +39,7 @@ class RunOptions:
     trust: bool = False
     gate: tuple[str, ...] = ()
     deploy: tuple[str, ...] = ()
+    exact: bool = False
     overwrite: bool = False
     json: bool = False
     quiet: bool = False
@@ -97,6 +98,7 @@ _RUN = (
         type=click.Choice(list(EXPORTERS)),
         help="Write the tested network for another runtime, to OUTPUT_DIR/export; may be repeated.",
     ),
+    click.option("--exact", is_flag=True, help="Test mode for the DPU: also run its integers, compare code for code."),
     click.option("--overwrite", is_flag=True, help="Replace a result folder of another model or config."),
     _JSON,
     click.option("--quiet", "-q", is_flag=True, help="No progress, no notes."),

@@ -14,6 +14,7 @@ from rich.console import RenderableType
 
 from quantizer.cli import runlog, session
 from quantizer.cli.deploy import deploy
+from quantizer.cli.exact import require_dpu, run_exact
 from quantizer.cli.gates import parse_gate
 from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome, show
@@ -41,6 +42,8 @@ def run(options: RunOptions) -> int:
         raise UsageError("--gate goes with test or float mode: calibration measures nothing")
     if options.deploy and options.quant_mode != "test":
         raise UsageError("--deploy goes with test mode: it writes the network that was calibrated and tested")
+    if options.exact and options.quant_mode != "test":
+        raise UsageError("--exact goes with test mode: it runs the integers of the network that was calibrated")
     require_extras(options.deploy)
     session.seed_everything(options.seed)
     # With --json, stdout is for the result alone: what the user's own code prints goes to stderr.
@@ -117,6 +120,8 @@ def run_test(options: RunOptions) -> Outcome:
     """Compare the calibrated network with the float one and report."""
     folder = Path(options.output_dir)
     info = results.read_info(folder)
+    if options.exact:
+        require_dpu(info.settings.target_device)
     read = session.read_config(options.config_file) if options.config_file is not None else None
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded, evaluation=True)
@@ -135,6 +140,8 @@ def run_test(options: RunOptions) -> Outcome:
             compared = evaluate.compare(reference, quantized, _on_device(options, batches), progress.advance)
         pairs = _metric_pairs(options, loaded, quantized, batches, compared)
         outcome = _report(options, folder, info, compared, pairs, batches.stamp)
+        if options.exact:
+            outcome = run_exact(options, outcome, graph, info, batches)
         return deploy(options, outcome, graph, info, batches) if options.deploy else outcome
 
 

@@ -29,7 +29,12 @@ FORMAT = 1
 INFO = "quant_info.json"
 WEIGHTS = "weights.safetensors"
 CORRECTIONS = "bias_corr.safetensors"
-TESTED = ("report.json", "layers.csv", "export/verify.json")  # what test mode found holds for one calibration only
+TESTED = (
+    "report.json",
+    "layers.csv",
+    "exact.json",
+    "export/verify.json",
+)  # what test mode found holds for one calibration only
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,196 @@
+"""Runs a calibrated network in the DPU's integers beside the float simulation, and compares them code for code.
+
+Codes, int32 accumulators, shifts with the rounding of each tensor's spec. It executes and compares; it decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.config.roles import is_parameter, parameter_role
+from quantizer.engine.attach import quantized_network
+from quantizer.engine.exact_layers import Fixed, Step, compute, is_known
+from quantizer.engine.solution import Key, Solution
+from quantizer.errors import DataError
+from quantizer.graph.ir import Graph, Node, map_refs
+from quantizer.nn.network import Network
+from quantizer.numerics.integer import requantize
+from quantizer.sources.batches import Batch
+
+
+@dataclass
+class LayerCodes:
+    """One tensor's codes against the simulation's: how many, how many differ, and by at most how many steps."""
+
+    layer: str
+    role: str
+    position: int
+    codes: int = 0
+    differing: int = 0
+    most_steps: int = 0
+
+    def add(self, found: Tensor, simulated: Tensor) -> None:
+        """Take in one batch; both hold integers."""
+        distance = (found - simulated).abs()
+        self.codes += distance.numel()
+        self.differing += int((distance > 0).sum())
+        self.most_steps = max(self.most_steps, int(distance.max()) if distance.numel() else 0)
+
+
+@dataclass
+class ExactComparison:
+    """What a run in integers found: why layers ran in float, and the first batch in which each accumulator overflowed."""
+
+    layers: list[LayerCodes] = field(default_factory=list)
+    floats: dict[str, str] = field(default_factory=dict)
+    overflows: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> float:
+        """The share of codes that are those of the simulation; 1 if all are."""
+        codes = sum(layer.codes for layer in self.layers)
+        return 1 - sum(layer.differing for layer in self.layers) / codes if codes else 1.0
+
+
+def compare_exact(
+    graph: Graph, solution: Solution, batches: Iterable[Batch], after_batch: Callable[[int], None] | None = None
+) -> ExactComparison:
+    """Run every batch in integers and in simulation, and compare all codes of activations.
+
+    Raises:
+        DataError: there is no batch.
+    """
+    network, result = _IntegerNetwork(graph, solution), ExactComparison()
+    rows = {key: LayerCodes(*key, network.positions[key]) for key in network.compared()}
+    count = 0
+    with torch.no_grad():
+        for batch in batches:
+            network.batch = count
+            simulated = network.simulation.walk(batch.args, batch.kwargs)
+            for (name, value), (_, other) in zip(network.walk(batch, result), simulated, strict=True):
+                for role in ("activation", "input"):
+                    if (name, role) in rows and isinstance(value, Fixed):
+                        rows[name, role].add(value.codes, other.double() * 2.0**value.position)
+            count += 1
+            if after_batch is not None:
+                after_batch(count)
+    if not count:
+        raise DataError("the evaluation data has no batches", help="check --data and --subset_len")
+    result.layers = list(rows.values())
+    return result
+
+
+class _IntegerNetwork:
+    """The graph in integers: `plain` computes on codes in float64, `simulation` runs what has no integer form."""
+
+    def __init__(self, graph: Graph, solution: Solution) -> None:
+        self.graph, self.solution = graph, solution
+        self.simulation = quantized_network(graph, solution)
+        self.plain = Network(graph).double()
+        known = {key: solution.position(key) for key, (spec, _, _) in solution.tensors.items() if spec.symmetric}
+        self.positions: dict[Key, int] = {key: at for key, at in known.items() if at is not None}
+        self.biases: dict[str, Fixed] = {}
+        self.batch = 0
+        for name in {name for name, role in self.positions if is_parameter(role)}:
+            self._put_codes(graph.by_name[name])
+
+    def compared(self) -> list[Key]:
+        """The tensors whose codes are compared: the network's inputs and what layers make, in execution order."""
+        keys = [(node.name, "input" if node.op == "input" else "activation") for node in self.graph.nodes]
+        return [key for key in keys if key in self.positions]
+
+    def walk(self, batch: Batch, result: ExactComparison) -> Iterator[tuple[str, Any]]:
+        """Each node's name and value: `Fixed` where it has codes."""
+        inputs = iter(self.simulation.inputs(batch.args, batch.kwargs))
+        values: dict[str, Any] = {}
+        for node in self.graph.nodes:
+            if node.op == "input":
+                value = self._on_grid(node, self.simulation.run_layer(node, {"input": next(inputs)}))
+            else:
+                call = {key: map_refs(item, values.__getitem__) for key, item in node.inputs.items()}
+                value = self._run(node, call, result)
+            values[node.name] = value
+            yield node.name, value
+            for name in self.simulation.last_uses[node.name]:
+                values.pop(name)
+
+    def _put_codes(self, node: Node) -> None:
+        """Weight codes in the plain layer; the bias beside it, as it is added at a position of its own."""
+        layer, simulated = self.plain.layers[node.name], self.simulation.layers[node.name]
+        for key in [key for key in node.params if (node.name, parameter_role(key)) in self.positions]:
+            position = self.positions[node.name, parameter_role(key)]
+            codes = simulated.get_parameter(key).detach().double() * 2.0**position
+            if key == "bias":
+                self.biases[node.name] = Fixed(codes, position)
+                layer.register_parameter("bias", None)
+            else:
+                layer.register_parameter(key, nn.Parameter(codes, requires_grad=False))
+
+    def _run(self, node: Node, call: Mapping[str, Any], result: ExactComparison) -> Any:
+        """One layer in integers, or in float where it has no integer form."""
+        step = Step(node, self.plain.layers[node.name], self._own_grids(node, call))
+        why = self._why_float(node)
+        if not why:
+            step.weight_position, step.bias = self.positions.get((node.name, "weights")), self.biases.get(node.name)
+            wide = compute(step)
+            if step.overflowed:
+                result.overflows.setdefault(node.name, self.batch)
+            if wide is not None:
+                return self._shifted(node, wide)
+        if node.row.kind not in ("structural", "passthrough"):
+            result.floats.setdefault(node.name, why or "what it reads has no codes")
+        return self._on_grid(node, self.simulation.run_layer(node, _map_fixed(call, Fixed.float)))
+
+    def _why_float(self, node: Node) -> str:
+        """Why the layer cannot run in integers, whatever it reads."""
+        if not is_known(node):
+            return f"{node.op} has no integer form here"
+        if node.row.weight:
+            missing = [key for key in node.params if (node.name, parameter_role(key)) not in self.positions]
+            if missing or set(node.inputs) & {"weight", "bias"}:
+                return "its parameters have no power-of-two grid for the whole tensor"
+        spec = self._spec(node)
+        if spec is not None and (node.name, "activation") not in self.positions:
+            return "its output has no power-of-two grid for the whole tensor"
+        return ""
+
+    def _spec(self, node: Node) -> QuantizationSpec | None:
+        found = self.solution.tensors.get((node.name, "activation"))
+        return found[0] if found else None
+
+    def _own_grids(self, node: Node, call: Mapping[str, Any]) -> dict[str, Any]:
+        """The layer's own view of what it reads, where the config gives "input" a grid of its own."""
+        roles = {name: role for role, name in zip(node.input_roles(), call, strict=False)}
+        return {
+            name: self._shift(value, (node.name, roles[name]))
+            if name in roles and isinstance(value, Fixed) and (node.name, roles[name]) in self.positions
+            else value
+            for name, value in call.items()
+        }
+
+    def _shifted(self, node: Node, wide: Any) -> Any:
+        """The wide result on the layer's grid, if it has one."""
+        key = (node.name, "activation")
+        return self._shift(wide, key) if isinstance(wide, Fixed) and key in self.positions else wide
+
+    def _shift(self, wide: Fixed, key: Key) -> Fixed:
+        spec, position = self.solution.tensors[key][0], self.positions[key]
+        shift = wide.position - position
+        return Fixed(requantize(wide.codes, shift, spec.quant_min, spec.quant_max, spec.round_mode), position)
+
+    def _on_grid(self, node: Node, value: Any) -> Any:
+        """The codes of a value that a quantizer of the simulation has put on its grid."""
+        position = self.positions.get((node.name, "input" if node.op == "input" else "activation"))
+        return value if position is None else Fixed(value.double() * 2.0**position, position)
+
+
+def _map_fixed(call: Mapping[str, Any], change: Callable[[Fixed], Any]) -> dict[str, Any]:
+    mapped: dict[str, Any] = pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, Fixed) else leaf, dict(call))
+    return mapped

@@ -1,0 +1,228 @@
+"""What each layer is in integers: from codes and positions to a wide result, before it is shifted onto its grid.
+
+An operator without a row here, and one whose tensors have no power-of-two grid, runs in float. Values are exact; only
+hardswish rounds inside, as the device does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantizer.graph.ir import Node
+from quantizer.nn.layer import Layer
+from quantizer.numerics.integer import (
+    HARDSWISH_POSITION,
+    INT32,
+    LEAKY_SLOPE,
+    SIXTH,
+    requantize,
+    wrap_int32,
+)
+
+FINEST_CONSTANT = 24
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A tensor codes * 2^-position: integers held in float64."""
+
+    codes: Tensor
+    position: int
+
+    def at(self, position: int) -> Tensor:
+        """The codes at another position; exact for a finer one."""
+        return self.codes * 2.0 ** (position - self.position)
+
+    def float(self) -> Tensor:
+        """The values, float32."""
+        return (self.codes * 2.0**-self.position).float()
+
+
+@dataclass
+class Step:
+    """One layer about to run: `layer` computes in float64 and has codes as its weight and no bias.
+
+    `inputs` are the arguments, with `Fixed` for what has codes; `bias` the codes of the bias. `overflowed` is set when
+    an accumulator leaves int32, which then wraps as a register does.
+    """
+
+    node: Node
+    layer: Layer
+    inputs: Mapping[str, Any]
+    weight_position: int | None = None
+    bias: Fixed | None = None
+    overflowed: bool = field(default=False, init=False)
+
+    def operand(self, name: str) -> Fixed | None:
+        """An argument that has codes, or a constant that is one: a few binary digits."""
+        value = self.inputs.get(name, self.node.attrs.get(name))
+        return value if isinstance(value, Fixed) else _constant(value)
+
+    def accumulated(self, codes: Tensor, position: int) -> Fixed:
+        """A sum in an int32 register."""
+        if codes.numel() and float(codes.abs().max()) >= INT32:
+            self.overflowed = True
+            codes = wrap_int32(codes)
+        return Fixed(codes, position)
+
+
+def compute(step: Step) -> Any:
+    """The layer's wide result, or None if it has no integer form here."""
+    if step.node.target in _BY_TARGET:
+        return _BY_TARGET[step.node.target](step)
+    if step.node.op in _BY_OPERATOR:
+        return _BY_OPERATOR[step.node.op](step)
+    return _moved(step) if step.node.row.kind == "passthrough" else None
+
+
+def is_known(node: Node) -> bool:
+    """Whether there is a row for the operator at all."""
+    return node.target in _BY_TARGET or node.op in _BY_OPERATOR or node.row.kind in ("passthrough", "structural")
+
+
+def run_on_codes(step: Step, inputs: Mapping[str, Any]) -> Any:
+    """The layer itself, in float64, on codes."""
+    with torch.no_grad():
+        return step.layer(**inputs)
+
+
+def _accumulate(step: Step) -> Fixed | None:
+    """Products at position fw + fi, the bias shifted to it; the finer of the two positions keeps both exact."""
+    x = step.inputs.get("input")
+    if not isinstance(x, Fixed) or step.weight_position is None:
+        return None
+    products = run_on_codes(step, {**step.inputs, "input": x.codes})
+    position = step.weight_position + x.position
+    if step.bias is None:
+        return step.accumulated(products, position)
+    finest = max(position, step.bias.position)
+    bias = step.bias.at(finest).reshape(-1, *[1] * (step.layer.get_parameter("weight").ndim - 2))
+    return step.accumulated(products * 2.0 ** (finest - position) + bias, finest)
+
+
+def _add(step: Step) -> Fixed | None:
+    a, b = step.operand("input"), step.operand("other")
+    if a is None or b is None or step.node.attrs.get("alpha", 1) != 1:
+        return None
+    finest = max(a.position, b.position)
+    sign = -1 if step.node.op == "sub" else 1
+    return step.accumulated(a.at(finest) + sign * b.at(finest), finest)
+
+
+def _multiply(step: Step) -> Fixed | None:
+    a, b = step.operand("input"), step.operand("other")
+    return None if a is None or b is None else step.accumulated(a.codes * b.codes, a.position + b.position)
+
+
+def _join(step: Step) -> Fixed | None:
+    """Every part shifted to the finest position of all; the shift to the output's position rounds each as it would."""
+    parts = step.inputs.get("tensors", [])
+    if not all(isinstance(part, Fixed) for part in parts):
+        return None
+    finest = max(part.position for part in parts)
+    return Fixed(run_on_codes(step, {"tensors": [part.at(finest) for part in parts]}), finest)
+
+
+def _moved(step: Step) -> Any:
+    """Operators that move or select codes, or take the largest; several outputs stay several."""
+    fixed = [value for value in step.inputs.values() if isinstance(value, Fixed)]
+    if len(fixed) != 1 or (step.node.op == "pad" and step.node.attrs.get("value")):
+        return None
+    inputs = {key: value.codes if isinstance(value, Fixed) else value for key, value in step.inputs.items()}
+    found, position = run_on_codes(step, inputs), fixed[0].position
+    return [Fixed(part, position) for part in found] if isinstance(found, (list, tuple)) else Fixed(found, position)
+
+
+def _pick(step: Step) -> Any:
+    """One of several outputs."""
+    several = step.inputs.get("input", ())
+    index = next(value for key, value in {**step.inputs, **step.node.attrs}.items() if key != "input")
+    return several[index] if isinstance(several, list) and isinstance(several[index], Fixed) else None
+
+
+def _relu(step: Step) -> Fixed | None:
+    x = step.operand("input")
+    return x and Fixed(x.codes.clamp(min=0), x.position)
+
+
+def _relu6(step: Step) -> Fixed | None:
+    x, attrs = step.operand("input"), step.node.attrs
+    low, high = attrs.get("min_val", attrs.get("min", 0)), attrs.get("max_val", attrs.get("max", 6))
+    if x is None or low is None or high is None or (step.node.op != "relu6" and (low, high) != (0, 6)):
+        return None
+    return Fixed(x.codes.clamp(0, 6 * 2.0**x.position), x.position)
+
+
+def _leaky_relu(step: Step) -> Fixed | None:
+    multiplier, shift = LEAKY_SLOPE
+    x = step.operand("input")
+    if x is None or step.node.attrs.get("negative_slope") != multiplier / 2**shift:
+        return None
+    return Fixed(torch.where(x.codes < 0, x.codes * multiplier, x.codes * 2.0**shift), x.position + shift)
+
+
+def _average(step: Step) -> Fixed | None:
+    x = step.operand("input")
+    if x is None:
+        return None
+    # The layer's own factor is m / 2^s: in float64 it makes the sum times m at s more fraction bits.
+    shift = int(step.node.attrs["shift"])
+    return step.accumulated(run_on_codes(step, {"input": x.codes}) * 2.0**shift, x.position + shift)
+
+
+def _hardsigmoid(step: Step) -> Fixed | None:
+    x = step.operand("input")
+    return x and _sixths(x)
+
+
+def _hardswish(step: Step) -> Fixed | None:
+    x = step.operand("input")
+    if x is None:
+        return None
+    wide = _sixths(x)
+    gate = requantize(wide.codes, wide.position - HARDSWISH_POSITION, -128, 127, "half_up")
+    return Fixed(x.codes * gate, x.position + HARDSWISH_POSITION)
+
+
+def _sixths(x: Fixed) -> Fixed:
+    """relu6(x + 3) / 6."""
+    multiplier, shift = SIXTH
+    one = 2.0**x.position
+    return Fixed((x.codes + 3 * one).clamp(0, 6 * one) * multiplier, x.position + shift)
+
+
+def _constant(value: Any) -> Fixed | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    for position in range(FINEST_CONSTANT + 1):
+        if float(value * 2**position).is_integer():
+            return Fixed(torch.tensor(value * 2.0**position, dtype=torch.float64), position)
+    return None
+
+
+Rule = Callable[[Step], Any]
+_BY_OPERATOR: dict[str, Rule] = {
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "linear"), _accumulate),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _accumulate),
+    "add": _add,
+    "sub": _add,
+    "mul": _multiply,
+    "cat": _join,
+    "stack": _join,
+    "getitem": _pick,
+    "relu": _relu,
+    "relu6": _relu6,
+    "hardtanh": _relu6,
+    "clamp": _relu6,
+    "leaky_relu": _leaky_relu,
+}
+_BY_TARGET: dict[str, Rule] = {
+    "dpu.avg_pool2d": _average,
+    "dpu.hardsigmoid": _hardsigmoid,
+    "dpu.hardswish": _hardswish,
+}
