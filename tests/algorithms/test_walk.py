@@ -1,0 +1,119 @@
+"""A walk gives every layer's values as the network does, however little memory there is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deployments import deployment
+from toys import TOYS, built, leaves_equal, traced
+
+from quantizer.algorithms.values import BUDGET, Shelf
+from quantizer.algorithms.walk import Walk
+from quantizer.errors import DataError
+from quantizer.nn.network import Network
+from quantizer.sources.batches import Batch
+
+
+def batches(name: str) -> list[Batch]:
+    """Two batches of different size, where the toy takes them."""
+    return [Batch(*built(name).call(size), None, None) for size in ((2, 3) if built(name).batched else (2, 2))]
+
+
+def walked(network: Network, data: list[Batch], budget: int) -> dict[str, list[Any]]:
+    """Copies of each node's values, made when the walk hands them on."""
+    walk, found = Walk(network, data, Shelf(budget)), {}
+    with torch.no_grad():
+        for node in network.graph.nodes:
+            kept = walk.keep(node, (walk.run(node, call) for call in walk.calls(node)))
+            found[node.name] = [value.clone() if isinstance(value, torch.Tensor) else value for value in kept]
+            walk.release(node)
+    return found
+
+
+@pytest.mark.parametrize("budget", [0, 1000, BUDGET])
+@pytest.mark.parametrize("name", TOYS)
+def test_a_walk_makes_the_values_of_a_pass(name: str, budget: int) -> None:
+    network = deployment(name, 2).network() if name != "constants" else Network(traced(name))
+    data = batches(name)
+    found = walked(network, data, budget)
+    for index, batch in enumerate(data):
+        with torch.no_grad():
+            for node, value in network.walk(batch.args, batch.kwargs):
+                assert leaves_equal(found[node][index], value), node
+
+
+def test_the_users_batches_stay_as_they_are() -> None:
+    given, data = batches("residual"), batches("residual")
+    walked(deployment("residual", 2).network(), given, BUDGET)
+    assert all(leaves_equal(a.args, b.args) for a, b in zip(given, data, strict=True))
+
+
+def test_what_is_kept_may_be_changed_before_the_next_layer_reads_it() -> None:
+    network, data = Network(traced("residual")), batches("residual")
+    walk = Walk(network, data, Shelf(0))
+    first, second = network.graph.nodes[:2]
+    for value in walk.keep(first, (walk.run(first, call) for call in walk.calls(first))):
+        value.zero_()
+    walk.release(first)
+    assert not any(call["input"].any() for call in walk.calls(second))
+
+
+def test_values_beyond_the_budget_go_to_files_that_vanish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    shelf, ones = Shelf(100), torch.ones(20)
+    assert shelf.keep(ones) is ones
+    mapped = shelf.keep(ones)
+    assert mapped.data_ptr() != ones.data_ptr()
+    assert torch.equal(mapped, ones)
+    assert not list(tmp_path.iterdir())
+    shelf.free(ones)
+    assert shelf.keep(ones) is ones, "freed memory is there again"
+
+
+def test_a_mapped_value_is_mapped_once() -> None:
+    shelf = Shelf(0)
+    mapped = shelf.keep(torch.ones(4, 5))
+    view = shelf.keep(mapped.flatten())
+    assert view.data_ptr() == mapped.data_ptr()
+    shelf.free(mapped)
+    assert shelf.keep(view).data_ptr() == view.data_ptr(), "the view is still kept"
+    ones = torch.ones(1)
+    assert shelf.keep(ones) is not ones, "freeing what was mapped makes no room in memory"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(3, 4).t(),
+        torch.arange(6, dtype=torch.int64),
+        torch.tensor([True, False]),
+        torch.randn(4).to(torch.bfloat16),
+        torch.tensor(2.5),
+        torch.ones(0, 3),
+    ],
+    ids=["channels last", "transposed", "integers", "booleans", "bfloat16", "a number", "empty"],
+)
+def test_a_mapped_tensor_has_the_same_values_type_and_layout(value: torch.Tensor) -> None:
+    kept, rest = Shelf(0).keep((value, {"size": 3}))
+    assert rest == {"size": 3}
+    assert torch.equal(kept, value)
+    assert (kept.dtype, kept.shape, kept.stride()) == (value.dtype, value.shape, value.stride())
+
+
+def test_a_full_disk_is_told_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DataError, match=r"no room .*: No space left on device") as refused:
+        Shelf(0).keep(torch.ones(3))
+    assert refused.value.help is not None and "TMPDIR" in refused.value.help
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,71 @@
+"""Calibrates with bias correction in memory, and measures what is left of the mean shift."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from quantizer.algorithms.bias_correction import correct_biases
+from quantizer.algorithms.channel_mean import ChannelMean
+from quantizer.algorithms.values import BUDGET, Shelf
+from quantizer.algorithms.walk import Walk
+from quantizer.config.model import Config
+from quantizer.engine import calibrate
+from quantizer.engine.attach import quantized_network
+from quantizer.engine.calibrate import Calibration
+from quantizer.engine.solution import Solution
+from quantizer.graph.ir import Graph
+from quantizer.graph.passes import run_passes
+from quantizer.nn.network import Network, observe
+from quantizer.plan.resolve import resolve
+from quantizer.sources.batches import Batch
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """A calibrated network before and after bias correction, and the batches it saw."""
+
+    calibration: Calibration
+    before: Solution
+    batches: Sequence[Batch]
+    budget: int = BUDGET
+
+    @property
+    def graph(self) -> Graph:
+        return self.calibration.plan.graph
+
+    @cached_property
+    def after(self) -> Solution:
+        walk = Walk(quantized_network(self.graph, self.before), self.batches, Shelf(self.budget))
+        on_grid = self.calibration.plan.settings.target_device == "DPU"
+        found = correct_biases(walk, self.calibration.means, on_grid=on_grid)
+        return replace(self.before, corrections=found)
+
+    def shifts(self, solution: Solution) -> dict[str, torch.Tensor]:
+        """Each layer's mean output minus that of the float network, [channels], of a network in test mode.
+
+        Only for networks whose activations are float: with quantizers, outputs cannot be seen before them.
+        """
+        means = {name: ChannelMean(target.ch_axis) for name, target in self.calibration.means.items()}
+        network = quantized_network(self.graph, solution)
+        with torch.no_grad():
+            for batch in self.batches:
+                observe(network, batch.args, batch.kwargs, {name: mean.observe for name, mean in means.items()})
+        return {name: mean.mean() - self.calibration.means[name].mean() for name, mean in means.items()}
+
+    def mean_shift(self, solution: Solution) -> float:
+        """Its absolute mean over all channels of all layers."""
+        return float(torch.cat(list(self.shifts(solution).values())).abs().mean())
+
+
+def corrected(original: Graph, config: Config, batches: Sequence[Batch]) -> Corrected:
+    """Calibrate a traced model; the correction itself runs when it is asked for."""
+    graph = run_passes(original, config.settings)
+    network = Network(graph)
+    calibration = calibrate.start(resolve(config, graph, original), network)
+    with torch.no_grad():
+        calibrate.run(calibration, network, batches)
+    return Corrected(calibration, calibrate.solution(calibration), batches)
