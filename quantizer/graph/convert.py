@@ -13,12 +13,13 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError
+from quantizer.graph import arguments as call
 from quantizer.graph.functionalize import is_inplace
 from quantizer.graph.ir import Graph, Node, Ref, references
 from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
+from quantizer.graph.stubs import MARK, STUBS
 
-_NORM_WITHOUT_STATISTICS = "aten._native_batch_norm_legit_no_training.default"
 _PARAMETRIC = ("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "prelu")
 
 
@@ -43,6 +44,7 @@ class _Converter:
         self.paths: dict[fx.Node, str] = {}
         self.parameter_nodes: dict[str, str] = {}
         self.tensors: dict[str, Tensor] = {}
+        self.learned: set[str] = set()
         self._first_path = {id(t): p for p, t in itertools.chain(module.named_buffers(), module.named_parameters())}
 
     def run(self, input_paths: tuple[tuple[Any, ...], ...]) -> Graph:
@@ -55,7 +57,7 @@ class _Converter:
                     self._input(node, inputs)
                     inputs += 1
                 else:
-                    self._tensor(node, spec.target or node.name)
+                    self._tensor(node, spec.target or node.name, learned=spec.kind == InputKind.PARAMETER)
             elif node.op == "call_function":
                 self._call(node)
             elif node.op == "output":
@@ -85,13 +87,15 @@ class _Converter:
             self.values[node] = attrs["value"] = value  # torch bakes plain numbers into the trace
         self.nodes.append(Node(name, "input", "input", attrs=attrs, shape=_shape(value), dtype=_dtype(value)))
 
-    def _tensor(self, node: fx.Node, target: str) -> None:
+    def _tensor(self, node: fx.Node, target: str, *, learned: bool) -> None:
         state = self.program.state_dict.get(target)
         tensor = state if state is not None else self.program.constants[target]
         assert isinstance(tensor, Tensor)
         path = self._first_path.get(id(tensor), target)
         self.paths[node] = path
         self.tensors[path] = tensor.detach()
+        if learned:
+            self.learned.add(path)
 
     def _value(self, argument: Any) -> Any:
         """Our value for an argument: a Ref, a parameter node's Ref, a constant, or a list of these."""
@@ -104,41 +108,38 @@ class _Converter:
         return argument
 
     def _parameter(self, path: str) -> str:
-        """The node that gives a parameter used by a plain expression (`x + self.shift`)."""
+        """The node that gives a parameter, or a constant, used by a plain expression (`x + self.shift`)."""
         if path not in self.parameter_nodes:
             scope, _, attr = path.rpartition(".")
             name = self.namer.name(self.namer.canonical(scope), attr)
             tensor = self.tensors[path]
-            node = Node(
-                name, "parameter", "parameter", params={"value": path}, shape=tuple(tensor.shape), dtype=tensor.dtype
-            )
-            self.nodes.append(node)
+            op = "parameter" if path in self.learned else "constant"
+            params = {"weight": path}
+            self.nodes.append(Node(name, op, op, params=params, shape=tuple(tensor.shape), dtype=tensor.dtype))
             self.parameter_nodes[path] = name
         return self.parameter_nodes[path]
 
     def _call(self, node: fx.Node) -> None:
-        target = _target_name(node)
-        if target == _NORM_WITHOUT_STATISTICS:
-            target, arguments = "aten.batch_norm.default", _batch_norm_arguments(node)
-        else:
-            arguments = _named_arguments(node)
-        if _is_noise(node, target):
-            self.values[node] = self._value(node.args[0]) if node.args else None
-            return
-        if target == "operator.getitem" and _target_name(node.args[0]) == _NORM_WITHOUT_STATISTICS:
-            self.values[node] = self._value(node.args[0])
-            return
-        row = find_op(_packet(target))
-        op = _refine(row.name, arguments)
+        target = call.target_name(node)
         path = self.namer.canonical(_module_path(node))
+        stub = STUBS.get(self.namer.class_name(path)) if target == MARK else None
+        first = node.args[0] if node.args else None
+        if stub is None and call.is_noise(target):
+            self.values[node] = self._value(first)
+            return
+        if target == "operator.getitem" and call.target_name(first) == call.NORM_WITHOUT_STATISTICS:
+            self.values[node] = self._value(first)
+            return
+        arguments = call.named_arguments(node)
+        value: Any = node.meta.get("val")
+        if target == call.NORM_WITHOUT_STATISTICS:
+            target, value = "aten.batch_norm.default", value[0]  # torch's functional form also returns the statistics
+        op = stub or call.refine(find_op(call.packet(target)).name, arguments)
         inputs, attrs, params = self._split(op, arguments)
-        value = node.meta.get("val")
-        if target == "aten.batch_norm.default" and isinstance(value, (tuple, list)):
-            value = value[0]  # torch's functional form also returns the statistics
         ours = Node(
             self.namer.name(path, op),
             op,
-            _functional(target, op),
+            call.functional(target),
             inputs,
             attrs,
             params,
@@ -164,6 +165,10 @@ class _Converter:
         inputs: dict[str, Any] = {}
         attrs: dict[str, Any] = {}
         params: dict[str, str] = {}
+        if op in call.RECURRENT and all(item in self.paths for item in arguments["params"]):
+            names = call.parameter_names(arguments)
+            params = dict(zip(names, (self.paths[item] for item in arguments["params"]), strict=True))
+            arguments = {key: value for key, value in arguments.items() if key != "params"}
         owns = op in OPS and (OPS[op].weight or op in _PARAMETRIC)
         for key, argument in arguments.items():
             if owns and isinstance(argument, fx.Node) and argument in self.paths and key not in ("input", "indices"):
@@ -178,72 +183,11 @@ def _has_ref(value: Any) -> bool:
     return isinstance(value, Ref) or (isinstance(value, list) and any(_has_ref(item) for item in value))
 
 
-def _target_name(node: Any) -> str:
-    """`aten.conv2d.default`, `operator.getitem`."""
-    target = node.target if isinstance(node, fx.Node) else node
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target)
-    return f"operator.{getattr(target, '__name__', str(target))}"
-
-
-def _packet(target: str) -> str:
-    """`conv2d` of `aten.conv2d.default`; Python's integer arithmetic keeps apart from tensor arithmetic."""
-    namespace, packet = target.split(".")[:2]
-    if namespace == "operator":
-        return "getitem" if packet == "getitem" else f"operator_{packet}"
-    return packet if namespace == "aten" else f"{namespace}_{packet}"
-
-
-def _functional(target: str, op: str) -> str:
-    """The target without the trailing underscore of in-place operations, where torch has such a twin."""
-    namespace, packet, *overload = target.split(".")
-    if namespace != "aten" or not packet.endswith("_") or packet.endswith("__"):
-        return target
-    twin = packet.removesuffix("_")
-    if not hasattr(torch.ops.aten, twin):
-        return target
-    names = getattr(torch.ops.aten, twin).overloads()
-    return f"aten.{twin}.{overload[0] if overload and overload[0] in names else names[0]}"
-
-
-def _refine(op: str, arguments: dict[str, Any]) -> str:
-    """torch traces ReLU6 as hardtanh between 0 and 6."""
-    if op == "hardtanh" and arguments.get("min_val") == 0 and arguments.get("max_val") == 6:
-        return "relu6"
-    return op
-
-
-def _named_arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments by the names of the operator's schema."""
-    schema = getattr(node.target, "_schema", None)
-    names = (
-        ["input" if argument.name == "self" else argument.name for argument in schema.arguments]
-        if schema
-        else ["a", "b", "c"]
-    )
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
-def _batch_norm_arguments(node: fx.Node) -> dict[str, Any]:
-    names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
-    return {**dict(zip(names, node.args, strict=False)), "training": False, "cudnn_enabled": False}
-
-
 def _module_path(node: fx.Node) -> str:
     """Dotted path of the innermost module the node ran in."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = stack[-1][0] if stack else ""
     return "" if path.startswith("_empty") else str(path).partition("@")[0]
-
-
-def _is_noise(node: fx.Node, target: str) -> bool:
-    """Checks and bookkeeping that compute nothing."""
-    packet = target.split(".")[1]
-    return packet.startswith(("_assert", "sym_constrain", "lift_fresh", "_guards")) or packet in (
-        "detach",
-        "detach_",
-        "alias",
-    )
 
 
 def _shape(value: Any) -> tuple[int | None, ...] | None:

@@ -38,6 +38,9 @@ FUNCTION_LAYERS: dict[str, str] = {
     "Div": "aten.div.Tensor",
     "Mean": "aten.mean.dim",
     "Sum": "aten.sum.dim_IntList",
+    "Neg": "aten.neg.default",
+    "Where": "aten.where.self",
+    "MaskedFill": "aten.masked_fill.Scalar",
     "Matmul": "aten.matmul.default",
     "Bmm": "aten.bmm.default",
     "Addmm": "aten.addmm.default",
@@ -73,6 +76,8 @@ DEVICE_LAYERS: dict[str, str] = {
     "dpu.hardswish": "DpuHardswish",
 }
 _CLASS_OF_TARGET = {target: name for name, target in reversed(FUNCTION_LAYERS.items())}
+_STRUCTURE = {"input": "Input", "quant_stub": "QuantStub", "dequant_stub": "DeQuantStub"}
+_RECURRENT = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN", "rnn_relu": "RNN"}
 # Activations that may overwrite their input when nobody else reads it.
 _INPLACE = ("relu", "relu6", "leaky_relu", "hardtanh", "silu", "hardswish")
 
@@ -88,11 +93,13 @@ class LayerCall:
 
 def describe(graph: Graph, node: Node) -> LayerCall:
     """The constructor call of a node's layer."""
-    if node.op == "input":
-        return LayerCall("Input")
-    if node.op == "parameter":
-        tensor = graph.tensors[node.params["value"]]
-        return LayerCall("Parameter", (list(tensor.shape),), {"dtype": tensor.dtype})
+    if node.op in _STRUCTURE:
+        return LayerCall(_STRUCTURE[node.op])
+    if node.op in ("parameter", "constant"):
+        tensor = graph.tensors[node.params["weight"]]
+        return LayerCall(node.op.capitalize(), (list(tensor.shape),), {"dtype": tensor.dtype})
+    if node.op in _RECURRENT and node.params:
+        return _recurrent(node, graph.tensors)
     if node.row.weight and "weight" in node.params:
         return _weighted(node, graph.tensors)
     kwargs = dict(node.attrs)
@@ -141,6 +148,23 @@ def _weighted(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
         kwargs["output_padding"] = _spread(node.attrs.get("output_padding", 0), dims)
     kwargs |= {"dilation": _spread(node.attrs.get("dilation", 1), dims), "groups": groups, "bias": bias}
     return LayerCall(("ConvTranspose" if transposed else "Conv") + f"{dims}d", (), kwargs)
+
+
+def _recurrent(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
+    """The sizes are read off the first layer's weights; what torch.nn takes for granted is left out."""
+    hidden = tensors[node.params["weight_hh_l0"]].shape
+    projection = "weight_hr_l0" in node.params
+    kwargs: dict[str, Any] = {
+        "input_size": tensors[node.params["weight_ih_l0"]].shape[1],
+        "hidden_size": tensors[node.params["weight_hr_l0"]].shape[1] if projection else hidden[1],
+        "num_layers": node.attrs["num_layers"],
+        "bias": node.attrs["has_biases"],
+        "batch_first": node.attrs["batch_first"],
+        "bidirectional": node.attrs["bidirectional"],
+    }
+    kwargs |= {"proj_size": hidden[1]} if projection else {}
+    kwargs |= {"nonlinearity": "relu"} if node.op == "rnn_relu" else {}
+    return LayerCall(_RECURRENT[node.op], (), kwargs)
 
 
 def _spread(value: Any, dims: int) -> Any:

@@ -66,6 +66,10 @@ class Namer:
             parts.append(f"{self._classes[prefix].__name__}[{attr}]")
         return "/".join(parts)
 
+    def class_name(self, path: str) -> str:
+        """The class of the module at `path`, without its module."""
+        return self._classes[path].__name__
+
     def classes(self, path: str) -> tuple[str, ...]:
         """Qualified class names of the module at `path` and of those around it, innermost first."""
         prefixes = [path]

@@ -22,6 +22,7 @@ from quantizer.graph.convert import convert
 from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Graph
 from quantizer.graph.names import Namer, check_names
+from quantizer.graph.stubs import marked
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     spec = pytree.tree_map(lambda leaf: {0: batch} if isinstance(leaf, Tensor) and leaf.dim() else None, (args, kwargs))
     shapes = _by_parameter(module, *spec) if dynamic else None
     try:
-        with quiet(), torch.no_grad():
+        with quiet(), torch.no_grad(), marked(module):
             program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
             return functionalize(program, type(module).__name__)
     except ModelError:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from quantizer.graph.describe import FUNCTION_LAYERS
 from quantizer.nn.dpu import DpuAvgPool2d, DpuHardsigmoid, DpuHardswish
-from quantizer.nn.function import Function, Input, Parameter, layer_class
+from quantizer.nn.function import Constant, DeQuantStub, Function, Input, Parameter, QuantStub, layer_class
 from quantizer.nn.layer import Layer
 from quantizer.nn.load import load
 from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.nn.recurrent import GRU, LSTM, RNN
 from quantizer.nn.weighted import (
     Conv1d,
     Conv2d,
@@ -20,12 +21,17 @@ from quantizer.nn.weighted import (
 )
 
 __all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "Constant",
     "Conv1d",
     "Conv2d",
     "Conv3d",
     "ConvTranspose1d",
     "ConvTranspose2d",
     "ConvTranspose3d",
+    "DeQuantStub",
     "DpuAvgPool2d",
     "DpuHardsigmoid",
     "DpuHardswish",
@@ -35,6 +41,7 @@ __all__ = [
     "Layer",
     "Linear",
     "Parameter",
+    "QuantStub",
     "TensorQuantizer",
     "load",
 ]

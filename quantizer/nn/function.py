@@ -61,7 +61,9 @@ class Function(Layer):
         if self.quantizers:
             args, inputs = self.quantize_inputs(args, inputs)
         if self._positional:
-            return self._call(*args, *(value for _, value in sorted({**self._constants, **inputs}.items())))
+            return self.finish(
+                self._call(*args, *(value for _, value in sorted({**self._constants, **inputs}.items())))
+            )
         values = {**self._constants, **inputs, **dict(zip(("input",), args, strict=False))}
         for name in self._params:
             values[name] = getattr(self, name)
@@ -92,15 +94,31 @@ class Input(Layer):
         return self.quantizers["input"](input) if "input" in self.quantizers else input
 
 
-class Parameter(Layer):
-    """A tensor of the model that an expression reads (`x + self.shift`)."""
+class QuantStub(Input):
+    """Where the quantized part of a model that marks it begins."""
 
-    value: Tensor
+
+class DeQuantStub(Layer):
+    """Where the quantized part ends."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch.ao.quantization names it
+        """The input."""
+        return input
+
+
+class Constant(Layer):
+    """A tensor that an expression reads and that nobody trained: a mask, an index, a buffer; never quantized."""
+
+    weight: Tensor
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.register_buffer("value", torch.empty(tuple(shape), dtype=dtype))
+        self.register_parameter("weight", nn.Parameter(torch.empty(tuple(shape), dtype=dtype), requires_grad=False))
 
     def forward(self) -> Tensor:
         """The tensor."""
-        return self.value
+        return self.weight
+
+
+class Parameter(Constant):
+    """A trained tensor that an expression reads (`x + self.shift`)."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quantizer.graph.ir import Graph, Node
+from quantizer.plan.floating import DERIVED, floating, multiplied, readers
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Layout:
-    """`groups` by the layer where each is quantized; `served` names the layer that quantizes another's output."""
+    """`groups` by the layer where each is quantized; `served` names the layer that quantizes another's output; `floats`
+    says why others need no quantization.
+    """
 
     groups: dict[str, Group]
     served: dict[str, str]
+    floats: dict[str, str] = field(default_factory=dict)
 
 
 def layout(graph: Graph) -> Layout:
@@ -34,13 +37,9 @@ def layout(graph: Graph) -> Layout:
     """
     groups: dict[str, Group] = {}
     served: dict[str, str] = {}
+    where = Layout(groups, served, floating(graph))
     for node in graph.nodes:
-        if (
-            node.name in served
-            or node.name in groups
-            or not node.is_float
-            or not _makes_values(graph, node, groups, served)
-        ):
+        if node.name in served or node.name in groups or not node.is_float or not _makes_values(graph, node, where):
             continue
         group, joins = _chain(graph, node)
         for member in group.members:
@@ -52,7 +51,7 @@ def layout(graph: Graph) -> Layout:
             served[node.name] = ""
         else:
             groups[group.point] = group
-    return Layout(groups, served)
+    return where
 
 
 def grid_of(graph: Graph, where: Layout, name: str) -> str | None:
@@ -67,30 +66,30 @@ def grid_of(graph: Graph, where: Layout, name: str) -> str | None:
     return None
 
 
-def _makes_values(graph: Graph, node: Node, groups: dict[str, Group], served: dict[str, str]) -> bool:
+def _makes_values(graph: Graph, node: Node, where: Layout) -> bool:
     """Whether the node's output leaves the grid of its inputs, so that it needs a quantization of its own."""
-    kind = node.row.kind
+    kind = _producer(graph, node).row.kind
+    if node.name in where.floats or kind in ("unknown", "float"):
+        return _feeds_mac(graph, node, where)
     if node.op == "input":
         return True
     if node.op == "relu":
-        return grid_of(graph, Layout(groups, served), node.name) is None
+        return grid_of(graph, where, node.name) is None
     if node.op == "pad" and not _pads_zeros(node):
         return True
-    if kind == "unknown" or (node.op == "getitem" and _is_of_unknown(graph, node)):
-        return _feeds_mac(graph, node)
     return kind not in ("passthrough", "structural")
 
 
 def _chain(graph: Graph, node: Node) -> tuple[Group, str]:
     """The group that starts at `node`, and the concatenation that quantizes it if it only feeds one."""
-    members, point, current = [node.name], node.name, node
+    members, point, current = [*dict.fromkeys((_producer(graph, node).name, node.name))], node.name, node
     pending: list[str] = []
     while True:
         readers = graph.consumers[current.name]
         if len(readers) != 1 or readers[0] == "":
             break
         reader = graph.by_name[readers[0]]
-        if reader.row.kind == "fusable" and node.op != "input" and reader.is_float:
+        if reader.row.kind == "fusable" and node.op not in ("input", "quant_stub") and reader.is_float:
             members += [*pending, reader.name]
             pending, point, current = [], reader.name, reader
         elif reader.row.kind == "passthrough" and reader.is_float:
@@ -103,28 +102,22 @@ def _chain(graph: Graph, node: Node) -> tuple[Group, str]:
     return Group(point, tuple(members)), ""
 
 
-def _is_of_unknown(graph: Graph, node: Node) -> bool:
-    """Whether the node picks one of several results of an operator without a row (an LSTM's output)."""
-    return graph.by_name[next(node.refs())].row.kind == "unknown"
+def _producer(graph: Graph, node: Node) -> Node:
+    """The operator that computes what the node picks out of several results (an LSTM's outputs), else the node."""
+    return graph.by_name[next(node.refs())] if node.op == "getitem" else node
 
 
-def _readers(graph: Graph, name: str) -> Iterator[str]:
-    """The layers that read a node's values, directly or through moves; "" stands for the network's output."""
-    for reader in graph.consumers[name]:
-        if reader and graph.by_name[reader].row.kind == "passthrough":
-            yield from _readers(graph, reader)
-        else:
-            yield reader
-
-
-def _feeds_mac(graph: Graph, node: Node) -> bool:
-    """Whether a layer that multiplies and accumulates reads the node's values."""
-    return any(name and graph.by_name[name].row.kind == "mac" for name in _readers(graph, node.name))
+def _feeds_mac(graph: Graph, node: Node, where: Layout) -> bool:
+    """Whether a layer that multiplies activations reads the node's values."""
+    for name, read in readers(graph, node.name):
+        if name and where.floats.get(name) != DERIVED and multiplied(graph.by_name[name], read):
+            return True
+    return False
 
 
 def _is_last_activation(graph: Graph, node: Node) -> bool:
     """A sigmoid or softmax whose result is only what the network returns."""
-    return node.row.kind == "nonlinear" and set(_readers(graph, node.name)) == {""}
+    return node.row.kind == "nonlinear" and {name for name, _ in readers(graph, node.name)} == {""}
 
 
 def _pads_zeros(node: Node) -> bool:

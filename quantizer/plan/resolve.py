@@ -11,6 +11,7 @@ from quantizer.config.model import Config, QuantizationSpec, Role, Rule, Sourced
 from quantizer.config.roles import base_role, parameter_role
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan import checks
+from quantizer.plan.floating import OUTSIDE, outside_stubs
 from quantizer.plan.groups import Group, Layout, grid_of, layout
 from quantizer.plan.match import Match, match
 from quantizer.plan.model import Plan, RuleMatch, TensorPlan
@@ -46,7 +47,7 @@ def resolve(config: Config, graph: Graph, original: Graph) -> Plan:
     where = layout(graph)
     kept = _kept_float(config, graph)
     for node in graph.nodes:
-        _plan_parameters(state, node, kept)
+        _plan_parameters(state, node, where, kept)
         _plan_activation(state, node, where, kept)
         _plan_inputs(state, node, where, kept)
     state.findings += checks.ineffective(config, state.matches, state.effects, state.floats)
@@ -58,29 +59,59 @@ def resolve(config: Config, graph: Graph, original: Graph) -> Plan:
     return Plan(graph, state.tensors, rules, state.floats, tuple(state.findings), config.settings)
 
 
-def _plan_parameters(state: _Resolver, node: Node, kept: Mapping[str, str]) -> None:
+def _plan_parameters(state: _Resolver, node: Node, where: Layout, kept: Mapping[str, str]) -> None:
     """Weights and biases of the layers that have them."""
     if not node.row.weight or node.name in kept:
         return
+    if node.op == "parameter" and not _is_quantizable(state.graph, node, where):
+        return
     for key in sorted(node.params, reverse=True):
         role = parameter_role(key)
-        axis = (1 if "transpose" in node.op else 0) if base_role(role) == "weights" else None
+        axis = _channel_axis(node) if base_role(role) == "weights" else None
         shape = state.graph.tensors[node.params[key]].shape
         _add(state, node.name, role, Group(node.name, (node.name,)), axis, shape[axis] if axis is not None else None)
+
+
+def _is_quantizable(graph: Graph, node: Node, where: Layout) -> bool:
+    """Whether a parameter that expressions read has a grid: not a single number, nor what only float operators read."""
+    return node.is_float and node.name not in where.floats and graph.tensors[node.params["weight"]].numel() > 1
+
+
+def _channel_axis(node: Node) -> int | None:
+    """Where a weight's output channels are; what an expression reads has none that we know of."""
+    if node.op == "parameter":
+        return None
+    return 1 if "transpose" in node.op else 0
 
 
 def _plan_activation(state: _Resolver, node: Node, where: Layout, kept: Mapping[str, str]) -> None:
     """The layer's output, where its group is quantized."""
     group = where.groups.get(node.name)
+    if kept.get(node.name) == OUTSIDE:
+        state.floats[node.name] = OUTSIDE
+        return
     if group is None:
         state.floats[node.name] = _why_float(state, node, where)
         return
     reason = next((kept[member] for member in group.members if member in kept), None)
     if reason is None and node.op == "input" and _feeds_only(state.graph, node, kept):
         reason = "keep_first_last_layer_accuracy"
-    role: Role = "input" if node.op == "input" else "activation"
+    if reason is None and _keeps_weights_grid(state, node):
+        reason = "keeps the grid of its weights"
+    role: Role = "input" if node.op in ("input", "quant_stub") else "activation"
     if reason is not None or not _add(state, node.name, role, group):
         state.floats[node.name] = reason or "the config leaves it float"
+
+
+def _keeps_weights_grid(state: _Resolver, node: Node) -> bool:
+    """Whether the output is rows of weights that are quantized alike for all rows: rounding again changes nothing."""
+    weights = state.tensors.get((node.name, "weights")) if node.op == "embedding" else None
+    if weights is None or weights.spec.ch_axis is not None:
+        return False
+    merged = _merge(state, _rules_for(state, (node.name,), "activation"), "activation")
+    if merged is None:
+        return False
+    return weights.spec.dtype == merged[0].dtype and weights.spec.bit_width <= merged[0].bit_width
 
 
 def _why_float(state: _Resolver, node: Node, where: Layout) -> str:
@@ -90,10 +121,18 @@ def _why_float(state: _Resolver, node: Node, where: Layout) -> str:
         return f"quantized at {served}"
     if served == "":
         return "the network's last activation"
+    if node.name in where.floats:
+        return where.floats[node.name]
+    if node.row.kind == "float":
+        return "computed in float"
+    if node.dtype is not None and not node.is_float:
+        return "not a floating-point tensor"
     if node.row.kind == "unknown" and any(state.graph.by_name[name].is_float for name in node.refs()):
         return NO_RULES
     if node.row.kind == "passthrough" or node.op == "relu":
         return "keeps the grid of its input"
+    if node.op == "constant":
+        return "a constant"
     return "not an activation" if node.row.kind == "structural" else "not a floating-point tensor"
 
 
@@ -128,7 +167,7 @@ def _add(
         return False
     spec, sources = merged
     if spec.qscheme == "per_channel":
-        spec = dataclasses.replace(spec, ch_axis=axis)
+        spec = dataclasses.replace(spec, ch_axis=axis, qscheme="per_tensor" if axis is None else spec.qscheme)
     origins = {name: sources[name].origin if name in sources else "default" for name in _FIELDS if name != "ch_axis"}
     found = [
         *checks.conflicting(layer, base, spec, sources, state.config.settings.target_device),
@@ -182,8 +221,8 @@ def _count(state: _Resolver, rules: list[tuple[int, Rule]], role: Role) -> None:
 
 def _kept_float(config: Config, graph: Graph) -> dict[str, str]:
     """Layers that a global switch keeps in float, with the switch's name."""
-    kept: dict[str, str] = {}
-    weighted = [node.name for node in graph.nodes if node.row.weight and "weight" in node.params]
+    kept = dict.fromkeys(outside_stubs(graph), OUTSIDE)
+    weighted = [node.name for node in graph.nodes if node.row.weight and node.params and node.op != "parameter"]
     if config.settings.keep_first_last_layer_accuracy and weighted:
         kept |= dict.fromkeys((weighted[0], weighted[-1]), "keep_first_last_layer_accuracy")
     if config.settings.keep_add_layer_accuracy:

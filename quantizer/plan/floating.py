@@ -1,0 +1,135 @@
+"""Values that stay float whatever a config says, and why: read off the graph alone, before there is any data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from quantizer.graph.ir import Graph, Node, references
+
+DERIVED = "computed from constants and integers alone"
+MASK = "may hold a mask's lowest values, which leave no grid for the others"
+FLOAT_READERS = "only float operators read it"
+OUTSIDE = "outside QuantStub … DeQuantStub"
+
+LOWEST = -100.0  # what is filled in to vanish in a softmax: -100, -1e4, the dtype's lowest, -inf
+_FACTOR = 1e4  # what turns a mask of zeros and ones into such values
+_FILLS = ("masked_fill", "where", "full", "full_like", "new_full", "scalar_tensor")
+_CARRIES = ("add", "sub", "rsub", "mul", "div", "where", "masked_fill", "minimum", "cat", "stack")
+_PRODUCTS_PLUS = ("addmm", "baddbmm")  # their first argument is added to a product
+
+
+def floating(graph: Graph) -> dict[str, str]:
+    """The reason for each layer whose values stay float, unless a layer that multiplies reads them."""
+    found = dict.fromkeys(derived(graph), DERIVED)
+    found |= dict.fromkeys((name for name in _masks(graph) if name not in found), MASK)
+    for node in reversed(graph.nodes):
+        if node.name not in found and _read_by_float_only(graph, node, found):
+            found[node.name] = FLOAT_READERS
+    return found
+
+
+def derived(graph: Graph) -> set[str]:
+    """Layers whose values follow from constants, sizes and integer inputs: positions, masks, rotations.
+
+    What layers with weights make of integers (an embedding) is not among them.
+    """
+    found: set[str] = set()
+    for node in graph.nodes:
+        if node.op == "input":
+            follows = not node.is_float
+        elif node.row.kind == "structural":
+            follows = node.op not in ("parameter", "dequant_stub")
+        else:
+            follows = not node.params and node.op != "quant_stub" and all(name in found for name in node.refs())
+        if follows:
+            found.add(node.name)
+    return found
+
+
+def multiplied(node: Node, name: str) -> bool:
+    """Whether the node multiplies the values of `name`: not a mask that it adds, nor a first state."""
+    if node.row.kind != "mac":
+        return False
+    added = ("attn_mask", "bias", "hx", *(("input",) if node.op in _PRODUCTS_PLUS else ()))
+    return any(name in references(value) for key, value in node.inputs.items() if key not in added)
+
+
+def readers(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
+    """(reader, what it reads) of a node's values, directly or through moves; reader "" is the network's output."""
+    for reader in graph.consumers[name]:
+        if reader and graph.by_name[reader].row.kind == "passthrough":
+            yield from readers(graph, reader)
+        else:
+            yield reader, name
+
+
+def outside_stubs(graph: Graph) -> set[str]:
+    """Layers outside the part that a model marks with QuantStub and DeQuantStub; none where it has no QuantStub."""
+    if all(node.op != "quant_stub" for node in graph.nodes):
+        return set()
+    inside: set[str] = set()
+    for node in graph.nodes:
+        if node.op == "quant_stub" or (node.op != "dequant_stub" and any(name in inside for name in node.refs())):
+            inside.add(node.name)
+    free = {n.name for n in graph.nodes if n.op == "parameter" and inside.intersection(graph.consumers[n.name])}
+    return set(graph.by_name) - inside - free
+
+
+def _masks(graph: Graph) -> Iterator[str]:
+    """Layers whose values may be as low as a mask's, from where such values arise to where a softmax takes them."""
+    found: set[str] = set()
+    for node in graph.nodes:
+        if _is_mask_input(graph, node) or _fills_lowest(graph, node) or _carries(graph, node, found):
+            found.add(node.name)
+            yield node.name
+
+
+def _carries(graph: Graph, node: Node, masks: set[str]) -> bool:
+    """Whether low values stay low in what the node makes of them."""
+    if node.row.kind == "passthrough" or node.op in _CARRIES:
+        return any(name in masks for name in node.refs())
+    return node.op in _PRODUCTS_PLUS and any(name in masks for name in references(node.inputs.get("input")))
+
+
+def _fills_lowest(graph: Graph, node: Node) -> bool:
+    """Whether the node writes very low constants, or holds them."""
+    if node.op == "constant" and node.is_float:
+        tensor = graph.tensors[node.params["weight"]]
+        return tensor.numel() > 0 and float(tensor.min()) <= LOWEST
+    numbers = [value for value in node.attrs.values() if isinstance(value, (int, float)) and not math.isnan(value)]
+    if node.op == "mul":
+        return any(abs(number) >= _FACTOR for number in numbers)
+    return node.op in _FILLS and any(number <= LOWEST for number in numbers)
+
+
+def _is_mask_input(graph: Graph, node: Node) -> bool:
+    """A floating-point value that is only added to attention scores before their softmax."""
+    found = list(readers(graph, node.name)) if node.is_float and node.row.kind != "passthrough" else []
+    return bool(found) and all(name and _adds_to_scores(graph, graph.by_name[name], read, node) for name, read in found)
+
+
+def _adds_to_scores(graph: Graph, reader: Node, read: str, value: Node) -> bool:
+    if read in references(reader.inputs.get("attn_mask")):
+        return True
+    to_softmax = [name for name, _ in readers(graph, reader.name)]
+    adds = reader.op == "add" and bool(to_softmax)
+    return value.op == "input" and adds and all(n and graph.by_name[n].op == "softmax" for n in to_softmax)
+
+
+def _read_by_float_only(graph: Graph, node: Node, floats: dict[str, str]) -> bool:
+    """Whether no reader takes integers: then rounding the values would only lose something."""
+    if node.row.kind not in ("compute", "nonlinear", "passthrough") and node.op not in ("input", "parameter"):
+        return False
+    names = graph.consumers[node.name]
+    return (
+        node.op != "quant_stub"
+        and bool(names)
+        and all(
+            name
+            and (
+                floats.get(name) == FLOAT_READERS or graph.by_name[name].row.kind in ("float", "unknown", "structural")
+            )
+            for name in names
+        )
+    )
