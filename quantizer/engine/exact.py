@@ -46,7 +46,7 @@ class LayerCodes:
 
 @dataclass
 class ExactComparison:
-    """What a run in integers found: why layers ran in float, and the first batch in which each accumulator overflowed."""
+    """What a run in integers found: why layers ran in float, and the first batch in which an accumulator overflowed."""
 
     layers: list[LayerCodes] = field(default_factory=list)
     floats: dict[str, str] = field(default_factory=dict)
