@@ -1,0 +1,80 @@
+"""Deployed files carry bias corrections, exactly: codes where the corrected bias is on its grid, else floats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from deployments import deployment, fitted
+from torch import nn
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.engine.files import read_tensors
+from quantizer.engine.solution import Solution
+from quantizer.export import EXPORTERS, export
+from quantizer.export.deployment import Deployment
+from quantizer.export.safetensors import load
+from quantizer.graph.trace import trace
+
+LAYER = "Linear::Linear/linear"
+WEIGHTS, BIAS = QuantizationSpec(bit_width=4), QuantizationSpec(scale_type="poweroftwo")
+
+
+def needing(target: str) -> None:
+    for package in EXPORTERS[target].needs:
+        pytest.importorskip(package, reason=f"--deploy {target} needs it (extra: {EXPORTERS[target].extra})")
+
+
+@pytest.mark.parametrize("target", EXPORTERS)
+@pytest.mark.parametrize("name", ["residual", "mobile", "transposed", "branches", "tied"])
+def test_a_corrected_network_read_back_equals_test_mode(target: str, name: str, tmp_path: Path) -> None:
+    needing(target)
+    plain = deployment(name)
+    draw = torch.Generator().manual_seed(0)
+    network = plain.network()
+    shifts = {}
+    for node in plain.graph.nodes:
+        if node.row.weight and node.row.kind == "mac":
+            layer = network.layers[node.name]
+            channels = layer.out_features if node.op == "linear" else layer.out_channels
+            shifts[node.name] = torch.randn(int(channels), generator=draw)  # type: ignore[arg-type]
+    given = replace(plain, solution=replace(plain.solution, corrections=shifts))
+    assert not all(torch.equal(a, b) for a, b in zip(given.expected, plain.expected, strict=True))
+    found = export(target, given, tmp_path / "net")
+    assert (found.max_difference, found.equal) == (0.0, 1.0)
+
+
+def linear(correction: torch.Tensor) -> Deployment:
+    """A layer with an 8-bit bias, corrected."""
+    torch.manual_seed(0)
+    module, x = nn.Linear(6, 4), torch.randn(2, 6)
+    tensors = {
+        (LAYER, "weights"): (WEIGHTS, *fitted(module.weight.detach(), WEIGHTS)),
+        (LAYER, "bias"): (BIAS, *fitted(module.bias.detach(), BIAS)),
+    }
+    return Deployment(trace(module, (x,)), Solution(tensors, corrections={LAYER: correction}), (x,), {})
+
+
+@pytest.mark.parametrize(("steps", "kept"), [(1.0, True), (0.5, False)], ids=["on the grid", "between its steps"])
+def test_onnx_keeps_a_bias_as_codes_while_it_is_on_its_grid(steps: float, kept: bool, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    needing("onnx")
+    step = linear(torch.zeros(4)).solution.tensors[LAYER, "bias"][1]
+    found = export("onnx", linear(steps * step * torch.tensor([1.0, -1.0, 2.0, 0.0])), tmp_path / "net.onnx")
+    assert found.max_difference < 1e-6
+    names = {tensor.name for tensor in onnx.load(tmp_path / "net.onnx").graph.initializer}
+    assert (f"{LAYER}.bias.codes" in names) == kept
+
+
+def test_safetensors_holds_codes_and_the_correction_beside_them(tmp_path: Path) -> None:
+    correction = torch.tensor([0.001, -0.002, 0.0, 0.5])
+    given = linear(correction)
+    export("safetensors", given, tmp_path / "net")
+    stored = read_tensors(tmp_path / "net")
+    assert stored[f"{LAYER}.bias"].dtype == torch.int8
+    assert torch.equal(stored[f"{LAYER}.bias_correction"], correction)
+    parameters = load(tmp_path / "net")
+    assert set(parameters) == {f"{LAYER}.weight", f"{LAYER}.bias"}
+    assert torch.equal(parameters[f"{LAYER}.bias"], given.network().layers[LAYER].get_parameter("bias"))
