@@ -127,6 +127,8 @@ def _weighted(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
     bias = "bias" in node.params
     if node.op == "linear":
         return LayerCall("Linear", (), {"in_features": shape[1], "out_features": shape[0], "bias": bias})
+    if node.op == "channel_scale":
+        return LayerCall("ChannelScale", (shape[0],))
     if node.op == "embedding":
         padding = node.attrs.get("padding_idx", -1)
         return LayerCall(

@@ -68,9 +68,21 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Change:
+    """What a pass did to the parameters of `layers`, for people to read; the pass's row says what `amount` is."""
+
+    rewrite: str
+    layers: tuple[str, ...]
+    amount: float = 0.0
+
+
+@dataclass(frozen=True)
 class Graph:
     """A traced model. `tensors` holds parameters, buffers and constants by path; `absorbed` says where folded layers
     went.
+
+    `normal` has the mean and the standard deviation of each output channel that folded batch norms promise, float64
+    [channels]; `changes` is what passes did to the parameters.
 
     `input_paths` are where each input stands in the call, as (args, kwargs) access paths; `output` is the returned
     structure
@@ -83,6 +95,8 @@ class Graph:
     tensors: Mapping[str, Tensor]
     input_paths: tuple[tuple[Any, ...], ...] = ()
     absorbed: Mapping[str, str] = field(default_factory=dict)
+    normal: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()
     rebuild: Callable[[Any], Any] | None = field(default=None, compare=False)
 
     @cached_property

@@ -64,6 +64,7 @@ _ROWS = (
     _row("embedding", "compute", "torch.nn.Embedding", _F + "embedding", weight=True),
     _row("embedding_bag", "compute", "torch.nn.EmbeddingBag", _F + "embedding_bag"),
     _row("batch_norm", "compute", "torch.nn.BatchNorm1d", "torch.nn.BatchNorm2d", "torch.nn.BatchNorm3d"),
+    _row("channel_scale", "mac", weight=True),  # a batch norm that could not fold
     _row("layer_norm", "compute", "torch.nn.LayerNorm", _F + "layer_norm"),
     _row("group_norm", "compute", "torch.nn.GroupNorm", _F + "group_norm"),
     _row("instance_norm", "compute", "torch.nn.InstanceNorm1d", "torch.nn.InstanceNorm2d"),

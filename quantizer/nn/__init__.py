@@ -10,6 +10,7 @@ from quantizer.nn.load import load
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.recurrent import GRU, LSTM, RNN
 from quantizer.nn.weighted import (
+    ChannelScale,
     Conv1d,
     Conv2d,
     Conv3d,
@@ -24,6 +25,7 @@ __all__ = [
     "GRU",
     "LSTM",
     "RNN",
+    "ChannelScale",
     "Constant",
     "Conv1d",
     "Conv2d",

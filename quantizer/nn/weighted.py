@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from quantizer.nn.layer import Layer
@@ -57,3 +58,18 @@ class Embedding(_Weighted, nn.Embedding):
     def forward(self, indices: Tensor) -> Any:  # type: ignore[override]  # as torch's function names it
         """The rows of the weight, quantized where the plan says so."""
         return super().forward(indices)
+
+
+class ChannelScale(Layer):
+    """What remains of a batch norm that could not fold: x * weight + bias, for each channel in dimension 1."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(num_features)), nn.Parameter(torch.empty(num_features))
+
+    def forward(self, input: Tensor) -> Any:  # noqa: A002 - as torch.nn names it
+        """The scaled channels, quantized where the plan says so."""
+        if "input" in self.quantizers:
+            input = self.quantizers["input"](input)  # noqa: A001
+        shape = [-1] + [1] * (input.dim() - 2)
+        return self.finish(input * self.weight.reshape(shape) + self.bias.reshape(shape))

@@ -22,13 +22,17 @@ class Row:
     """One pass: its module, the setting and the device that switch it on (None: always), and what it keeps.
 
     `changes` says what it does to the float function: "nothing", "on purpose" (the config asks for it), or "device"
-    (what the device computes instead; the float network that test mode compares with is left alone).
+    (what the device computes instead; the float network that test mode compares with is left alone). Outputs differ by
+    less than `tolerance` of the largest where it changes nothing. `told` is a sentence on its `Graph.changes`, with
+    their count and the largest amount.
     """
 
     module: str
     setting: str | None = None
     device: str | None = None
     changes: Literal["nothing", "on purpose", "device"] = "nothing"
+    tolerance: float = 1e-5
+    told: str = ""
 
 
 PASSES: dict[str, Row] = {
@@ -36,7 +40,18 @@ PASSES: dict[str, Row] = {
     "convert_relu6_to_relu": Row("convert_activations", "convert_relu6_to_relu", changes="on purpose"),
     "convert_silu_to_hswish": Row("convert_activations", "convert_silu_to_hswish", changes="on purpose"),
     "fold_batch_norm": Row("fold_batch_norm"),
-    "cross_layer_equalization": Row("cross_layer_equalization", "include_cle"),
+    "cross_layer_equalization": Row(
+        "cross_layer_equalization",
+        "include_cle",
+        told="equalized {count} pairs of layers; largest factor 2^{amount:.1f}",
+    ),
+    # Outputs differ where a value lies more than three standard deviations below its mean.
+    "absorb_high_biases": Row(
+        "absorb_high_biases",
+        "include_cle",
+        tolerance=0.05,
+        told="absorbed high biases of {count} layers into the next; at most {amount:.0f} channels of one",
+    ),
     "dpu_average_pooling": Row("dpu_pooling", device="DPU", changes="device"),
     "dpu_leaky_relu": Row("dpu_activations", device="DPU", changes="device"),
     "dpu_hard_activations": Row("dpu_activations", device="DPU", changes="device"),
@@ -50,6 +65,16 @@ def run_passes(graph: Graph, settings: Settings, *, device: bool = True) -> Grap
         if wanted and row.device in (None, settings.target_device) and (device or row.changes != "device"):
             graph = load_pass(name)(graph)
     return graph
+
+
+def summary(graph: Graph) -> list[str]:
+    """What the passes did to parameters, a line for each pass that did anything."""
+    lines = []
+    for name, row in PASSES.items():
+        amounts = [change.amount for change in graph.changes if change.rewrite == name]
+        if amounts:
+            lines.append(row.told.format(count=len(amounts), amount=max(amounts)))
+    return lines
 
 
 def load_pass(name: str) -> Pass:

@@ -1,4 +1,4 @@
-"""BatchNorm folded into the convolution or linear layer before it.
+"""BatchNorm folded into the convolutions or the linear layer before it; what cannot fold becomes a scale per channel.
 
 w' = w * gamma / sqrt(var + eps) and b' = (b - mean) * gamma / sqrt(var + eps) + beta. Source: Jacob et al.,
 "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", section 3.2 (2017).
@@ -7,69 +7,110 @@ w' = w * gamma / sqrt(var + eps) and b' = (b - mean) * gamma / sqrt(var + eps) +
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quantizer.graph.ir import Graph, Node, rewire
+from quantizer.graph.ir import Graph, Node, references, rewire
+from quantizer.graph.passes.channels import by_channel, scaled, with_parameters
 
 
 def fold_batch_norm(graph: Graph) -> Graph:
-    """The graph without the batch norms that follow a convolution or a linear layer whose output nobody else reads."""
-    tensors = dict(graph.tensors)
-    folded: dict[str, Node] = {}
-    moved: dict[str, str] = {}
-    owners: dict[str, int] = {}
-    for node in graph.nodes:
-        for path in node.params.values():
-            owners[path] = owners.get(path, 0) + 1
-    for norm in graph.nodes:
-        source = _foldable(graph, norm)
-        if source is None:
-            continue
-        # A weight that another layer uses too must keep its values there.
-        shared = owners[source.params["weight"]] > 1
-        stem = f"{source.params['weight']}@{source.name}" if shared else source.params["weight"]
-        params = {
-            "weight": stem,
-            "bias": f"{stem.removesuffix('weight')}bias" if stem.endswith("weight") else f"{stem}.bias",
-        }
-        tensors[params["weight"]], tensors[params["bias"]] = _fold(source, norm, graph.tensors)
-        inputs = {key: value for key, value in source.inputs.items() if key != "bias"}
-        attrs = {key: value for key, value in source.attrs.items() if key != "bias"}
-        folded[source.name] = dataclasses.replace(source, params=params, inputs=inputs, attrs=attrs)
-        moved[norm.name] = source.name
-    graph = graph.replaced(nodes=tuple(folded.get(node.name, node) for node in graph.nodes), tensors=tensors)
+    """The graph without the batch norms whose input convolutions or a linear layer make for them alone.
+
+    These may also be joined by a concatenation of channels. Other batch norms with running statistics become layers
+    "channel_scale", y = x * weight + bias. `normal` keeps what a folded norm says about its layers' outputs.
+    """
+    changed: dict[str, dict[str, Tensor]] = {}
+    normal, moved = dict(graph.normal), dict[str, str]()
+    norms = [node for node in graph.nodes if node.op == "batch_norm" and _is_affine(node)]
+    for node in norms:
+        sources = _sources(graph, node)
+        norm = _Norm.of(graph, node).split([_outputs(graph, source) for source in sources])
+        for source, part in zip(sources, norm, strict=True):
+            changed[source.name] = _folded(graph, source, part)
+            normal[source.name] = part.beta, part.gamma.abs()
+            moved[node.name] = next(node.refs())
+    graph = with_parameters(graph, changed).replaced(normal=normal) if changed else graph
+    for node in norms:
+        graph = graph if node.name in moved else _as_scale(graph, node)
     return rewire(graph, moved, moved) if moved else graph
 
 
-def _foldable(graph: Graph, norm: Node) -> Node | None:
-    """The layer a batch norm can fold into."""
-    if norm.op != "batch_norm" or "running_mean" not in norm.params or norm.attrs.get("training"):
-        return None
+@dataclass(frozen=True)
+class _Norm:
+    """A batch norm's parameters per channel, float64."""
+
+    mean: Tensor
+    deviation: Tensor
+    gamma: Tensor
+    beta: Tensor
+
+    @staticmethod
+    def of(graph: Graph, node: Node) -> _Norm:
+        tensors = {key: graph.tensors[path].double() for key, path in node.params.items()}
+        mean, variance = tensors["running_mean"], tensors["running_var"]
+        gamma, beta = tensors.get("weight", torch.ones_like(mean)), tensors.get("bias", torch.zeros_like(mean))
+        return _Norm(mean, (variance + float(node.attrs.get("eps", 1e-5))).sqrt(), gamma, beta)
+
+    @property
+    def factor(self) -> Tensor:
+        return self.gamma / self.deviation
+
+    def of_bias(self, bias: Tensor | float) -> Tensor:
+        """What the norm makes of a constant."""
+        return (bias - self.mean) * self.factor + self.beta
+
+    def split(self, channels: list[int]) -> list[_Norm]:
+        parts = (torch.split(value, channels) for value in (self.mean, self.deviation, self.gamma, self.beta))
+        return [_Norm(*part) for part in zip(*parts, strict=True)] if channels else []
+
+
+def _is_affine(node: Node) -> bool:
+    """Whether the norm is one multiplication and one addition per channel: it has statistics and uses them."""
+    return "running_mean" in node.params and not node.attrs.get("training")
+
+
+def _sources(graph: Graph, norm: Node) -> list[Node]:
+    """The layers that a batch norm can fold into, in the order of their channels; empty if it cannot."""
     source = graph.by_name[next(norm.refs())]
-    folds = source.op.startswith("conv") or (
-        source.op == "linear" and source.shape is not None and len(source.shape) == 2
-    )
-    owns = "weight" in source.params and "bias" not in source.inputs
-    return source if folds and owns and graph.consumers[source.name] == (norm.name,) else None
+    if source.op != "cat":
+        return [source] if _can_take(graph, source, norm) else []
+    names = list(references(source.inputs))
+    joins_channels = source.attrs.get("dim", 0) in (1, 1 - len(source.shape or ()))
+    layers = [graph.by_name[name] for name in names]
+    alone = graph.consumers[source.name] == (norm.name,) and len(set(names)) == len(names)
+    return layers if joins_channels and alone and all(_can_take(graph, layer, source) for layer in layers) else []
 
 
-def _fold(source: Node, norm: Node, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _can_take(graph: Graph, layer: Node, reader: Node) -> bool:
+    """Whether the layer's channels are dimension 1 and `reader` alone reads them."""
+    if not (layer.op.startswith("conv") or layer.op == "linear") or set(layer.inputs) != {"input"}:
+        return False
+    if "weight" not in layer.params or layer.shape is None:
+        return False
+    batched = len(layer.shape) == graph.tensors[layer.params["weight"]].dim()
+    return batched and graph.consumers[layer.name] == (reader.name,)
+
+
+def _outputs(graph: Graph, layer: Node) -> int:
+    return by_channel(layer, graph.tensors[layer.params["weight"]]).shape[:2].numel()
+
+
+def _folded(graph: Graph, layer: Node, norm: _Norm) -> dict[str, Tensor]:
     """New weight and bias, computed in float64 and rounded once."""
-    weight = tensors[source.params["weight"]]
-    mean, variance = (tensors[norm.params[key]].double() for key in ("running_mean", "running_var"))
-    factor = (variance + float(norm.attrs.get("eps", 1e-5))).rsqrt()
-    if "weight" in norm.params:
-        factor = factor * tensors[norm.params["weight"]].double()
-    bias = tensors[source.params["bias"]].double() if "bias" in source.params else torch.zeros_like(mean)
-    shift = tensors[norm.params["bias"]].double() if "bias" in norm.params else torch.zeros_like(mean)
-    new_bias = (bias - mean) * factor + shift
-    if "transpose" in source.op:
-        groups = int(source.attrs.get("groups", 1))
-        grouped = weight.double().reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
-        scaled = (grouped * factor.reshape(groups, 1, weight.shape[1], 1)).reshape(weight.shape)
-    else:
-        scaled = weight.double() * factor.reshape(-1, *[1] * (weight.dim() - 1))
-    return scaled.to(weight.dtype), new_bias.to(weight.dtype)
+    weight = graph.tensors[layer.params["weight"]]
+    bias = graph.tensors[layer.params["bias"]] if "bias" in layer.params else 0.0
+    return {"weight": scaled(layer, weight, norm.factor), "bias": norm.of_bias(bias).to(weight.dtype)}
+
+
+def _as_scale(graph: Graph, node: Node) -> Graph:
+    """The graph with the norm as a scale and an offset per channel, under the same name."""
+    norm, dtype = _Norm.of(graph, node), graph.tensors[node.params["running_mean"]].dtype
+    params = {key: f"{key}@{node.name}" for key in ("weight", "bias")}
+    values = {params["weight"]: norm.factor.to(dtype), params["bias"]: norm.of_bias(0.0).to(dtype)}
+    op, inputs = "channel_scale", {"input": node.inputs["input"]}
+    scale = dataclasses.replace(node, op=op, target=op, inputs=inputs, attrs={}, params=params)
+    nodes = tuple(scale if other.name == node.name else other for other in graph.nodes)
+    return graph.replaced(nodes=nodes, tensors={**graph.tensors, **values})

@@ -1,0 +1,104 @@
+"""Cross-layer equalization: pairs of layers share the burden of wide channels, so that one scale per tensor fits all.
+
+Channel i is divided by s_i in the first layer of a pair and multiplied by s_i in the second, s_i = sqrt(r1_i r2_i) /
+r2_i with r a channel's range in either, until both are equally wide. Source: Nagel et al., "Data-Free Quantization
+Through Weight Equalization and Bias Correction", sections 4.1.1 and 4.1.2 (2019).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantizer.graph.ir import Change, Graph, Node
+from quantizer.graph.passes.channels import by_channel, scaled, with_parameters
+from quantizer.graph.passes.pairs import Pair, find_pairs
+
+NAME = "cross_layer_equalization"
+TOLERANCE = 1 / 64
+"""Factors below 2^TOLERANCE, one percent, count as none."""
+SWEEPS = 200
+
+
+def cross_layer_equalization(graph: Graph) -> Graph:
+    """The graph with equalized pairs, once; a channel that is zero on one side keeps its weights.
+
+    No sweep changes more than the one before it, as the logarithm of a factor is a mean of maxima of its neighbours'.
+    """
+    if any(change.rewrite == NAME for change in graph.changes):
+        return graph
+    pairs = find_pairs(graph)
+    layers = _layers(graph, pairs)
+    for _ in range(SWEEPS):
+        if max((_balance(layers[p.first.name], layers[p.second.name]) for p in pairs), default=0.0) < TOLERANCE:
+            break
+    reach = {(pair.first.name, pair.second.name): _reach(layers[pair.first.name].outputs) for pair in pairs}
+    done = [Change(NAME, pair, far) for pair, far in reach.items() if far >= TOLERANCE]
+    if not done:
+        return graph
+    normal = {
+        name: (mean * layers[name].outputs, std * layers[name].outputs) if name in layers else (mean, std)
+        for name, (mean, std) in graph.normal.items()
+    }
+    graph = with_parameters(graph, {name: layer.parameters(graph) for name, layer in layers.items()})
+    return graph.replaced(normal=normal, changes=(*graph.changes, *done))
+
+
+class _Layer:
+    """The ranges of a layer's channels while they change, and the factors so far; float64 on the CPU.
+
+    The bias counts as if its largest value were as wide as the largest weight: else a channel with hardly any weight
+    could take all of the bias's grid, and of its activation's.
+    """
+
+    def __init__(self, graph: Graph, node: Node, block: int) -> None:
+        self.node, self.block = node, block
+        weight = by_channel(node, graph.tensors[node.params["weight"]])
+        largest = weight.abs().amax(3).reshape(*weight.shape[:2], -1, block).amax(3)
+        self.weight = largest.to("cpu", torch.float64)  # [groups, outputs, inputs / block]
+        groups, outputs, inputs = self.weight.shape
+        self.outputs = torch.ones(groups * outputs, dtype=torch.float64)
+        self.inputs = torch.ones(groups * inputs, dtype=torch.float64)
+        self.bias = torch.zeros_like(self.outputs)
+        if "bias" in node.params:
+            self.bias = graph.tensors[node.params["bias"]].to("cpu", torch.float64).abs()
+            self.bias *= self.weight.max() / self.bias.max().clamp(min=torch.finfo(torch.float64).tiny)
+
+    def scale_outputs(self, factor: Tensor) -> None:
+        self.outputs *= factor
+        self.bias *= factor
+        self.weight *= factor.reshape(len(self.weight), -1, 1)
+
+    def scale_inputs(self, factor: Tensor) -> None:
+        self.inputs *= factor
+        self.weight *= factor.reshape(len(self.weight), 1, -1)
+
+    def parameters(self, graph: Graph) -> dict[str, Tensor]:
+        """The scaled weight and bias."""
+        tensors = {key: graph.tensors[path] for key, path in self.node.params.items()}
+        inputs = self.inputs.repeat_interleave(self.block)
+        found = {"weight": scaled(self.node, tensors["weight"], self.outputs, inputs)}
+        if "bias" in tensors:
+            found["bias"] = (tensors["bias"] * self.outputs.to(tensors["bias"].device)).to(tensors["bias"].dtype)
+        return found
+
+
+def _layers(graph: Graph, pairs: tuple[Pair, ...]) -> dict[str, _Layer]:
+    blocks = {pair.second.name: pair.block for pair in pairs}
+    nodes = {node.name: node for pair in pairs for node in (pair.first, pair.second)}
+    return {name: _Layer(graph, node, blocks.get(name, 1)) for name, node in nodes.items()}
+
+
+def _balance(first: _Layer, second: _Layer) -> float:
+    """Make the channels of a pair equally wide; returns how far the factors reach."""
+    r1, r2 = torch.maximum(first.weight.amax(2).flatten(), first.bias), second.weight.amax(1).flatten()
+    squared = r1 / r2
+    s = torch.where((squared > 0) & squared.isfinite(), squared.sqrt(), 1.0)
+    first.scale_outputs(1 / s)
+    second.scale_inputs(s)
+    return _reach(s)
+
+
+def _reach(factors: Tensor) -> float:
+    """The largest exponent of two, of either sign."""
+    return float(factors.log2().abs().max())
