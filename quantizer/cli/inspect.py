@@ -2,37 +2,88 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import click
 
 from quantizer.cli import session
+from quantizer.cli.gates import parse_gate
 from quantizer.cli.options import SETTINGS, ModelOptions, model_options
 from quantizer.engine.files import write_bytes
+from quantizer.errors import GateError
 from quantizer.graph.emit import emit
-from quantizer.report import tables
+from quantizer.graph.ir import Graph
+from quantizer.plan.dpu import Verdict, subgraphs, verdicts
+from quantizer.plan.dpu_limits import NAME
+from quantizer.plan.model import Plan
+from quantizer.report import dpu, tables
 
 
 @click.command(context_settings=SETTINGS)
 @model_options
-def inspect(options: ModelOptions) -> None:
+@click.option("--target", type=click.Choice(["DPU"]), help="Show which layers this device can run, and why not.")
+@click.option("--gate", multiple=True, metavar="TEST", help="Exit 1 unless it holds, e.g. 'cpu_operators<=2'.")
+def inspect(options: ModelOptions, target: str | None, gate: tuple[str, ...]) -> None:
     """Show each layer's name, operator and output shape, what is quantized, and why the rest is not.
 
-    With -o FILE.py also write the network as readable code, as calibration does.
+    With --target DPU, or a config for the DPU, show what the device can run instead. With -o FILE.py also write the
+    network as readable code, as calibration does.
 
     \b
     quantizer inspect --model examples/digits.py
+    quantizer inspect --target DPU --model examples/digits.py
     """
+    gates = [parse_gate(text) for text in gate]
     read = session.read_config(options.config_file)
+    settings = read.config.settings
+    for_dpu = target is not None or (options.config_file is not None and settings.target_device == "DPU")
+    if for_dpu:
+        settings = dataclasses.replace(settings, target_device="DPU")
+        read = dataclasses.replace(read, config=dataclasses.replace(read.config, settings=settings))
     with session.told_notes(options.json):
         loaded = session.open_model(options)
         original = session.trace_model(options, loaded, session.open_data(options, loaded))
     plan = session.make_plan(read, original, quiet=True)
+    content: dict[str, Any] = plan.to_json() | {"float": dict(plan.floats)}
+    metrics: dict[str, float] = {}
+    if for_dpu:
+        found = verdicts(plan)
+        metrics = _counts(plan.graph, found)
+        content |= metrics | {"support": {name: verdict.to_json() for name, verdict in found.items()}}
     if options.json:
-        click.echo(session.as_json(plan.to_json() | {"float": dict(plan.floats)}))
+        click.echo(session.as_json(content))
+    elif for_dpu:
+        _show_support(plan, found, session.apply_passes(original, settings, device=False), metrics)
     else:
         session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
         if left := session.left_float(plan):
             click.echo(left)
     if options.output and options.output != "-":
         write_bytes(Path(options.output), emit(plan.graph).encode())
+    if failed := [each.text for each in gates if not each.holds(metrics)]:
+        raise GateError(f"not met: {', '.join(failed)}", help="the table above says why a layer cannot run on the DPU")
+
+
+def _counts(graph: Graph, found: dict[str, Verdict]) -> dict[str, float]:
+    """What gates may ask for."""
+    devices = [verdict.device for verdict in found.values()]
+    return {
+        "dpu_operators": devices.count("DPU"),
+        "cpu_operators": devices.count("CPU"),
+        "dpu_subgraphs": subgraphs(graph, found),
+    }
+
+
+def _show_support(plan: Plan, found: dict[str, Verdict], reference: Graph, metrics: dict[str, float]) -> None:
+    """The table, what is approximated, the documents, and the sums."""
+    session.console().print(dpu.support_table(plan.graph, found))
+    for line in dpu.approximations(plan.graph, reference):
+        click.echo(line)
+    for source in dict.fromkeys(verdict.source for verdict in found.values() if verdict.source):
+        click.echo(f"limits: {source}")
+    on, off, pieces = metrics.values()
+    click.echo(
+        f"{on} of {on + off} operators run on the DPU ({NAME}), in {pieces} subgraph{'' if pieces == 1 else 's'}"
+    )

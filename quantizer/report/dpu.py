@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Mapping
+
 from quantizer.engine.exact import ExactComparison
-from quantizer.report.tables import Listing
+from quantizer.graph.ir import Graph, Node
+from quantizer.numerics.integer import HARDSWISH_POSITION, LEAKY_SLOPE, SIXTH
+from quantizer.plan.dpu import Verdict
+from quantizer.report.tables import Listing, shape_text
 
 
 def exact_table(found: ExactComparison) -> Listing:
@@ -14,3 +20,50 @@ def exact_table(found: ExactComparison) -> Listing:
     ]
     titles = ("layer", "tensor", "position", "codes", "differing", "at most steps")
     return Listing(titles, rows, frozenset(titles[2:]))
+
+
+def support_table(graph: Graph, found: Mapping[str, Verdict]) -> Listing:
+    """One line per layer: what runs it, and why not the DPU."""
+    rows = [
+        (node.name, node.op, shape_text(node), found[node.name].device, found[node.name].why or found[node.name].engine)
+        for node in graph.nodes
+    ]
+    return Listing(("layer", "operator", "output", "device", "engine, or why not"), rows)
+
+
+def approximations(graph: Graph, reference: Graph) -> Iterator[str]:
+    """One line per layer that the DPU computes in another way than the float network."""
+    for node in graph.nodes:
+        before = reference.by_name[node.name]
+        if (node.target, node.attrs) != (before.target, before.attrs):
+            yield f"approximated: {node.name}: {_WORDS[node.op](node, before)}"
+
+
+def _average(node: Node, before: Node) -> str:
+    multiplier, shift = node.attrs["multiplier"], node.attrs["shift"]
+    height, width = node.attrs["kernel_size"]
+    share = multiplier * height * width / 2**shift
+    told = "which is exact" if share == 1 else f"{share:.6g} of the mean"
+    return f"the average of {height}x{width} is its sum * {multiplier} / 2^{shift}, {told}"
+
+
+def _leaky_relu(node: Node, before: Node) -> str:
+    multiplier, shift = LEAKY_SLOPE
+    return f"its slope is {multiplier} / 2^{shift}, in float it is {before.attrs.get('negative_slope', 0.01):.6g}"
+
+
+def _hardsigmoid(node: Node, before: Node) -> str:
+    return f"relu6(x + 3) * {SIXTH[0]} / 2^{SIXTH[1]}, which is {6 * SIXTH[0] / 2 ** SIXTH[1]:.6g} of the float slope"
+
+
+def _hardswish(node: Node, before: Node) -> str:
+    largest = 1 - math.ldexp(1, -HARDSWISH_POSITION)
+    return f"x times its hardsigmoid in 8 bits at position {HARDSWISH_POSITION}, which is at most {largest:.6g}"
+
+
+_WORDS: dict[str, Callable[[Node, Node], str]] = {
+    **dict.fromkeys(("avg_pool2d", "adaptive_avg_pool2d", "mean"), _average),
+    "leaky_relu": _leaky_relu,
+    "hardsigmoid": _hardsigmoid,
+    "hardswish": _hardswish,
+}

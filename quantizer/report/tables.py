@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Plan
 from quantizer.report.summary import describe_spec
 
@@ -101,10 +101,14 @@ def layer_table(graph: Graph, tensors: Iterable[tuple[str, str]], floats: Mappin
         roles.setdefault(layer, []).append(role)
     rows = []
     for node in graph.nodes:
-        shape = "" if node.shape is None else "x".join("b" if size is None else str(size) for size in node.shape)
         why = f"float: {floats[node.name]}" if node.name in floats else ""
-        rows.append((node.name, node.op, shape, ", ".join(roles.get(node.name, ())) or why))
+        rows.append((node.name, node.op, shape_text(node), ", ".join(roles.get(node.name, ())) or why))
     return Listing(("layer", "operator", "output", "tensors"), rows)
+
+
+def shape_text(node: Node) -> str:
+    """`bx3x8x8` for an output of any batch size."""
+    return "" if node.shape is None else "x".join("b" if size is None else str(size) for size in node.shape)
 
 
 def _db(value: float | None) -> str:
