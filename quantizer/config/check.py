@@ -12,8 +12,11 @@ from quantizer.config.layered import Block, Layered, Level
 from quantizer.config.model import ROLES, QuantizationSpec, Role, Settings, Sourced
 from quantizer.config.rules import Conflict, conflicts
 
-RESERVED = frozenset({"include_cle", "change_concat_input_fix", "change_pool_input_fix"})
+RESERVED = frozenset({"include_cle"})
 """Settings that are accepted though nothing reads them yet."""
+
+DPU_ONLY = frozenset({"change_concat_input_fix", "change_pool_input_fix"})
+"""Settings about fix positions, which other devices do not have."""
 
 LEAST_PERCENTAGE = 50
 """A smaller percentage is taken for a slip."""
@@ -29,6 +32,7 @@ def check_meaning(layered: Layered) -> Iterator[Diagnostic]:
         yield from filter(None, (refused_under_float(block, dtype) for block, dtype in under_float(scope.blocks)))
         yield from _small_percentage(scope)
     yield from _reserved(layered.settings)
+    yield from _dpu_only(layered.settings)
     yield from _unused(layered, scopes)
     for level in (layered.top, *layered.layers):
         yield from _overall_per_channel(level)
@@ -122,6 +126,22 @@ def _reserved(settings: Settings) -> Iterator[Diagnostic]:
     for name, place in settings.places.items():
         if name in RESERVED and getattr(settings, name) != defaults[name]:
             yield Diagnostic("QZ110", f"{name} is accepted, but nothing uses it yet", place, "warning")
+
+
+def _dpu_only(settings: Settings) -> Iterator[Diagnostic]:
+    device = settings.places.get("target_device")
+    if device is None or settings.target_device == "DPU":
+        return
+    for name, place in settings.places.items():
+        if name in DPU_ONLY and getattr(settings, name):
+            yield Diagnostic(
+                "QZ115",
+                f"{name} has no effect: it is about the DPU",
+                place,
+                "warning",
+                help="remove it, or set it to false",
+                related=((device, "for this device"),),
+            )
 
 
 def _unused(layered: Layered, scopes: list[_Scope]) -> Iterator[Diagnostic]:

@@ -112,6 +112,11 @@ CODES: dict[str, Code] = {
         "Keys such as global_quant_config and layer_quant_config belong to a form that this version does not read.",
         "Write the file in the form that is read; `quantizer init` writes one to start from.",
     ),
+    "QZ115": Code(
+        "setting for the DPU only",
+        "Only the DPU shifts by fix positions; elsewhere what a concat or a pooling layer reads keeps its scale.",
+        "Remove the key, or set it to false.",
+    ),
     "QZ402": Code(
         "a selector matches no layer",
         "A rule that silently matches nothing would be lost.",
