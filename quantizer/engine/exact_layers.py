@@ -140,8 +140,7 @@ def _moved(step: Step) -> Any:
 
 def _pick(step: Step) -> Any:
     """One of several outputs."""
-    several = step.inputs.get("input", ())
-    index = next(value for key, value in {**step.inputs, **step.node.attrs}.items() if key != "input")
+    several, index = (value for _, value in sorted({**step.inputs, **step.node.attrs}.items()))
     return several[index] if isinstance(several, list) and isinstance(several[index], Fixed) else None
 
 
