@@ -1,4 +1,4 @@
-"""W1 and W2: what calibration and the quantized pass of ResNet-18 cost, as ratios to its plain eager float pass.
+"""W1 to W3: what calibration, the quantized pass and the corrections of ResNet-18 cost, as ratios.
 
 `python benchmarks/bench_passes.py [rounds]`; 100 images of 224x224 in batches of 10, two threads.
 """
@@ -13,6 +13,8 @@ import torch
 from measure import peak_mb, ratios, report
 from workloads import images, resnet18
 
+from quantizer.algorithms.bias_correction import correct_biases
+from quantizer.algorithms.walk import Walk
 from quantizer.config.model import ROLES, Config, Rule, Selector, Settings, Sourced
 from quantizer.engine import calibrate
 from quantizer.engine.attach import quantized_network
@@ -24,8 +26,14 @@ from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
 
+SETTINGS = Settings()
 METHODS = {"maxmin": 1.05, "percentile": 1.25, "entropy": 1.25, "mse": 1.25, "diffs": 1.25}
 ROUND_MODES = {"half_even": 1.25, "half_up": 1.25}
+CORRECTIONS = {
+    "equalization": (Settings(include_cle=True), 3.0),
+    "bias corr": (Settings(include_bias_corr=True), 3.0),
+    "both": (Settings(include_cle=True, include_bias_corr=True), 3.0),
+}
 
 
 def main() -> None:
@@ -60,15 +68,30 @@ def main() -> None:
         ROUND_MODES,
         memory,
     )
+    corrections(original, batches, rounds)
 
 
-def plan(graph: Graph, original: Graph, **fields: str) -> Plan:
+def corrections(original: Graph, batches: list[Batch], rounds: int) -> None:
+    """Measure and print what equalization and bias correction add to a calibration."""
+    plain = functools.partial(corrected, original, Settings(), batches)
+    parts = {name: functools.partial(corrected, original, row[0], batches) for name, row in CORRECTIONS.items()}
+    base = peak_mb(plain)
+    memory = {name: f"memory {peak_mb(part) - base:+.0f} MB" for name, part in parts.items()}
+    report(
+        "W3 calibration with corrections, ratio to calibration without them",
+        ratios(plain, parts, rounds),
+        {name: target for name, (_, target) in CORRECTIONS.items()},
+        memory,
+    )
+
+
+def plan(graph: Graph, original: Graph, settings: Settings = SETTINGS, **fields: str) -> Plan:
     """All tensors in int8 with these fields; diffs needs powers of two, and they go with modal."""
     if fields.get("method") == "diffs":
         fields |= {"scale_type": "poweroftwo", "statistic": "modal"}
     values = {name: Sourced(value) for name, value in fields.items()}
     rule = Rule(Selector("all"), "overall", frozenset(ROLES), fields=dict.fromkeys(ROLES, values))
-    return resolve(Config(Settings(), (rule,)), graph, original)
+    return resolve(Config(settings, (rule,)), graph, original)
 
 
 def calibration(planned: Plan, batches: list[Batch]) -> object:
@@ -77,6 +100,17 @@ def calibration(planned: Plan, batches: list[Batch]) -> object:
     found = calibrate.start(planned, network)
     calibrate.run(found, network, batches)
     return calibrate.solution(found)
+
+
+def corrected(original: Graph, settings: Settings, batches: list[Batch]) -> None:
+    """Everything from the traced graph to scales and bias corrections."""
+    planned = plan(run_passes(original, settings), original, settings)
+    network = Network(planned.graph)
+    found = calibrate.start(planned, network)
+    calibrate.run(found, network, batches)
+    solution = calibrate.solution(found)
+    if found.means:
+        correct_biases(Walk(quantized_network(planned.graph, solution), batches), found.means)
 
 
 def quantized(planned: Plan, batches: list[Batch]) -> Network:
