@@ -1,0 +1,218 @@
+"""Fast finetuning: layer by layer, weights are rounded so that the quantized network computes what the float one does.
+
+Changes weights and their scales only, and no output channel so that it ends worse than plain rounding left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from quantizer.algorithms.adaquant import adaquant
+from quantizer.algorithms.adaround import adaround
+from quantizer.algorithms.patches import LAYERS, channel_rows, matrix_weight, patches, weight_matrix
+from quantizer.algorithms.rounding_problem import RoundingProblem
+from quantizer.algorithms.walk import Walk
+from quantizer.errors import DataError
+from quantizer.graph.ir import Graph, Node
+from quantizer.nn.layer import Layer
+from quantizer.nn.quantizer import TensorQuantizer
+
+SOLVERS: dict[str, Callable[[RoundingProblem], tuple[Tensor, Tensor]]] = {"adaround": adaround, "adaquant": adaquant}
+"""By the name on the command line: each gives integers [groups, rows, depth] without zero point, and scales [units]."""
+
+MOST_BITS = 8  # of weights; on finer grids float32's noise decides, and nothing is to be gained
+DEEPEST = 16384  # inputs of an output channel; the Hessian has the square of it
+SAMPLES = (1024, 16384)  # positions of a layer's output to look at, at least and at most; between them 16 * depth
+VALUES = 1 << 26  # of the sampled inputs of one layer
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What a layer ended with: its weight on the grid, the scale of that grid, and the squared error of its outputs
+    with plain rounding and now, over all batches, after a fused activation and the output's quantizer."""
+
+    weight: Tensor
+    scale: Tensor
+    before: float
+    after: float
+
+
+def finetunable(node: Node, layer: Layer) -> bool:
+    """Whether the layer multiplies with integer weights coarse enough to gain from learned rounding."""
+    if node.op not in LAYERS or "weights" not in layer.quantizers:
+        return False
+    spec = weight_quantizer(layer).spec
+    depth = weight_matrix(layer, layer.get_parameter("weight")).shape[2]
+    return spec.dtype == "int" and spec.bit_width <= MOST_BITS and depth <= DEEPEST
+
+
+def fast_finetune(
+    reference: Walk,
+    quantized: Walk,
+    mode: str,
+    *,
+    seed: int = 0,
+    settled: Mapping[str, Settled] | None = None,
+    after_layer: Callable[[str, Settled], None] | None = None,
+) -> dict[str, Settled]:
+    """Settle each layer of the quantized network in execution order, on inputs that those before it have changed.
+
+    Targets are the float network's outputs for the same samples (asymmetric reconstruction: Nagel et al., "Up or Down?
+    Adaptive Rounding for Post-Training Quantization", 2020, section 3.4). An output channel whose error over all
+    batches is not smaller than with plain rounding keeps that; channels that share a scale decide together where the
+    scale changes. Weights end on the grid: quantizing them again gives the same codes.
+
+    Args:
+        reference: a fresh walk of the float network.
+        quantized: a fresh walk of the quantized network, of the same graph and on the same batches and device; it has
+            the new weights afterwards.
+        mode: a key of `SOLVERS`.
+        seed: draws the positions that are looked at, for each layer anew.
+        settled: what an interrupted call had found already.
+        after_layer: called with each layer's name and result, for progress and checkpoints.
+
+    Returns:
+        The result of each layer that `finetunable` accepts, by name.
+
+    Raises:
+        DataError: a layer's outputs are not finite; the layer is named.
+    """
+    found = dict(settled or {})
+    with torch.no_grad():
+        for index, node in enumerate(quantized.network.graph.nodes):
+            targets = reference.keep(node, (reference.run(node, call) for call in reference.calls(node)))
+            layer = quantized.network.layers[node.name]
+            if finetunable(node, layer):
+                if node.name in found:
+                    _put(layer, found[node.name].weight, found[node.name].scale)
+                else:
+                    found[node.name] = _Step(reference, quantized, node, targets).settle(mode, seed + index)
+                if after_layer is not None:
+                    after_layer(node.name, found[node.name])
+            reference.release(node)
+            quantized.done(node, (quantized.run(node, call) for call in quantized.calls(node)))
+    return found
+
+
+class _Step:
+    """One layer in both networks, with its float outputs."""
+
+    def __init__(self, reference: Walk, quantized: Walk, node: Node, targets: list[Tensor]) -> None:
+        self.node, self.targets, self.quantized = node, targets, quantized
+        self.layer = quantized.network.layers[node.name]
+        self.weight = reference.network.layers[node.name].get_parameter("weight")
+        self.quantizer = weight_quantizer(self.layer)
+        self.follower = fused_activation(quantized.network.graph, node)
+        self.activations = [walk.network.layers[self.follower.name] for walk in (reference, quantized) if self.follower]
+
+    def settle(self, mode: str, seed: int) -> Settled:
+        """Solve the layer, and keep of the solution what is better on all batches."""
+        shape = self.quantizer.scale.shape
+        plain, before = self.layer.get_parameter("weight").detach().clone(), self.errors()
+        problem = self.problem(torch.Generator().manual_seed(seed))
+        integers, scale = SOLVERS[mode](problem)
+        learned = matrix_weight(self.layer, (integers * problem.steps(scale)).to(plain.dtype))
+        _put(self.layer, learned, scale.view(shape))
+        after = self.errors()
+        better = (after < before).view_as(problem.unit)
+        if not torch.equal(scale, problem.scale):
+            better = (problem.per_unit((after - before).view_as(problem.unit)) < 0)[problem.unit]
+        used = problem.per_unit(better.float()) > 0
+        rows = [weight_matrix(self.layer, weight) for weight in (learned, plain)]
+        weight = matrix_weight(self.layer, torch.where(better[..., None], rows[0], rows[1]))
+        scale = torch.where(used, scale, problem.scale).view(shape)
+        _put(self.layer, weight, scale)
+        left = torch.where(better.flatten(), after, before)
+        return Settled(weight.cpu(), scale.cpu(), float(before.sum()), float(left.sum()))
+
+    def problem(self, draw: torch.Generator) -> RoundingProblem:
+        """The layer's least squares, over positions of its outputs drawn from all batches alike."""
+        layer, quantizer = self.layer, self.quantizer
+        weight = weight_matrix(layer, self.weight).float()
+        scale, zero_point = quantizer.scale.flatten(), quantizer.zero_point.flatten().float()
+        unit = self.rows_of(torch.arange(scale.numel(), device=scale.device))
+        plain = weight_matrix(layer, layer.get_parameter("weight")).float()
+        inputs, targets = self.sampled(draw, weight.shape)
+        return RoundingProblem(
+            weight=weight,
+            nearest=(plain / scale[unit][..., None]).round(),
+            inputs=inputs,
+            targets=targets,
+            scale=scale,
+            zero_point=zero_point,
+            unit=unit,
+            quant_min=quantizer.spec.quant_min,
+            quant_max=quantizer.spec.quant_max,
+            power_of_two=quantizer.spec.scale_type == "poweroftwo",
+        )
+
+    def sampled(self, draw: torch.Generator, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """Quantized inputs [groups, samples, depth] and float outputs without the bias [groups, samples, rows]."""
+        outputs = [channel_rows(self.layer, target) for target in self.targets]
+        least, most = SAMPLES
+        wanted = min(max(16 * shape[2], least), most, max(256, VALUES // (shape[0] * shape[2])))
+        share = wanted / max(1, sum(len(rows) for rows in outputs))
+        inputs, targets = [], []
+        for call, rows in zip(self.quantized.calls(self.node), outputs, strict=True):
+            picked = torch.randperm(len(rows), generator=draw)[: max(1, round(share * len(rows)))].to(rows.device)
+            x = next(iter(call.values()))
+            if "input" in self.layer.quantizers:
+                x = self.layer.quantizers["input"](x)
+            inputs.append(patches(self.layer, x, picked).float())
+            targets.append(rows[picked].float())
+        bias = self.layer._parameters.get("bias")
+        wanted_outputs = torch.cat(targets) - (0 if bias is None else bias.detach().float())
+        return torch.cat(inputs, 1), wanted_outputs.reshape(-1, *shape[:2]).transpose(0, 1)
+
+    def rows_of(self, values: Tensor) -> Tensor:
+        """Values of the scale's shape, or one for all, by rows of the weight matrix: [groups, rows]."""
+        axis, weight = self.quantizer.spec.ch_axis, self.layer.get_parameter("weight")
+        shape = [-1 if dim == axis else 1 for dim in range(weight.dim())]
+        return weight_matrix(self.layer, values.view(shape).expand(weight.shape))[..., 0]
+
+    def errors(self) -> Tensor:
+        """Squared error of each output channel over all batches, float64 [channels].
+
+        Raises:
+            DataError: it is not finite.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.weight.device)
+        for call, target in zip(self.quantized.calls(self.node), self.targets, strict=True):
+            values = [target, self.quantized.run(self.node, call)]
+            if self.follower is not None:
+                name = next(iter(self.follower.inputs))
+                values = [act(**{name: value.clone()}) for act, value in zip(self.activations, values, strict=True)]
+            difference = channel_rows(self.layer, values[0] - values[1])
+            total = total + difference.double().square().sum(0)
+        if not total.isfinite().all():
+            raise DataError(
+                f"the error of {self.node.name} is not finite: its outputs are infinite, or NaN",
+                help="check the data and the weights, or give its activations more bits",
+            )
+        return total
+
+
+def fused_activation(graph: Graph, node: Node) -> Node | None:
+    """The activation function that hardware applies to the node's output before anyone else reads it."""
+    readers = [graph.by_name[name] for name in graph.consumers[node.name] if name]
+    if graph.consumers[node.name] != tuple(reader.name for reader in readers[:1]) or not readers:
+        return None
+    follower = readers[0]
+    return follower if follower.row.kind == "fusable" and len(list(follower.refs())) == 1 else None
+
+
+def weight_quantizer(layer: Layer) -> TensorQuantizer:
+    """The quantizer of the layer's weight, which must have one."""
+    return cast(TensorQuantizer, layer.quantizers["weights"])
+
+
+def _put(layer: Layer, weight: Tensor, scale: Tensor) -> None:
+    """Give a quantized layer a weight that is on the grid of this scale."""
+    parameter = layer.get_parameter("weight")
+    parameter.data = weight.to(parameter.device)
+    weight_quantizer(layer).scale = scale.to(parameter.device)

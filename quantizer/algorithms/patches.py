@@ -1,0 +1,106 @@
+"""A convolution or linear layer as one matrix product per group: its weight as rows, the inputs it sees as patches.
+
+Gathers and reshapes; solves nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+"""Operators that have this form."""
+
+
+def weight_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
+    """The layer's weight as [groups, outputs of a group, inputs of a group times kernel positions].
+
+    >>> layer = nn.ConvTranspose2d(4, 6, 3, groups=2)
+    >>> weight_matrix(layer, layer.weight).shape
+    torch.Size([2, 3, 18])
+    """
+    groups: int = getattr(layer, "groups", 1)
+    if getattr(layer, "transposed", False):
+        kernel = list(range(3, weight.dim() + 1))
+        return weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).flip(kernel).flatten(2)
+    return weight.reshape(groups, len(weight) // groups, -1)
+
+
+def matrix_weight(layer: nn.Module, matrix: Tensor) -> Tensor:
+    """The inverse of `weight_matrix`: the tensor that the layer stores, in memory of its own."""
+    shape = layer.get_parameter("weight").shape
+    groups: int = getattr(layer, "groups", 1)
+    if getattr(layer, "transposed", False):
+        kernel = list(range(3, len(shape) + 1))
+        rows = matrix.reshape(*matrix.shape[:2], shape[0] // groups, *shape[2:]).flip(kernel).transpose(1, 2)
+        return rows.reshape(shape).clone()
+    return matrix.reshape(shape).clone()
+
+
+def channel_rows(layer: nn.Module, output: Tensor) -> Tensor:
+    """An output of the layer as [positions, channels]; a position is one place of one sample.
+
+    >>> channel_rows(nn.Conv2d(3, 8, 1), torch.zeros(2, 8, 5, 5)).shape
+    torch.Size([50, 8])
+    """
+    if isinstance(layer, nn.Linear):
+        return output.flatten(0, -2) if output.dim() > 1 else output[None]
+    dims = _kernel_dims(layer)
+    return output.movedim(-dims - 1, -1).flatten(0, -2)
+
+
+def patches(layer: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
+    """What the layer multiplies its weight with at some positions of its output, as [groups, positions, depth].
+
+    Args:
+        layer: one of `LAYERS`, with zero padding.
+        x: its input.
+        positions: int64, rows of `channel_rows(layer, layer(x))`.
+
+    >>> layer, x = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), torch.randn(2, 4, 9, 9)
+    >>> expected = channel_rows(layer, layer(x))[[0, 7]] - layer.bias
+    >>> found = patches(layer, x, torch.tensor([0, 7])) @ weight_matrix(layer, layer.weight).mT
+    >>> torch.allclose(found.transpose(0, 1).flatten(1), expected, atol=1e-6)
+    True
+    """
+    if isinstance(layer, nn.Linear):
+        return (x.flatten(0, -2) if x.dim() > 1 else x[None])[positions][None]
+    dims = _kernel_dims(layer)
+    if x.dim() == dims + 1:
+        x = x[None]
+    conv: Any = layer
+    x, strides = _spread_out(conv, x) if conv.transposed else (F.pad(x, _padding(conv)), conv.stride)
+    for dim, (size, dilation, stride) in enumerate(zip(conv.kernel_size, conv.dilation, strides, strict=True)):
+        x = x.unfold(2 + dim, dilation * (size - 1) + 1, stride)[..., ::dilation]
+    windows = x.movedim(1, dims + 1)  # [samples, *places, channels, *kernel], a view
+    places = torch.unravel_index(positions, windows.shape[: dims + 1])
+    return windows[places].reshape(len(positions), conv.groups, -1).transpose(0, 1).contiguous()
+
+
+def _kernel_dims(layer: nn.Module) -> int:
+    return layer.get_parameter("weight").dim() - 2
+
+
+def _padding(conv: Any) -> list[int]:
+    """Zeros on both sides of each dimension, last dimension first, as `F.pad` takes them."""
+    if conv.padding == "valid":
+        return [0, 0] * len(conv.kernel_size)
+    if conv.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+        return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+    return [side for size in reversed(conv.padding) for side in (size, size)]
+
+
+def _spread_out(conv: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The input over which a transposed convolution is a plain one of stride 1 with the kernel flipped."""
+    sizes = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], conv.stride, strict=True)]
+    spread = x.new_zeros(*x.shape[:2], *sizes)
+    strided: tuple[Any, ...] = (..., *(slice(None, None, step) for step in conv.stride))
+    spread[strided] = x
+    sides = []
+    for k, d, p, extra in zip(conv.kernel_size, conv.dilation, conv.padding, conv.output_padding, strict=True):
+        sides.append((d * (k - 1) - p, d * (k - 1) - p + extra))
+    return F.pad(spread, [side for pair in reversed(sides) for side in pair]), (1,) * len(sizes)
