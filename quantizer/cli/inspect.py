@@ -58,8 +58,8 @@ def inspect(options: ModelOptions, target: str | None, gate: tuple[str, ...]) ->
         _show_support(plan, found, session.apply_passes(original, settings, device=False), metrics)
     else:
         session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
-        if left := session.left_float(plan):
-            click.echo(left)
+        for line in session.remarks(plan):
+            click.echo(line)
     if options.output and options.output != "-":
         write_bytes(Path(options.output), emit(plan.graph).encode())
     if failed := [each.text for each in gates if not each.holds(metrics)]:

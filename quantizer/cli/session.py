@@ -21,7 +21,7 @@ from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config, Settings
 from quantizer.errors import DataError, UsageError
 from quantizer.graph.ir import Graph
-from quantizer.graph.passes import run_passes
+from quantizer.graph.passes import run_passes, summary
 from quantizer.graph.trace import trace
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES, resolve
@@ -128,9 +128,14 @@ def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False) -> Plan
         raise ConfigError(findings, read.sources)
     if not quiet:
         print_diagnostics(findings, read.sources)
-        if left := left_float(plan):
-            print(left, file=sys.stderr)
+        for line in remarks(plan):
+            print(line, file=sys.stderr)
     return plan
+
+
+def remarks(plan: Plan) -> list[str]:
+    """What passes did to parameters, and which operators stay float: a line each."""
+    return [*summary(plan.graph), *filter(None, [left_float(plan)])]
 
 
 def left_float(plan: Plan) -> str:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.document import pointer_to
 from quantizer.config.layered import Block, Layered, Level
 from quantizer.config.model import ROLES, QuantizationSpec, Role, Settings, Sourced
 from quantizer.config.rules import Conflict, conflicts
-
-RESERVED = frozenset({"include_cle"})
-"""Settings that are accepted though nothing reads them yet."""
 
 DPU_ONLY = frozenset({"change_concat_input_fix", "change_pool_input_fix"})
 """Settings about fix positions, which other devices do not have."""
@@ -31,7 +28,6 @@ def check_meaning(layered: Layered) -> Iterator[Diagnostic]:
         yield from filter(None, (_conflict(conflict, scope.merged(), device) for conflict in found))
         yield from filter(None, (refused_under_float(block, dtype) for block, dtype in under_float(scope.blocks)))
         yield from _small_percentage(scope)
-    yield from _reserved(layered.settings)
     yield from _dpu_only(layered.settings)
     yield from _unused(layered, scopes)
     for level in (layered.top, *layered.layers):
@@ -119,13 +115,6 @@ def _small_percentage(scope: _Scope) -> Iterator[Diagnostic]:
         "warning",
         help=f'did you mean "percentage": {as_percent}?' if meant else 'for example "percentage": 99.9',
     )
-
-
-def _reserved(settings: Settings) -> Iterator[Diagnostic]:
-    defaults = {field.name: field.default for field in fields(Settings)}
-    for name, place in settings.places.items():
-        if name in RESERVED and getattr(settings, name) != defaults[name]:
-            yield Diagnostic("QZ110", f"{name} is accepted, but nothing uses it yet", place, "warning")
 
 
 def _dpu_only(settings: Settings) -> Iterator[Diagnostic]:

@@ -89,9 +89,6 @@ CODES: dict[str, Code] = {
         "Both entries match the same layers; key by key the later one wins.",
         "Make one entry of the two.",
     ),
-    "QZ110": Code(
-        "reserved key", "The key is accepted, but nothing uses it yet.", "Nothing, or set it to its default."
-    ),
     "QZ111": Code(
         "key without effect",
         "`percentage` is read by the percentile method only; a floating-point datatype reads no other parameter.",

@@ -83,7 +83,7 @@ class Plan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """plan.json: rules with their matches, then layers in execution order."""
+        """plan.json: rules with their matches, what passes did to parameters, then layers in execution order."""
         layers = []
         for node in self.graph.nodes:
             row: dict[str, Any] = {"name": node.name, "op": node.op}
@@ -106,7 +106,8 @@ class Plan:
             for r in self.rules
         ]
         target = {"device": self.settings.target_device, "onnx_opset_version": self.settings.onnx_opset_version}
-        return {"model": self.graph.model, "target": target, "rules": rules, "layers": layers}
+        changes = [{"pass": c.rewrite, "layers": list(c.layers), "amount": round(c.amount, 3)} for c in self.graph.changes]
+        return {"model": self.graph.model, "target": target, "rules": rules, "changes": changes, "layers": layers}
 
 
 def _portable(origin: str) -> str:

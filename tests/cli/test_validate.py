@@ -14,7 +14,7 @@ from quantizer.config.diagnostics import Diagnostic, Place
 
 ROOT = Path(__file__).parents[2]
 CASES = ROOT / "tests" / "cases" / "configs"
-VALID, WARNED = str(CASES / "valid" / "dpu_maxmin.json"), str(CASES / "valid" / "warning_reserved.json")
+VALID, WARNED = str(CASES / "valid" / "dpu_maxmin.json"), str(CASES / "valid" / "warning_setting_for_the_dpu.json")
 WRONG, BROKEN = str(CASES / "invalid" / "qz101_method.json"), str(CASES / "invalid" / "qz006_trailing_commas.json")
 
 
@@ -39,7 +39,7 @@ def test_exit_codes(arguments: list[str], code: int, capsys: pytest.CaptureFixtu
 def test_text_ends_with_a_verdict_per_file(capsys: pytest.CaptureFixture[str]) -> None:
     run_command(["validate", VALID, WARNED, WRONG])
     verdicts = capsys.readouterr().out.splitlines()[-3:]
-    assert verdicts == [f"{VALID}: valid", f"{WARNED}: valid, 4 warnings", f"{WRONG}: 1 error"]
+    assert verdicts == [f"{VALID}: valid", f"{WARNED}: valid, 2 warnings", f"{WRONG}: 1 error"]
 
 
 def test_json_lists_every_finding(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +52,7 @@ def test_json_lists_every_finding(capsys: pytest.CaptureFixture[str]) -> None:
 def test_github_annotations_are_one_escaped_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     run_command(["validate", "--format", "github", WRONG, WARNED])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 3
     assert lines[0].startswith(f"::error file={WRONG},line=11,col=15,title=QZ101::")
     assert "%0Ahelp: " in lines[0]
     assert lines[1].startswith("::warning ")

@@ -43,14 +43,14 @@ PASSES: dict[str, Row] = {
     "cross_layer_equalization": Row(
         "cross_layer_equalization",
         "include_cle",
-        told="equalized {count} pairs of layers; largest factor 2^{amount:.1f}",
+        told="pairs of layers equalized: {count}; largest factor 2^{amount:.1f}",
     ),
     # Outputs differ where a value lies more than three standard deviations below its mean.
     "absorb_high_biases": Row(
         "absorb_high_biases",
         "include_cle",
         tolerance=0.05,
-        told="absorbed high biases of {count} layers into the next; at most {amount:.0f} channels of one",
+        told="layers whose high biases the next one absorbs: {count}; most channels {amount:.0f}",
     ),
     "dpu_average_pooling": Row("dpu_pooling", device="DPU", changes="device"),
     "dpu_leaky_relu": Row("dpu_activations", device="DPU", changes="device"),

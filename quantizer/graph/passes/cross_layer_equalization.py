@@ -18,6 +18,7 @@ NAME = "cross_layer_equalization"
 TOLERANCE = 1 / 64
 """Factors below 2^TOLERANCE, one percent, count as none."""
 SWEEPS = 200
+STDS = 3
 
 
 def cross_layer_equalization(graph: Graph) -> Graph:
@@ -47,8 +48,9 @@ def cross_layer_equalization(graph: Graph) -> Graph:
 class _Layer:
     """The ranges of a layer's channels while they change, and the factors so far; float64 on the CPU.
 
-    The bias counts as if its largest value were as wide as the largest weight: else a channel with hardly any weight
-    could take all of the bias's grid, and of its activation's.
+    `values` is the reach of the outputs as a folded batch norm promises it, else the bias, in units in which the
+    largest one is as wide as the largest weight. It counts as a weight does: else a channel with hardly any weight
+    would be blown up until its values need all of the activation's grid.
     """
 
     def __init__(self, graph: Graph, node: Node, block: int) -> None:
@@ -59,14 +61,13 @@ class _Layer:
         groups, outputs, inputs = self.weight.shape
         self.outputs = torch.ones(groups * outputs, dtype=torch.float64)
         self.inputs = torch.ones(groups * inputs, dtype=torch.float64)
-        self.bias = torch.zeros_like(self.outputs)
-        if "bias" in node.params:
-            self.bias = graph.tensors[node.params["bias"]].to("cpu", torch.float64).abs()
-            self.bias *= self.weight.max() / self.bias.max().clamp(min=torch.finfo(torch.float64).tiny)
+        values = _values(graph, node)
+        self.values = torch.zeros_like(self.outputs) if values is None else values.to("cpu", torch.float64)
+        self.values = self.values * self.weight.max() / self.values.max().clamp(min=torch.finfo(torch.float64).tiny)
 
     def scale_outputs(self, factor: Tensor) -> None:
         self.outputs *= factor
-        self.bias *= factor
+        self.values *= factor
         self.weight *= factor.reshape(len(self.weight), -1, 1)
 
     def scale_inputs(self, factor: Tensor) -> None:
@@ -83,6 +84,14 @@ class _Layer:
         return found
 
 
+def _values(graph: Graph, node: Node) -> Tensor | None:
+    """How far each output channel reaches, as far as the parameters tell."""
+    if node.name in graph.normal:
+        mean, std = graph.normal[node.name]
+        return mean.abs() + STDS * std
+    return graph.tensors[node.params["bias"]].abs() if "bias" in node.params else None
+
+
 def _layers(graph: Graph, pairs: tuple[Pair, ...]) -> dict[str, _Layer]:
     blocks = {pair.second.name: pair.block for pair in pairs}
     nodes = {node.name: node for pair in pairs for node in (pair.first, pair.second)}
@@ -91,7 +100,7 @@ def _layers(graph: Graph, pairs: tuple[Pair, ...]) -> dict[str, _Layer]:
 
 def _balance(first: _Layer, second: _Layer) -> float:
     """Make the channels of a pair equally wide; returns how far the factors reach."""
-    r1, r2 = torch.maximum(first.weight.amax(2).flatten(), first.bias), second.weight.amax(1).flatten()
+    r1, r2 = torch.maximum(first.weight.amax(2).flatten(), first.values), second.weight.amax(1).flatten()
     squared = r1 / r2
     s = torch.where((squared > 0) & squared.isfinite(), squared.sqrt(), 1.0)
     first.scale_outputs(1 / s)
