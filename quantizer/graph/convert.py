@@ -64,7 +64,11 @@ class _Converter:
                 outputs = zip(self.program.graph_signature.output_specs, node.args[0], strict=True)
                 leaves = [self._value(value) for spec, value in outputs if spec.kind == OutputKind.USER_OUTPUT]
             else:
-                raise ModelError(f"{self.namer.model} cannot be quantized: its trace contains {node.op} {node.target}")
+                raise ModelError(
+                    f"{self.namer.model} cannot be quantized: it chooses between programs as it runs (torch.cond, a map "
+                    f"or a loop, {node.target} in the trace)",
+                    help="compute both branches and choose with torch.where, or write the loop out",
+                )
         out_spec = self.program.call_spec.out_spec
         assert out_spec is not None  # torch.export always fills it
         graph = Graph(

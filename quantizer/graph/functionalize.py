@@ -1,5 +1,5 @@
-"""Which programs write through shared memory, and torch's own rewriting of those. Plain in-place operators stay:
-renaming values expresses them.
+"""Which programs write through shared memory or hold subprograms (`vmap`, `torch.no_grad`), and torch's own rewriting of
+those. Plain in-place operators stay: renaming values expresses them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ _IDENTITIES = ("dropout", "feature_dropout", "alpha_dropout")
 
 
 def functionalize(program: ExportedProgram, model: str) -> ExportedProgram:
-    """The program itself, or without in-place operators where one writes to memory that a view shares.
+    """The program itself, or without in-place operators where one writes to memory that a view shares, and without
+    subprograms that only switch something while they run.
 
     Raises:
         ModelError: the model changes one of its own parameters or buffers.
     """
-    if _writes_shared(program.graph):
+    if _writes_shared(program.graph) or _has_subprograms(program.graph):
         program = program.run_decompositions({})
     changed = next(_changed_state(program), None)
     if changed is None:
@@ -67,6 +68,14 @@ def _writes_shared(graph: fx.Graph) -> bool:
             owner[node] = root
             viewed.add(root)
     return False
+
+
+def _has_subprograms(graph: fx.Graph) -> bool:
+    """Whether a node is a program of its own or a function of torch.func, not an operator."""
+    functions = [node.target for node in graph.nodes if node.op == "call_function"]
+    return any(node.op == "get_attr" for node in graph.nodes) or any(
+        str(getattr(function, "__module__", "")).startswith("torch._functorch") for function in functions
+    )
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -48,7 +48,7 @@ def _rows(kind: Kind, *names: str) -> tuple[Op, ...]:
 
 _F = "torch.nn.functional."
 # They may return a view, or several tensors.
-_SEVERAL = ("einsum", "lstm", "gru", "rnn_tanh", "rnn_relu", "quant_stub")
+_SEVERAL = ("einsum", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "quant_stub")
 _ROWS = (
     _row("conv1d", "mac", "torch.nn.Conv1d", _F + "conv1d", weight=True),
     _row("conv2d", "mac", "torch.nn.Conv2d", _F + "conv2d", weight=True),
@@ -61,6 +61,10 @@ _ROWS = (
     _row("gru", "mac", "torch.nn.GRU", weight=True),
     _row("rnn_tanh", "mac", "torch.nn.RNN", weight=True),
     _row("rnn_relu", "mac", "torch.nn.RNN", weight=True),
+    _row("lstm_cell", "mac", "torch.nn.LSTMCell"),
+    _row("gru_cell", "mac", "torch.nn.GRUCell"),
+    _row("rnn_tanh_cell", "mac", "torch.nn.RNNCell"),
+    _row("rnn_relu_cell", "mac", "torch.nn.RNNCell"),
     _row("embedding", "compute", "torch.nn.Embedding", _F + "embedding", weight=True),
     _row("embedding_bag", "compute", "torch.nn.EmbeddingBag", _F + "embedding_bag"),
     _row("batch_norm", "compute", "torch.nn.BatchNorm1d", "torch.nn.BatchNorm2d", "torch.nn.BatchNorm3d"),

@@ -10,6 +10,7 @@ from quantizer.graph.ir import Graph, Node, references
 DERIVED = "computed from constants and integers alone"
 MASK = "may hold a mask's lowest values, which leave no grid for the others"
 FLOAT_READERS = "only float operators read it"
+UNREAD = "nothing reads it"
 OUTSIDE = "outside QuantStub … DeQuantStub"
 
 LOWEST = -100.0  # what is filled in to vanish in a softmax: -100, -1e4, the dtype's lowest, -inf
@@ -23,6 +24,7 @@ def floating(graph: Graph) -> dict[str, str]:
     """The reason for each layer whose values stay float, unless a layer that multiplies reads them."""
     found = dict.fromkeys(derived(graph), DERIVED)
     found |= dict.fromkeys((name for name in _masks(graph) if name not in found), MASK)
+    found |= dict.fromkeys((name for name, read_by in graph.consumers.items() if not read_by), UNREAD)
     for node in reversed(graph.nodes):
         if node.name not in found and _read_by_float_only(graph, node, found):
             found[node.name] = FLOAT_READERS
