@@ -23,6 +23,9 @@ _CHANNEL_AXIS = {
 
 def channel_axis(node: Node) -> int:
     """The axis of a layer's channels in its output, from the end; the layer has one bias."""
+    if node.op == "channel_scale":  # the channels of a batch norm come second, whatever follows
+        assert node.shape is not None  # its output is one tensor
+        return 1 - len(node.shape)
     return _CHANNEL_AXIS[node.op]
 
 
