@@ -65,8 +65,8 @@ class _Converter:
                 leaves = [self._value(value) for spec, value in outputs if spec.kind == OutputKind.USER_OUTPUT]
             else:
                 raise ModelError(
-                    f"{self.namer.model} cannot be quantized: it chooses between programs as it runs (torch.cond, a map "
-                    f"or a loop, {node.target} in the trace)",
+                    f"{self.namer.model} cannot be quantized: it runs other programs (torch.cond, a map or a loop; "
+                    f"{node.target} in the trace)",
                     help="compute both branches and choose with torch.where, or write the loop out",
                 )
         out_spec = self.program.call_spec.out_spec

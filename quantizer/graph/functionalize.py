@@ -1,5 +1,5 @@
-"""Which programs write through shared memory or hold subprograms (`vmap`, `torch.no_grad`), and torch's own rewriting of
-those. Plain in-place operators stay: renaming values expresses them.
+"""Which programs write through shared memory or hold subprograms (`vmap`, `torch.no_grad`), and torch's own rewriting
+of those. Plain in-place operators stay: renaming values expresses them.
 """
 
 from __future__ import annotations
