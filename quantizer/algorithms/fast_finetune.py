@@ -58,7 +58,7 @@ def fast_finetune(
     *,
     seed: int = 0,
     settled: Mapping[str, Settled] | None = None,
-    after_layer: Callable[[str, Settled], None] | None = None,
+    after_layer: Callable[[Mapping[str, Settled]], None] | None = None,
 ) -> dict[str, Settled]:
     """Settle each layer of the quantized network in execution order, on inputs that those before it have changed.
 
@@ -74,7 +74,7 @@ def fast_finetune(
         mode: a key of `SOLVERS`.
         seed: draws the positions that are looked at, for each layer anew.
         settled: what an interrupted call had found already.
-        after_layer: called with each layer's name and result, for progress and checkpoints.
+        after_layer: called after each node of the graph with what is settled so far, for progress and checkpoints.
 
     Returns:
         The result of each layer that `finetunable` accepts, by name.
@@ -92,10 +92,10 @@ def fast_finetune(
                     _put(layer, found[node.name].weight, found[node.name].scale)
                 else:
                     found[node.name] = _Step(reference, quantized, node, targets).settle(mode, seed + index)
-                if after_layer is not None:
-                    after_layer(node.name, found[node.name])
             reference.release(node)
             quantized.done(node, (quantized.run(node, call) for call in quantized.calls(node)))
+            if after_layer is not None:
+                after_layer(found)
     return found
 
 

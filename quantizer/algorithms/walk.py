@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from quantizer.algorithms.values import Shelf
@@ -57,3 +57,10 @@ class Walk:
         """The node is settled: keep its value of each batch, and let go of what nothing reads any more."""
         self.keep(node, values)
         self.release(node)
+
+    def outputs(self) -> Iterator[Any]:
+        """What the network returns for each batch, once every node is done."""
+        graph = self.network.graph
+        for index in range(self.batches):
+            output = map_refs(graph.output, lambda name, at=index: self._values[name][at])  # type: ignore[misc]
+            yield graph.rebuild(output) if graph.rebuild else output

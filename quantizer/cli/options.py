@@ -13,6 +13,7 @@ from quantizer.export import EXPORTERS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+FINETUNE_MODES = ("adaround", "adaquant")
 SETTINGS = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda word: word.replace("-", "_")}
 """For every command: `-h`, and options spelled with hyphens or underscores alike."""
 
@@ -34,6 +35,7 @@ class RunOptions:
     output_dir: str = "quantize_result"
     device: str = "cpu"
     seed: int = 0
+    fast_finetune: str | None = None
     resume: bool = False
     inspect: bool = False
     trust: bool = False
@@ -88,6 +90,13 @@ _RUN = (
     click.option("--output_dir", default="quantize_result", show_default=True, help="The result folder."),
     click.option("--device", default="cpu", show_default=True, help="Where the model runs now: cpu or cuda."),
     click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all randomness."),
+    click.option(
+        "--fast_finetune",
+        is_flag=False,
+        flag_value=FINETUNE_MODES[0],
+        type=click.Choice(FINETUNE_MODES),
+        help="Calibration also learns how to round the weights (adaround), or their scales too (adaquant).",
+    ),
     click.option("--resume", is_flag=True, help="Go on from the checkpoint in the result folder."),
     click.option("--inspect", is_flag=True, help="Print the table of layers before the run."),
     _TRUST,

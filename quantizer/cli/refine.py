@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from quantizer.algorithms import bias_correction
+from quantizer.algorithms.fast_finetune import Settled
 from quantizer.algorithms.walk import Walk
 from quantizer.cli import session
 from quantizer.cli.options import RunOptions
 from quantizer.cli.progress import BatchProgress
 from quantizer.engine import attach, calibrate
 from quantizer.engine.calibrate import Calibration
+from quantizer.engine.finetune import finetune
+from quantizer.engine.finetune_checkpoint import FinetuneCheckpoint
 from quantizer.engine.positions import aligned
 from quantizer.engine.solution import Solution
-from quantizer.errors import DataError
+from quantizer.errors import DataError, QuantizerError, ResultError
 from quantizer.plan.model import Plan
+from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 
 logger = logging.getLogger(__name__)
+
+FEW_SAMPLES = 32  # below, finetuned weights fit the calibration data more than the model
 
 
 def refine(options: RunOptions, calibration: Calibration, batches: Batches) -> Solution:
@@ -26,6 +34,8 @@ def refine(options: RunOptions, calibration: Calibration, batches: Batches) -> S
     found = calibrate.solution(calibration)
     if calibration.plan.settings.target_device == "DPU":
         found = align_positions(calibration.plan, found)
+    if options.fast_finetune:
+        found = finetune_weights(options, options.fast_finetune, calibration, batches, found)
     return correct_biases(options, calibration, batches, found) if calibration.means else found
 
 
@@ -37,19 +47,73 @@ def align_positions(plan: Plan, found: Solution) -> Solution:
     return found
 
 
+def finetune_weights(
+    options: RunOptions, mode: str, calibration: Calibration, batches: Batches, found: Solution
+) -> Solution:
+    """The solution with learned rounding, or as it was if the network's output would become worse.
+
+    Raises:
+        DataError: a layer's outputs are not finite, or the data are not the same when they are read again.
+        ResultError: the checkpoint to resume from is damaged or of another run.
+    """
+    graph, samples = calibration.plan.graph, dict(batches.fingerprint or {}).get("samples", 0)
+    if samples < FEW_SAMPLES:
+        logger.warning(
+            "finetuning on %d samples: weights fit these and not others; give it at least %d", samples, FEW_SAMPLES
+        )
+    run = {"mode": mode, "seed": options.seed, "data": batches.fingerprint}
+    keeper = FinetuneCheckpoint(Path(options.output_dir), graph, found, run)
+    settled = keeper.restore() if options.resume else {}
+    if settled:
+        logger.info("finetuning goes on after %d layers", len(settled))
+    bar, nodes = session.shows_bars(), len(graph.nodes)
+    with BatchProgress("fast finetune", nodes, bar=bar, quiet=options.quiet, unit="layers") as progress:
+
+        def after_layer(layers: Mapping[str, Settled]) -> None:
+            keeper.layer_done(layers)
+            progress.advance()
+
+        try:
+            made = finetune(
+                graph,
+                found,
+                lambda: _again(options, batches, "fast finetuning", "leave --fast_finetune out"),
+                mode,
+                seed=options.seed,
+                settled=settled,
+                after_layer=after_layer,
+            )
+        except (KeyboardInterrupt, QuantizerError):
+            logger.warning("stopped after %d finetuned layers; --resume goes on from there", keeper.save())
+            raise
+    logger.info("%s", made.summary)
+    return made.solution
+
+
+def require_finetuned(asked: str | None, done: str | None) -> None:
+    """Refuse results that were not finetuned in the mode that test mode is told.
+
+    Raises:
+        ResultError: they were not.
+    """
+    if asked and asked != done:
+        how = f"finetuned with {done}" if done else "not finetuned"
+        raise ResultError(
+            f"--fast_finetune {asked}: these results were {how}",
+            help=f"calibrate with --fast_finetune {asked}, or leave it out here",
+        )
+
+
 def correct_biases(options: RunOptions, calibration: Calibration, batches: Batches, found: Solution) -> Solution:
     """The solution with bias corrections, from a second pass over the data.
 
     Raises:
         DataError: a correction is not finite, or the data are not the same when they are read again.
     """
-    seen, plan, device = batches.fingerprint, calibration.plan, session.device_of(options)
-    walk = Walk(attach.quantized_network(plan.graph, found).to(device), (batch.to(device) for batch in batches))
-    if batches.fingerprint != seen:
-        raise DataError(
-            f"{batches.label} gives other batches when it is read again, and bias correction reads it twice",
-            help="draw random crops and orders from a fixed seed, or set include_bias_corr to false",
-        )
+    plan, device = calibration.plan, session.device_of(options)
+    remedy = "set include_bias_corr to false"
+    again = _again(options, batches, "bias correction", remedy)
+    walk = Walk(attach.quantized_network(plan.graph, found).to(device), again)
     bar, layers = session.shows_bars(), len(plan.graph.nodes)
     with BatchProgress("bias correction", layers, bar=bar, quiet=options.quiet, unit="layers") as progress:
         corrections = bias_correction.correct_biases(
@@ -58,3 +122,19 @@ def correct_biases(options: RunOptions, calibration: Calibration, batches: Batch
     name, largest = max(((layer, float(c.abs().max())) for layer, c in corrections.items()), key=lambda pair: pair[1])
     logger.info("biases of %d layers corrected, by at most %.3g in %s", len(corrections), largest, name)
     return replace(found, corrections=corrections)
+
+
+def _again(options: RunOptions, batches: Batches, step: str, remedy: str) -> Iterator[Batch]:
+    """Another pass over the calibration data, on the device.
+
+    Raises:
+        DataError: it gives other batches than calibration saw.
+    """
+    seen, device = batches.fingerprint, session.device_of(options)
+    for batch in batches:
+        yield batch.to(device)
+    if batches.fingerprint != seen:
+        raise DataError(
+            f"{batches.label} gives other batches when it is read again, and {step} reads it more than once",
+            help=f"draw random crops and orders from a fixed seed, or {remedy}",
+        )

@@ -19,10 +19,11 @@ from quantizer.cli.gates import parse_gate
 from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome, show
 from quantizer.cli.progress import BatchProgress
-from quantizer.cli.refine import refine
+from quantizer.cli.refine import refine, require_finetuned
 from quantizer.engine import calibrate, checkpoint, evaluate, results
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.files import locked, write_bytes, write_json
+from quantizer.engine.finetune import check_mode
 from quantizer.errors import GateError, ModelError, QuantizerError, UsageError
 from quantizer.export import require_extras
 from quantizer.nn.network import Network
@@ -44,6 +45,8 @@ def run(options: RunOptions) -> int:
         raise UsageError("--deploy goes with test mode: it writes the network that was calibrated and tested")
     if options.exact and options.quant_mode != "test":
         raise UsageError("--exact goes with test mode: it runs the integers of the network that was calibrated")
+    if options.fast_finetune and options.quant_mode == "float":
+        raise UsageError("--fast_finetune goes with calib mode, and with test mode to say that it was used")
     require_extras(options.deploy)
     session.seed_everything(options.seed)
     # With --json, stdout is for the result alone: what the user's own code prints goes to stderr.
@@ -86,6 +89,7 @@ def run_calib(options: RunOptions) -> Outcome:
         plan = session.make_plan(read, original, quiet=options.quiet)
         if options.inspect:
             session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
+        check_mode(options.fast_finetune, read.config.settings.target_device)
         network = Network(plan.graph)
         calibration = calibrate.start(plan, network)
         keeper = checkpoint.Checkpoint(
@@ -108,6 +112,9 @@ def run_calib(options: RunOptions) -> Outcome:
                     logger.warning("stopped after %d batches; --resume goes on from there", calibration.batches)
                 raise
         run_facts = {"seed": options.seed, "data": batches.fingerprint, "stamp": batches.stamp}
+        run_facts["fast_finetune"] = options.fast_finetune
+        if options.fast_finetune:
+            keeper.save(calibration)
         found = refine(options, calibration, batches)
         results.write_results(folder, original, read.config, calibration, found, run_facts)
         keeper.remove()
@@ -122,6 +129,7 @@ def run_test(options: RunOptions) -> Outcome:
     info = results.read_info(folder)
     if options.exact:
         require_dpu(info.settings.target_device)
+    require_finetuned(options.fast_finetune, info.header.get("fast_finetune"))
     read = session.read_config(options.config_file) if options.config_file is not None else None
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded, evaluation=True)

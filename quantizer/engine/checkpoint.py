@@ -78,6 +78,6 @@ class Checkpoint:
             raise ResultError("the checkpoint belongs to another run: the data differ", help=AGAIN)
 
     def remove(self) -> None:
-        """The calibration is complete."""
-        self._info.unlink(missing_ok=True)
-        self._tensors.unlink(missing_ok=True)
+        """The calibration is complete, and so is what came after it."""
+        for path in (self._info, *self._info.parent.glob("checkpoint.*")):
+            path.unlink(missing_ok=True)

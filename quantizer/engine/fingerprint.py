@@ -18,7 +18,7 @@ from quantizer.graph.ir import Graph
 
 def weights(graph: Graph) -> dict[str, str]:
     """A digest per parameter, buffer and constant, by path: over dtype, shape and bytes."""
-    return {path: _tensor(tensor) for path, tensor in sorted(graph.tensors.items())}
+    return {path: tensor_digest(tensor) for path, tensor in sorted(graph.tensors.items())}
 
 
 def layers(graph: Graph) -> dict[str, str]:
@@ -49,7 +49,8 @@ def first_difference(stored: Mapping[str, str], current: Mapping[str, str]) -> s
     return next((name for name in stored if name not in current), None)
 
 
-def _tensor(tensor: Tensor) -> str:
+def tensor_digest(tensor: Tensor) -> str:
+    """A digest over dtype, shape and bytes."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
     if flat.numel():
