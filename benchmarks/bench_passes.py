@@ -74,7 +74,9 @@ def main() -> None:
 def corrections(original: Graph, batches: list[Batch], rounds: int) -> None:
     """Measure and print what equalization and bias correction add to a calibration."""
     plain = functools.partial(corrected, original, Settings(), batches)
-    parts = {name: functools.partial(corrected, original, row[0], batches) for name, row in CORRECTIONS.items()}
+    parts: dict[str, Callable[[], object]] = {
+        name: functools.partial(corrected, original, row[0], batches) for name, row in CORRECTIONS.items()
+    }
     base = peak_mb(plain)
     memory = {name: f"memory {peak_mb(part) - base:+.0f} MB" for name, part in parts.items()}
     report(

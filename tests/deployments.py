@@ -51,6 +51,6 @@ def fitted(value: Tensor, spec: QuantizationSpec) -> tuple[Tensor, Tensor]:
         low, high = value.min(), value.max()
     else:
         rest = [axis for axis in range(value.ndim) if axis != spec.ch_axis]
-        low, high = value.amin(rest), value.amax(rest)
+        low, high = (value.amin(rest), value.amax(rest)) if rest else (value, value)  # no axes would mean all
     found: QParams = qparams_from_range(low, high, grid)
     return found.scale, found.zero_point
