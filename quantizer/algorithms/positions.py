@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from quantizer.config.model import Settings
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.groups import Layout, grid_of, layout
 
@@ -33,17 +32,26 @@ class Move:
         return f"{self.role} of {self.layer}: position {self.before} -> {self.after}: {self.why}"
 
 
-def align(graph: Graph, positions: Mapping[Key, int], settings: Settings) -> tuple[dict[Key, int], tuple[Move, ...]]:
+def align(
+    graph: Graph,
+    positions: Mapping[Key, int],
+    *,
+    change_concat_input_fix: bool = False,
+    change_pool_input_fix: bool = False,
+) -> tuple[dict[Key, int], tuple[Move, ...]]:
     """The positions of (layer, role) moved into the DPU's limits, and each move in order.
 
     A tensor that is missing in `positions` has no power-of-two scale; what concerns it is left alone. Inputs of
-    concatenations and of average pooling take the output's position if the settings say so. Activations only become
+    concatenations and of average pooling take the output's position if that is asked for. Activations only become
     coarser, except that hardsigmoid and hardswish have least positions.
     """
-    aligner = _Aligner(graph, layout(graph), settings, dict(positions))
+    aligner = _Aligner(graph, layout(graph), dict(positions))
+    ties = {"pad": _tie_pad}
+    ties |= dict.fromkeys(_CONCATENATIONS if change_concat_input_fix else (), _tie_concat)
+    ties |= dict.fromkeys(_AVERAGES if change_pool_input_fix else (), _tie_pool)
     for node in reversed(graph.nodes):
-        if node.op in _TIES:
-            _TIES[node.op](aligner, node)
+        if node.op in ties:
+            ties[node.op](aligner, node)
     limited = [node for node in graph.nodes if node.op in _LIMITS]
     for round_ in range(3 * len(graph.nodes) + 3):
         # Ties can close a circle of layers that coarsen each other; weights move instead then.
@@ -62,7 +70,6 @@ class _Aligner:
 
     graph: Graph
     where: Layout
-    settings: Settings
     positions: dict[Key, int]
     moves: list[Move] = field(default_factory=list)
     tied: dict[Key, frozenset[Key]] = field(default_factory=dict)
@@ -108,14 +115,12 @@ class _Aligner:
 
 
 def _tie_concat(aligner: _Aligner, node: Node) -> None:
-    if aligner.settings.change_concat_input_fix:
-        for name in node.refs():
-            aligner.tie(aligner.grid(name), aligner.grid(node.name), f"{node.name} reads it, change_concat_input_fix")
+    for name in node.refs():
+        aligner.tie(aligner.grid(name), aligner.grid(node.name), f"{node.name} reads it, change_concat_input_fix")
 
 
 def _tie_pool(aligner: _Aligner, node: Node) -> None:
-    if aligner.settings.change_pool_input_fix:
-        aligner.tie(aligner.read(node), aligner.grid(node.name), f"{node.name} reads it, change_pool_input_fix")
+    aligner.tie(aligner.read(node), aligner.grid(node.name), f"{node.name} reads it, change_pool_input_fix")
 
 
 def _tie_pad(aligner: _Aligner, node: Node) -> None:
@@ -173,13 +178,8 @@ def _limit_hardswish(aligner: _Aligner, node: Node) -> None:
 
 
 Rule = Callable[[_Aligner, Node], None]
-_TIES: dict[str, Rule] = {
-    "cat": _tie_concat,
-    "stack": _tie_concat,
-    "avg_pool2d": _tie_pool,
-    "adaptive_avg_pool2d": _tie_pool,
-    "pad": _tie_pad,
-}
+_CONCATENATIONS = ("cat", "stack")
+_AVERAGES = ("avg_pool2d", "adaptive_avg_pool2d")
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
 _LIMITS: dict[str, Rule] = {
     **dict.fromkeys(_CONVOLUTIONS, _limit_shifts),

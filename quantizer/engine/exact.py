@@ -92,8 +92,8 @@ class _IntegerNetwork:
 
     def __init__(self, graph: Graph, solution: Solution) -> None:
         self.graph, self.solution = graph, solution
-        self.simulation = quantized_network(graph, solution)
-        self.plain = Network(graph).double()
+        self.simulation = quantized_network(graph, solution).cpu()
+        self.plain = Network(graph).double().cpu()
         known = {key: solution.position(key) for key, (spec, _, _) in solution.tensors.items() if spec.symmetric}
         self.positions: dict[Key, int] = {key: at for key, at in known.items() if at is not None}
         self.biases: dict[str, Fixed] = {}

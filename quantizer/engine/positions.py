@@ -15,7 +15,12 @@ from quantizer.graph.ir import Graph
 def aligned(found: Solution, graph: Graph, settings: Settings) -> tuple[Solution, tuple[Move, ...]]:
     """The solution at aligned positions, with a note at each tensor that was moved, and the moves."""
     known = {key: found.position(key) for key, (spec, _, _) in found.tensors.items() if spec.symmetric}
-    positions, moves = align(graph, {key: at for key, at in known.items() if at is not None}, settings)
+    positions, moves = align(
+        graph,
+        {key: at for key, at in known.items() if at is not None},
+        change_concat_input_fix=settings.change_concat_input_fix,
+        change_pool_input_fix=settings.change_pool_input_fix,
+    )
     tensors = dict(found.tensors)
     notes: dict[Key, tuple[str, ...]] = dict(found.notes)
     for move in moves:

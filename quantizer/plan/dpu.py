@@ -198,7 +198,7 @@ def _grids(plan: Plan, where: Layout, node: Node) -> str:
     tensors = plan.of_layer(node.name)
     for role, tensor in tensors.items():
         if why := _unfit(tensor.spec):
-            return f"its {role} {why}"
+            return f"its {role} {'have' if role.startswith('weights') else 'has'} {why}"
     if node.row.weight and "weights" not in tensors:
         return "its weights are not quantized"
     for name in [*node.refs(), node.name]:
@@ -212,10 +212,10 @@ def _grids(plan: Plan, where: Layout, node: Node) -> str:
 def _unfit(spec: QuantizationSpec) -> str:
     """Why the DPU has no such grid."""
     if spec.dtype != "int" or spec.bit_width != 8:
-        return f"has {spec.bit_width} bits" if spec.dtype == "int" else f"is {spec.dtype}"
+        return f"{spec.bit_width} bits" if spec.dtype == "int" else f"the datatype {spec.dtype}"
     if not (spec.symmetric and spec.signed):
-        return "is not signed and symmetric"
-    return "" if spec.scale_type == "poweroftwo" and spec.ch_axis is None else "has no single power-of-two scale"
+        return "a grid that is not signed and symmetric"
+    return "" if spec.scale_type == "poweroftwo" and spec.ch_axis is None else "no single power-of-two scale"
 
 
 def _pair(value: Any) -> tuple[int, int]:

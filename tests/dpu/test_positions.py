@@ -13,11 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from quantizer.algorithms.positions import Key, align
-from quantizer.config.model import Settings
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.trace import trace
-
-DPU = Settings(target_device="DPU")
 
 
 def graph_of(module: nn.Module) -> Graph:
@@ -55,14 +52,14 @@ SHIFTS = {
 def test_shifts_of_a_convolution(case: str) -> None:
     before, after = SHIFTS[case]
     graph, positions = conv(*before)
-    found, moves = align(graph, positions, DPU)
+    found, moves = align(graph, positions)
     name = named(graph, "conv2d")
     assert tuple(found[name, role] for role in ("weights", "bias", "activation")) == after
     assert {(move.layer, move.role) for move in moves} == {key for key in found if found[key] != positions[key]}
 
 
 def test_a_move_says_which_limit_and_where() -> None:
-    _, moves = align(*conv(2, 6, 11), DPU)
+    _, moves = align(*conv(2, 6, 11))
     assert [str(move) for move in moves] == [
         "activation of Conv2d::Conv2d/conv2d: position 11 -> 8: "
         "shift_cut of Conv2d::Conv2d/conv2d would be -3, and the DPU has 0 to 16"
@@ -80,7 +77,7 @@ def test_inputs_of_a_concat_take_its_position_if_asked(asked: bool) -> None:
     positions = every_position(graph, 6)
     cat, a = (named(graph, "cat"), "activation"), (named(graph, "Conv2d[a]/conv2d"), "activation")
     positions[cat] = 3
-    found, moves = align(graph, positions, Settings(target_device="DPU", change_concat_input_fix=asked))
+    found, moves = align(graph, positions, change_concat_input_fix=asked)
     assert found[a] == (3 if asked else 6)
     assert any("change_concat_input_fix" in move.why for move in moves) == asked
 
@@ -90,7 +87,7 @@ def test_what_average_pooling_reads_takes_its_position_if_asked(asked: bool) -> 
     graph = graph_of(Applied(lambda y, x: F.avg_pool2d(y, 3)))
     positions = every_position(graph, 6)
     positions[named(graph, "avg_pool2d"), "activation"] = 7
-    found, _ = align(graph, positions, Settings(target_device="DPU", change_pool_input_fix=asked))
+    found, _ = align(graph, positions, change_pool_input_fix=asked)
     assert found[named(graph, "conv2d"), "activation"] == (7 if asked else 6)
 
 
@@ -98,7 +95,7 @@ def test_padding_with_another_value_keeps_the_position_of_its_input() -> None:
     graph = graph_of(Applied(lambda y, x: F.pad(y, (1, 1), value=2.0)))
     positions = every_position(graph, 6)
     positions[named(graph, "pad"), "activation"] = 5
-    found, _ = align(graph, positions, DPU)
+    found, _ = align(graph, positions)
     assert found[named(graph, "pad"), "activation"] == 6
 
 
@@ -107,7 +104,7 @@ def test_hard_activations_have_least_and_most_positions() -> None:
     positions = every_position(graph, 9)
     conv2d, swish, sigmoid = ((named(graph, end), "activation") for end in ("conv2d", "hardswish", "hardsigmoid"))
     positions |= {conv2d: -1, sigmoid: 5}
-    found, _ = align(graph, positions, DPU)
+    found, _ = align(graph, positions)
     assert (found[conv2d], found[swish], found[sigmoid]) == (0, 7, 7)
 
 
@@ -130,8 +127,8 @@ def shifts(graph: Graph, node: Node, at: dict[Key, int]) -> tuple[int, int]:
 def test_aligned_positions_are_inside_the_limits(name: str, draw: st.DataObject, tied: bool) -> None:
     graph = toy(name)
     positions = {key: draw.draw(st.integers(-8, 24)) for key in every_position(graph, 0)}
-    wanted = Settings(target_device="DPU", change_concat_input_fix=tied, change_pool_input_fix=tied)
-    found, moves = align(graph, positions, wanted)
+    wanted = {"change_concat_input_fix": tied, "change_pool_input_fix": tied}
+    found, moves = align(graph, positions, **wanted)
     assert set(found) == set(positions)
     for node in graph.nodes:
         if node.op == "conv2d" and graph.by_name[next(node.refs())].op in ("input", "cat"):
@@ -140,7 +137,7 @@ def test_aligned_positions_are_inside_the_limits(name: str, draw: st.DataObject,
                 cut, bias = shifts(graph, node, found)
                 assert 0 <= cut <= 16
                 assert min(0, cut - 16) <= bias <= 16
-    assert align(graph, found, wanted) == (found, ())
+    assert align(graph, found, **wanted) == (found, ())
     replayed = dict(positions)
     for move in moves:
         assert replayed[move.layer, move.role] == move.before
@@ -164,7 +161,7 @@ def test_a_circle_of_ties_ends() -> None:
     graph = graph_of(Circle())
     positions = every_position(graph, 5)
     positions[named(graph, "Conv2d[a]/conv2d"), "weights"] = -2
-    wanted = Settings(target_device="DPU", change_concat_input_fix=True)
-    found, _ = align(graph, positions, wanted)
+    wanted = {"change_concat_input_fix": True}
+    found, _ = align(graph, positions, **wanted)
     assert found[named(graph, "Conv2d[a]/conv2d"), "weights"] == 0
-    assert align(graph, found, wanted) == (found, ())
+    assert align(graph, found, **wanted) == (found, ())

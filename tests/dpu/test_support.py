@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +85,33 @@ def test_the_cpu_runs(module: Callable[[], nn.Module], end: str, x: Tensor | Non
     device, told = verdict(module(), end, x)
     assert device == "CPU"
     assert why in told
+
+
+GRIDS: list[tuple[dict[str, object], str, str]] = [
+    ({"bit_width": 4}, "weights", "its weights have 4 bits"),
+    ({"dtype": "bfloat16"}, "bias", "its bias has the datatype bfloat16"),
+    ({"scale_type": "float"}, "activation", "its activation has no single power-of-two scale"),
+    ({"qscheme": "per_channel", "ch_axis": 0}, "weights", "its weights have no single power-of-two scale"),
+    ({"symmetric": False}, "activation", "its activation has a grid that is not signed and symmetric"),
+]
+
+
+@pytest.mark.parametrize(("fields", "role", "why"), GRIDS, ids=[row[2] for row in GRIDS])
+def test_a_grid_that_the_dpu_lacks_sends_the_layer_to_the_cpu(fields: dict[str, Any], role: str, why: str) -> None:
+    plan = planned(nn.Conv2d(4, 8, 3))
+    name = plan.graph.nodes[1].name
+    tensor = plan.tensors[name, role]
+    other = dataclasses.replace(tensor, spec=dataclasses.replace(tensor.spec, **fields))
+    changed = dataclasses.replace(plan, tensors={**plan.tensors, (name, role): other})
+    found = verdicts(changed)[name]
+    assert (found.device, found.why) == ("CPU", why)
+
+
+def test_a_layer_left_in_float_runs_on_the_cpu() -> None:
+    plan = planned(nn.Conv2d(4, 8, 3))
+    name = plan.graph.nodes[1].name
+    rest = {key: tensor for key, tensor in plan.tensors.items() if key != (name, "activation")}
+    assert verdicts(dataclasses.replace(plan, tensors=rest))[name].why == "its output is not quantized"
 
 
 def test_every_limit_names_its_document() -> None:
