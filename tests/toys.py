@@ -528,3 +528,97 @@ class Permuting(nn.Module):
 @toy
 def permuting() -> Toy:
     return Toy(Permuting(), (torch.randn(2, 4, 4),))
+
+
+class Gated(nn.Module):
+    """Recurrent layers of every kind: both directions, several layers, given states, no biases, a single step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(3, 4, 2, batch_first=True, bidirectional=True)
+        self.lstm = nn.LSTM(8, 3, bias=False, batch_first=True)
+        self.rnn = nn.RNN(3, 4, nonlinearity="relu", batch_first=True)
+        self.tanh, self.cell, self.fc = nn.RNN(4, 4, batch_first=True), nn.GRUCell(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, last = self.gru(x, state.transpose(0, 1).contiguous())
+        z, (hidden, cell) = self.lstm(y)
+        z, _ = self.tanh(self.rnn(z)[0])
+        return self.fc(self.cell(z[:, -1], z[:, 0])), last[0] * hidden[0].sum(), cell
+
+
+@toy
+def gated() -> Toy:
+    return Toy(Gated(), (torch.randn(2, 5, 3), torch.randn(2, 4, 4)))
+
+
+class Masked(nn.Module):
+    """Masks as they are written: added, filled in, chosen, from constants, integers and comparisons."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("causal", torch.full((3, 3), float("-inf")).triu(1))
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).transpose(1, 2)
+        y = (scores / 2 + self.causal).softmax(-1) @ self.v(x)
+        low = torch.finfo(x.dtype).min
+        y = y + (scores + (1.0 - (keep > 0)[:, None].float()) * low).softmax(-1) @ x
+        y = y + torch.where(torch.ones(3, 3).tril() > 0, scores, low).softmax(-1) @ x
+        filled = scores.masked_fill((keep > 3)[:, None], -1e9)
+        weights = torch.exp(filled - filled.amax(-1, keepdim=True))
+        return y + (weights / weights.sum(-1, keepdim=True)) @ x
+
+
+@toy
+def masked() -> Toy:
+    return Toy(Masked(), (torch.randn(2, 3, 4), torch.ones(2, 3, dtype=torch.long)))
+
+
+class QuantStub(nn.Identity):
+    """Stands for torch.ao.quantization's, which is found by its name."""
+
+
+class DeQuantStub(nn.Identity):
+    """Stands for torch.ao.quantization's."""
+
+
+class Partial(nn.Module):
+    """Only what lies between the stubs is to be quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant, self.dequant = QuantStub(), DeQuantStub()
+        self.before, self.inside, self.after = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1), nn.Linear(4, 3)
+        self.shift, self.scale = nn.Parameter(torch.randn(4, 1, 1)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.quant(F.relu(self.before(x)))
+        y = self.dequant(F.relu(self.inside(y) + self.shift))
+        return self.after(F.relu(y).mean((2, 3)) * self.scale)
+
+
+@toy
+def partial() -> Toy:
+    return Toy(Partial(), (torch.randn(2, 2, 3, 3),))
+
+
+class Preactivated(nn.Module):
+    """Batch norms that come before a layer, after a concatenation, and after a linear layer on sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a, self.b = nn.BatchNorm2d(3), nn.Conv2d(3, 2, 1), nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.joined, self.identity = nn.BatchNorm2d(6), nn.Identity()
+        self.linear, self.last = nn.Linear(16, 5), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.identity(F.relu(self.first(x)))
+        y = F.relu(self.joined(torch.cat([self.a(x), self.b(x)], 1)))
+        return self.last(self.linear(y.flatten(2)))
+
+
+@toy
+def preactivated() -> Toy:
+    return Toy(Preactivated(), (torch.randn(2, 3, 4, 4),))

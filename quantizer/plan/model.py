@@ -106,7 +106,10 @@ class Plan:
             for r in self.rules
         ]
         target = {"device": self.settings.target_device, "onnx_opset_version": self.settings.onnx_opset_version}
-        changes = [{"pass": c.rewrite, "layers": list(c.layers), "amount": round(c.amount, 3)} for c in self.graph.changes]
+        changes = [
+            {"pass": change.rewrite, "layers": list(change.layers), "amount": round(change.amount, 3)}
+            for change in self.graph.changes
+        ]
         return {"model": self.graph.model, "target": target, "rules": rules, "changes": changes, "layers": layers}
 
 

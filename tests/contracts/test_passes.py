@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from toys import TOYS, built, leaves_equal, shake, traced
 
+from configs import config, document, layer
+from quantizer.config.model import Settings
 from quantizer.graph.ir import Graph
-from quantizer.graph.passes import PASSES, load_pass
+from quantizer.graph.passes import PASSES, load_pass, run_passes
 from quantizer.graph.passes.fold_batch_norm import fold_batch_norm
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
+from quantizer.plan.resolve import resolve
 
 
 @pytest.mark.parametrize("name", TOYS)
@@ -50,6 +54,27 @@ def test_a_pass_leaves_the_traced_tensors_alone(rewrite: str, name: str) -> None
     before = {path: tensor.clone() for path, tensor in traced(name).tensors.items()}
     load_pass(rewrite)(traced(name))
     assert leaves_equal(dict(traced(name).tensors), before)
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_all_passes_together_keep_the_function(name: str) -> None:
+    after = run_passes(traced(name), Settings(include_cle=True), device=False)
+    args, kwargs = built(name).call(3 if built(name).batched else 2)
+    with torch.no_grad():
+        before = Network(traced(name))(*args, **kwargs)
+        tolerance = PASSES["absorb_high_biases"].tolerance * largest(before)
+        assert leaves_equal(Network(after)(*copy.deepcopy(args), **kwargs), before, tolerance)
+
+
+def test_what_cannot_fold_is_quantized_and_found_by_its_type(tmp_path: Path) -> None:
+    entry = layer(type="torch.nn.BatchNorm2d", tensor={"weights": {"bit_width": 16}})
+    found = config(tmp_path, document(entry))
+    graph = run_passes(traced("preactivated"), found.settings)
+    assert [node.op for node in graph.nodes if "norm" in node.name] == ["channel_scale", "channel_scale"]
+    plan = resolve(found, graph, traced("preactivated"))
+    planned = {role: tensor.spec.bit_width for role, tensor in plan.of_layer(graph.nodes[1].name).items()}
+    assert planned == {"weights": 16, "bias": 8}
+    assert graph.nodes[1].name in plan.rules[-1].layers
 
 
 def folded(module: nn.Module, *shape: int) -> tuple[Graph, float]:
