@@ -1,0 +1,98 @@
+"""What stays float whatever the config says: masks, what follows from constants, what only float operators read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from toys import traced
+
+from quantizer.graph.trace import trace
+from quantizer.plan.floating import DERIVED, FLOAT_READERS, MASK, UNREAD
+from quantizer.plan.groups import layout
+
+
+class Net(nn.Module):
+    """Two linear layers `a` and `b`, a trained `factor`, constants; `body` says what runs."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.body, self.a, self.b = body, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.factor = nn.Parameter(torch.ones(()))
+        self.register_buffer("far", torch.tensor([[0.0, -100.0], [0.0, 0.0]]))
+        self.register_buffer("near", torch.tensor([0.5, 1.0, 0.5, 1.0]))
+
+    def forward(self, x: Tensor, ids: Tensor, given: Tensor) -> Any:
+        return self.body(self, x, ids, given)
+
+
+def floats(body: Callable[..., Any]) -> dict[str, str]:
+    """Reasons by layer, under the last part of the name, without those of constants and integers themselves."""
+    example = (torch.ones(2, 2, 4), torch.ones(2, 2, dtype=torch.long), torch.zeros(2, 2, 2))
+    graph = trace(Net(body).eval(), example)
+    where = layout(graph)
+    found = {name: why for name, why in where.floats.items() if name not in where.groups}
+    computed = (node for node in graph.nodes if node.is_float and (node.row.kind != "structural" or node.op == "input"))
+    return {node.name.rpartition("/")[2]: found[node.name] for node in computed if node.name in found}
+
+
+def scores(net: Net, x: Tensor) -> Tensor:
+    return net.a(x) @ net.b(x).transpose(1, 2)
+
+
+GIVEN = {"Net::input_2": UNREAD}
+CASES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
+    "nothing": (lambda n, x, i, g: n.a(x) + 1, GIVEN),
+    "a buffer of -100": (lambda n, x, i, g: (scores(n, x) + n.far).softmax(-1), GIVEN | {"add": MASK}),
+    "a literal -inf": (
+        lambda n, x, i, g: (scores(n, x) + torch.full((2, 2), float("-inf")).triu(1)).softmax(-1),
+        GIVEN | {"triu": DERIVED, "add": MASK},
+    ),
+    "filled in": (lambda n, x, i, g: scores(n, x).masked_fill(i > 1, -1e9).softmax(-1), GIVEN | {"masked_fill": MASK}),
+    "filled with zeros": (lambda n, x, i, g: scores(n, x).masked_fill(i > 1, 0.0).softmax(-1), GIVEN),
+    "chosen": (
+        lambda n, x, i, g: torch.where(i > 1, scores(n, x), torch.finfo(x.dtype).min).softmax(-1),
+        GIVEN | {"where": MASK},
+    ),
+    "from integers": (
+        lambda n, x, i, g: (scores(n, x) + (1.0 - i[:, None].float()) * -1e4).softmax(-1),
+        GIVEN | {"to": DERIVED, "rsub": DERIVED, "mul": DERIVED, "add": MASK},
+    ),
+    "given by the caller": (lambda n, x, i, g: (scores(n, x) + g).softmax(-1), {"Net::input_2": MASK, "add": MASK}),
+    "given to the attention": (
+        lambda n, x, i, g: F.scaled_dot_product_attention(n.a(x), n.b(x), x, attn_mask=g),
+        {"Net::input_2": MASK},
+    ),
+    "a mask that is multiplied": (lambda n, x, i, g: n.a(x) * n.near, GIVEN),
+    "positions": (
+        lambda n, x, i, g: n.a(x) + torch.arange(4).float().mul(0.3).sin(),
+        GIVEN | {"to": DERIVED, "mul": DERIVED, "sin": DERIVED},
+    ),
+    "positions into a layer": (lambda n, x, i, g: n.a(x) + n.b(torch.arange(4).float() * 0.3), GIVEN | {"to": DERIVED}),
+    "a norm": (
+        lambda n, x, i, g: n.a(x) * torch.rsqrt(n.a(x).pow(2).mean(-1, keepdim=True) + 1e-5),
+        GIVEN | {"mean": FLOAT_READERS, "add": FLOAT_READERS},
+    ),
+    "a layer before an exponential": (lambda n, x, i, g: n.a(x).exp(), GIVEN),
+    "a scaled exponential": (lambda n, x, i, g: n.a(x) * n.factor.exp(), GIVEN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "expected"), CASES.values(), ids=CASES)
+def test_what_stays_float(body: Callable[..., Any], expected: dict[str, str]) -> None:
+    assert floats(body) == expected
+
+
+def test_an_input_that_feeds_more_than_a_softmax_is_quantized() -> None:
+    assert "Net::input_2" not in floats(lambda n, x, i, g: ((scores(n, x) + g).softmax(-1), g * 2))
+
+
+def test_no_mask_of_the_toy_is_quantized() -> None:
+    where = layout(traced("masked"))
+    quantized = {name.rpartition("/")[2].partition(".")[0] for name in where.groups}
+    assert quantized.isdisjoint(("masked_fill", "where", "triu", "amax"))
+    assert sum(why == MASK for why in where.floats.values()) == 6
