@@ -1,0 +1,45 @@
+"""Whatever a model is made of: the DPU's verdict, alignment and exact run say something about it, and none breaks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from toys import TOYS, built, traced
+
+from quantizer.config.load import default_config
+from quantizer.config.model import Settings
+from quantizer.engine import calibrate
+from quantizer.engine.exact import compare_exact
+from quantizer.engine.positions import aligned
+from quantizer.graph.passes import run_passes
+from quantizer.nn.network import Network
+from quantizer.plan.dpu import subgraphs, verdicts
+from quantizer.plan.resolve import resolve
+from quantizer.sources.batches import Batch
+
+DPU = Settings(target_device="DPU")
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_every_layer_has_a_verdict_and_every_code_is_compared(name: str) -> None:
+    original = traced(name)
+    config = dataclasses.replace(default_config(), settings=DPU)
+    plan = resolve(config, run_passes(original, DPU), original)
+    found = verdicts(plan)
+    assert list(found) == [node.name for node in plan.graph.nodes]
+    assert all((verdict.device == "CPU") == bool(verdict.why) == bool(verdict.source) for verdict in found.values())
+    assert subgraphs(plan.graph, found) <= sum(verdict.device == "DPU" for verdict in found.values())
+    toy = built(name)
+    args, kwargs = toy.call(4) if toy.batched else (toy.args, dict(toy.kwargs))
+    batch = Batch(args, kwargs, None, None)
+    calibration = calibrate.start(plan, Network(plan.graph))
+    with torch.no_grad():
+        calibrate.run(calibration, Network(plan.graph), [batch])
+    solution, _ = aligned(calibrate.solution(calibration), plan.graph, DPU)
+    exact = compare_exact(plan.graph, solution, [batch])
+    compared = {(row.layer, row.role) for row in exact.layers if row.codes}
+    wanted = {key for key in solution.tensors if key[1] == "activation" or plan.graph.by_name[key[0]].op == "input"}
+    assert compared == wanted
+    assert exact.equal == 1.0
