@@ -135,7 +135,9 @@ def _moved(step: Step) -> Any:
         return None
     inputs = {key: value.codes if isinstance(value, Fixed) else value for key, value in step.inputs.items()}
     found, position = run_on_codes(step, inputs), fixed[0].position
-    return [Fixed(part, position) for part in found] if isinstance(found, (list, tuple)) else Fixed(found, position)
+    if isinstance(found, Tensor):
+        return Fixed(found, position)
+    return [Fixed(part, position) if part.is_floating_point() else part for part in found]  # indices have no codes
 
 
 def _pick(step: Step) -> Any:

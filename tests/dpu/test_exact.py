@@ -75,6 +75,11 @@ def test_what_has_no_integer_form_runs_in_float_and_is_listed() -> None:
     assert found.equal == 1.0
 
 
+def test_indices_are_not_codes() -> None:
+    graph, solution = calibrated(planned(Applied(lambda y, x: y.scatter(1, y.topk(2, 1).indices, 0.0) + y)))
+    assert compare_exact(graph, solution, batches(0)).equal == 1.0
+
+
 def test_a_layer_without_a_power_of_two_grid_runs_in_float() -> None:
     graph, solution = solved("conv2d")
     tensors = {
