@@ -48,9 +48,17 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | 
         # The model may write its batch size into its code: then only batches of the example's size can run.
         example = given
         program = _export(module, *example, dynamic=False)
-        logger.warning("%s fixes its batch size at %d: only such batches can run", type(module).__name__, size)
+        name, why = type(module).__name__, _why_fixed(module)
+        logger.warning("%s fixes its batch size at %d: only such batches can run%s", name, size, why)
     paths = [path for path, _ in pytree.tree_flatten_with_path(example)[0]]
     return convert(program, Namer(module), module, tuple(_access_path(path) for path in paths))
+
+
+def _why_fixed(module: nn.Module) -> str:
+    """What to do about a fixed batch size, where the signature shows it: torch wants names for dynamic arguments."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    undeclared = next((p.name for p in parameters if p.kind == inspect.Parameter.VAR_KEYWORD), None)
+    return f"; name the arguments in forward() instead of taking **{undeclared}" if undeclared else ""
 
 
 class _DataDependentError(ModelError):

@@ -124,14 +124,11 @@ def _read_by_float_only(graph: Graph, node: Node, floats: dict[str, str]) -> boo
     if node.row.kind not in ("compute", "nonlinear", "passthrough") and node.op not in ("input", "parameter"):
         return False
     names = graph.consumers[node.name]
-    return (
-        node.op != "quant_stub"
-        and bool(names)
-        and all(
-            name
-            and (
-                floats.get(name) == FLOAT_READERS or graph.by_name[name].row.kind in ("float", "unknown", "structural")
-            )
-            for name in names
-        )
-    )
+    return node.op != "quant_stub" and bool(names) and all(_takes_float(graph, name, floats) for name in names)
+
+
+def _takes_float(graph: Graph, name: str, floats: dict[str, str]) -> bool:
+    """Whether the reader of that name runs in float; a DeQuantStub ends what does not, as the output does."""
+    if not name or graph.by_name[name].op == "dequant_stub":
+        return False
+    return floats.get(name) == FLOAT_READERS or graph.by_name[name].row.kind in ("float", "unknown", "structural")

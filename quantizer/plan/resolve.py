@@ -65,7 +65,7 @@ def _plan_parameters(state: _Resolver, node: Node, where: Layout, kept: Mapping[
         return
     if node.op == "parameter" and not _is_quantizable(state.graph, node, where):
         return
-    for key in sorted(node.params, reverse=True):
+    for key in sorted(node.params, key=lambda name: name.startswith("bias")):
         role = parameter_role(key)
         axis = _channel_axis(node) if base_role(role) == "weights" else None
         shape = state.graph.tensors[node.params[key]].shape

@@ -57,6 +57,32 @@ def test_a_batch_size_in_the_code_stays_fixed() -> None:
         network(torch.ones(3, 4))
 
 
+class Undeclared(nn.Module):
+    def forward(self, x: Tensor, **more: Tensor) -> Tensor:
+        return x + more["shift"]
+
+
+def test_undeclared_keywords_fix_the_batch_size_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    graph = trace(Undeclared(), (), {"x": torch.ones(3, 2), "shift": torch.ones(3, 2)})
+    assert "fixes its batch size at 3" in caplog.text
+    assert "name the arguments in forward() instead of taking **more" in caplog.text
+    assert torch.equal(Network(graph)(x=torch.ones(3, 2), shift=torch.ones(3, 2)), torch.full((3, 2), 2.0))
+
+
+class Subprograms(nn.Module):
+    """A part without gradients and a vmap: torch.export keeps them as programs of their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(not torch.is_grad_enabled()):
+            y = x * 2
+        return y + torch.vmap(lambda row: row.cumsum(0))(x)
+
+
+def test_subprograms_that_only_switch_something_become_operators() -> None:
+    graph, x = trace(Subprograms(), (torch.ones(3, 2),)), torch.randn(4, 2)
+    assert torch.equal(Network(graph)(x), Subprograms()(x))
+
+
 class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:
@@ -113,7 +139,7 @@ UNTRACEABLE = [
     (Mismatched, r"at line \d+ of test_tracing.py: return self.fc"),
     (Counting, "changes its own 'calls'"),
     (CountingInAView, "changes its own 'calls'"),
-    (Conditional, "Conditional cannot be quantized"),
+    (Conditional, r"Conditional cannot be quantized: it runs other programs \(torch.cond"),
 ]
 
 

@@ -38,6 +38,13 @@ def test_only_what_lies_between_the_stubs_is_quantized(tmp_path: Path) -> None:
     assert not outside & inside
 
 
+def test_what_goes_into_a_dequant_stub_is_quantized(tmp_path: Path) -> None:
+    module = nn.Sequential(torch.ao.quantization.QuantStub(), nn.LayerNorm(4), torch.ao.quantization.DeQuantStub())
+    graph = trace(module.eval(), (torch.ones(2, 4),))
+    plan = resolve(config(tmp_path, document()), graph, graph)
+    assert ("Sequential::Sequential/LayerNorm[1]/layer_norm", "activation") in plan.tensors
+
+
 def test_an_entry_for_a_layer_outside_says_why_it_changes_nothing(tmp_path: Path) -> None:
     (found,) = planned(tmp_path, "partial", layer("after")).diagnostics
     assert found.code == "QZ405"
