@@ -28,6 +28,7 @@ from quantizer.errors import GateError, ModelError, QuantizerError, UsageError
 from quantizer.export import require_extras
 from quantizer.nn.network import Network
 from quantizer.report import summary, tables
+from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
@@ -48,7 +49,7 @@ def run(options: RunOptions) -> int:
     if options.fast_finetune and options.quant_mode == "float":
         raise UsageError("--fast_finetune goes with calib mode, and with test mode to say that it was used")
     require_extras(options.deploy)
-    session.seed_everything(options.seed)
+    seed_everything(options.seed)
     # With --json, stdout is for the result alone: what the user's own code prints goes to stderr.
     with session.told_notes(options.quiet), redirect_stdout(sys.stderr if options.json else sys.stdout):
         outcome = MODES[options.quant_mode](options)

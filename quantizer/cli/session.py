@@ -181,14 +181,6 @@ def told_notes(quiet: bool) -> Iterator[None]:
         logger.propagate = propagate
 
 
-def seed_everything(seed: int) -> None:
-    """Nothing in a run is random without this seed."""
-    import random
-
-    random.seed(seed)
-    torch.manual_seed(seed)
-
-
 def as_json(value: Any) -> str:
     """Sorted, readable JSON."""
     import json

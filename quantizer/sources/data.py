@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from quantizer.errors import DataError, UsageError
+from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch, as_batch, positional_inputs
 from quantizer.sources.fingerprint import Fingerprint
 from quantizer.sources.images import EXAMPLE, IMAGE_SUFFIXES, find_images, image_batches, parse_preprocess
@@ -113,7 +114,7 @@ def load_batches(
 
     The user's own batches stay as they are; files, images and random data are cut to `batch_size` (default 32).
     `subset_len` counts samples exactly and cuts the last batch. `seed` draws random data and the order of images, and
-    seeds torch before each pass of the user's loader. `module` tells how many inputs a tuple holds.
+    seeds the global generators before each pass of the user's loader. `module` tells how many inputs a tuple holds.
     Raises `DataError` or `UsageError`; what only shows in the data itself is raised while iterating.
     """
     for name, value in {"batch size": batch_size, "subset length": subset_len}.items():
@@ -202,7 +203,7 @@ def _from_python(spec: str) -> tuple[Any, str]:
 def _user_batches(
     source: Any, label: str, inputs: tuple[int, int], seed: int, tell: Callable[[object], None]
 ) -> Iterator[Batch]:
-    torch.manual_seed(seed)  # a loader that shuffles gives the same order in every pass
+    seed_everything(seed)  # a loader that shuffles or crops gives the same batches in every pass
     with user_errors(label, DataError):
         items = _iterator(source, label, tell)
     for index in range(1 << 62):

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "quantizer"
 LAYERS = (
-    ("atomic", "errors"),
+    ("atomic", "errors", "seeding"),
     ("config", "numerics"),
     ("observers", "graph"),
     ("nn", "plan"),

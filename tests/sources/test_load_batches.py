@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -212,3 +213,17 @@ def test_a_factory_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for spec in ("loader.py:none", "missing.py", "no_such_module:data"):
         with pytest.raises(DataError):
             load_batches(spec)
+
+
+def test_a_loader_that_draws_gives_the_same_batches_in_every_pass(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy", reason="draws from numpy's global generator (extra: numpy)")
+
+    def draws() -> Iterator[torch.Tensor]:
+        for _ in range(2):
+            yield torch.tensor([random.random(), float(numpy.random.rand()), float(torch.rand(()))]).reshape(1, 3)
+
+    batches = load_batches(draws, seed=3)
+    first, second = ([batch.args[0] for batch in batches] for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    other = [batch.args[0] for batch in load_batches(draws, seed=4)]
+    assert not (other[0] == first[0]).any()
