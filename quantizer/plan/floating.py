@@ -17,6 +17,7 @@ LOWEST = -100.0  # what is filled in to vanish in a softmax: -100, -1e4, the dty
 _FACTOR = 1e4  # what turns a mask of zeros and ones into such values
 _FILLS = ("masked_fill", "where", "full", "full_like", "new_full", "scalar_tensor")
 _CARRIES = ("add", "sub", "rsub", "mul", "div", "where", "masked_fill", "minimum", "cat", "stack")
+_NEVER = ("size", "constant", "zeros", "ones", "full", "arange")  # on either side of a stub
 _PRODUCTS_PLUS = ("addmm", "baddbmm")  # their first argument is added to a product
 
 
@@ -74,8 +75,8 @@ def outside_stubs(graph: Graph) -> set[str]:
     for node in graph.nodes:
         if node.op == "quant_stub" or (node.op != "dequant_stub" and any(name in inside for name in node.refs())):
             inside.add(node.name)
-    free = {n.name for n in graph.nodes if n.op == "parameter" and inside.intersection(graph.consumers[n.name])}
-    return set(graph.by_name) - inside - free
+    inside |= {n.name for n in graph.nodes if n.op == "parameter" and inside.intersection(graph.consumers[n.name])}
+    return {node.name for node in graph.nodes if node.name not in inside and node.op not in _NEVER}
 
 
 def _masks(graph: Graph) -> Iterator[str]:

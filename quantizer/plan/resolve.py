@@ -50,6 +50,9 @@ def resolve(config: Config, graph: Graph, original: Graph) -> Plan:
         _plan_parameters(state, node, where, kept)
         _plan_activation(state, node, where, kept)
         _plan_inputs(state, node, where, kept)
+    for name, point in where.served.items():
+        if point in where.groups and point in state.floats:
+            state.floats[name] = state.floats[point]
     state.findings += checks.ineffective(config, state.matches, state.effects, state.floats)
     state.findings += checks.overridden(config, state.matches)
     rules = tuple(
@@ -121,7 +124,9 @@ def _why_float(state: _Resolver, node: Node, where: Layout) -> str:
         return f"quantized at {served}"
     if served == "":
         return "the network's last activation"
-    if node.name in where.floats:
+    if node.op == "constant":
+        return "a constant"
+    if node.name in where.floats and node.is_float:
         return where.floats[node.name]
     if node.row.kind == "float":
         return "computed in float"
@@ -131,8 +136,6 @@ def _why_float(state: _Resolver, node: Node, where: Layout) -> str:
         return NO_RULES
     if node.row.kind == "passthrough" or node.op == "relu":
         return "keeps the grid of its input"
-    if node.op == "constant":
-        return "a constant"
     return "not an activation" if node.row.kind == "structural" else "not a floating-point tensor"
 
 

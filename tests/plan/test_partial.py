@@ -99,7 +99,7 @@ def test_an_empty_list_leaves_a_convolution_and_its_relu_float(entry: dict[str, 
     plan = planned(tmp_path, "residual", entry)
     assert not plan.of_layer(CONV)
     assert not plan.of_layer(RELU)
-    assert plan.floats[RELU] == LEFT
+    assert plan.floats[CONV] == plan.floats[RELU] == LEFT
     assert plan.of_layer(R + "Linear[fc]/linear")
 
 

@@ -21,6 +21,7 @@ RELU = ROOT + "relu"
 FC = ROOT + "Linear[fc]/linear"
 BLOCK = ROOT + "Sequential[layer1]/Block[0]/"
 CONV1, CONV2, ADD = BLOCK + "Conv2d[conv1]/conv2d", BLOCK + "Conv2d[conv2]/conv2d", BLOCK + "add"
+OUT = "ReLU[relu]/relu.1"
 ALL = ["input", "weights", "bias", "activation"]
 
 
@@ -173,7 +174,7 @@ def test_first_and_last_layers_can_be_kept_float(planned: Any) -> None:
 def test_add_layers_can_be_kept_float(planned: Any) -> None:
     plan = planned(keep_add_layer_accuracy=True)
     kept = [name for name, reason in plan.floats.items() if reason == "keep_add_layer_accuracy"]
-    assert kept == [f"{ROOT}Sequential[layer1]/Block[{index}]/ReLU[relu]/relu.1" for index in (0, 1)]
+    assert kept == [f"{ROOT}Sequential[layer1]/Block[{index}]/{op}" for index in (0, 1) for op in ("add", OUT)]
     assert len(plan.tensors) == len(planned().tensors) - 2
 
 
