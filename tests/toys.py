@@ -622,3 +622,22 @@ class Preactivated(nn.Module):
 @toy
 def preactivated() -> Toy:
     return Toy(Preactivated(), (torch.randn(2, 3, 4, 4),))
+
+
+class Products(nn.Module):
+    """Layers written as products with trained matrices, one of them used twice; one product is scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6, 4))
+        self.shift = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.shift, x, self.first)
+        y = F.relu(y) @ self.second
+        return torch.addmm(self.shift, y, self.first, alpha=0.5) + torch.addmm(self.shift, y, self.first)
+
+
+@toy
+def products() -> Toy:
+    return Toy(Products(), (torch.randn(2, 4),))
