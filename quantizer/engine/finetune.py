@@ -47,8 +47,8 @@ class Finetuned:
         if self.undone:
             return f"finetuning undone, as the output became worse: {figures}"
         changed = [layer.after / layer.before for layer in self.layers.values() if layer.after < layer.before]
-        left = f", with {statistics.median(changed):.2f} of its error at the median" if changed else ""
-        return f"{len(changed)} of {len(self.layers)} layers finetuned{left}; {figures}"
+        left = f"the median layer keeps {statistics.median(changed):.0%} of its error; " if changed else ""
+        return f"{len(changed)} of {len(self.layers)} layers finetuned; {left}{figures}"
 
 
 def check_mode(mode: str | None, target_device: str) -> None:
