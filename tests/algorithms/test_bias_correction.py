@@ -143,14 +143,11 @@ def digits_mobile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize(
-    ("bit_width", "per_channel", "damaged", "gain"),
-    [(6, False, 0.90, 0.05), (5, False, 0.40, 0.10), (3, True, 0.85, 0.15)],
-)
+@pytest.mark.parametrize(("bit_width", "per_channel", "gain"), [(4, False, 0.05), (3, False, 0.15), (3, True, 0.15)])
 def test_a_depthwise_net_wins_its_accuracy_back(
-    bit_width: int, per_channel: bool, damaged: float, gain: float, digits_mobile: Any, tmp_path: Path
+    bit_width: int, per_channel: bool, gain: float, digits_mobile: Any, tmp_path: Path
 ) -> None:
-    """The claim of Nagel et al. 2019, table 3, on the example: measured 88.2 to 98.2, 33.6 to 49.8, 80.8 to 98.4 %."""
+    """The claim of Nagel et al. 2019, table 3, on the example: measured 59.4 to 95.0, 9.0 to 55.0, 22.2 to 92.4 %."""
     model = digits_mobile.model().eval()
     batches = [Batch((images,), {}, labels, None) for images, labels in digits_mobile.calibration_data()]
     content = weights(bit_width, per_channel=per_channel)
@@ -162,7 +159,6 @@ def test_a_depthwise_net_wins_its_accuracy_back(
             network = quantized_network(found.graph, solution)
             return float(digits_mobile.evaluate(network, digits_mobile.evaluation_data())["top1"])
 
-    assert top1(found.before) < damaged
     assert top1(found.after) >= top1(found.before) + gain
 
 

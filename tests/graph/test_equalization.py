@@ -61,30 +61,26 @@ def test_equalization_restores_a_network_with_skewed_channels(mobile: dict[str, 
     graph = trace(skewed, (images,))
     plain, equalized = run_passes(graph, PLAIN), run_passes(graph, CLE)
     exact = accuracy(mobile, skewed)
-    assert exact == pytest.approx(0.996)
+    assert exact == pytest.approx(0.986)
     assert accuracy(mobile, with_weights_only(graph, plain)) <= (0.25 if reach == 4 else 0.2)
     assert accuracy(mobile, with_weights_only(graph, equalized)) >= exact - 0.01
     with torch.no_grad():
         assert (Network(equalized)(images) - skewed(images)).abs().max() < 1e-4
 
 
-def test_powers_of_two_cost_little_at_8_bits_and_much_where_bits_are_scarce(mobile: dict[str, Any]) -> None:
-    """Vitis AI and Brevitas report the same; this network has nothing left at 4 bits per tensor with either scale."""
+def test_powers_of_two_cost_little_at_8_bits_and_much_at_4(mobile: dict[str, Any]) -> None:
+    """Vitis AI and Brevitas report the same."""
     network = mobile["model"]().eval()
     graph = trace(network, (mobile["evaluation_data"]()[0][0],))
     found = {
-        (bits, cle, scale): accuracy(
-            mobile,
-            with_weights_only(
-                graph, run_passes(graph, CLE if cle else PLAIN), bit_width=bits, scale_type=scale, symmetric=True
-            ),
+        (bits, scale): accuracy(
+            mobile, with_weights_only(graph, run_passes(graph, PLAIN), bit_width=bits, scale_type=scale, symmetric=True)
         )
-        for bits, cle in ((8, False), (6, False), (3, True))
+        for bits in (8, 4)
         for scale in ("float", "poweroftwo")
     }
-    assert abs(found[8, False, "poweroftwo"] - found[8, False, "float"]) <= 0.005
-    assert found[6, False, "poweroftwo"] <= found[6, False, "float"] - 0.05
-    assert found[3, True, "poweroftwo"] <= found[3, True, "float"] - 0.05
+    assert abs(found[8, "poweroftwo"] - found[8, "float"]) <= 0.005
+    assert found[4, "poweroftwo"] <= found[4, "float"] - 0.05
 
 
 def conv(inputs: int, outputs: int, kernel: int = 1, **options: Any) -> nn.Conv2d:
