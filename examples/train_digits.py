@@ -56,7 +56,7 @@ def main(name: str = "digits") -> None:
             x = shifted(images[chosen]) if robust else images[chosen]
             loss = F.cross_entropy(network(x), labels[chosen], label_smoothing=0.05 if robust else 0.0)
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
         print(f"epoch {epoch:2d}: loss {loss.item():.4f}")
