@@ -48,8 +48,7 @@ class Network(nn.Module):
             zip((n.name for n in self.graph.nodes if n.op == "input"), self.inputs(args, kwargs), strict=True)
         )
         for node in self.graph.nodes:
-            call = {key: map_refs(value, values.__getitem__) for key, value in node.inputs.items()}
-            values[node.name] = self.run_layer(node, {"input": values[node.name]} if node.op == "input" else call)
+            values[node.name] = self.run_layer(node, _call(node, values))
             yield node.name, values[node.name]
             for name in self.last_uses[node.name]:
                 del values[name]
@@ -128,6 +127,13 @@ def observe(
             return done.value
         if name in watch:
             watch[name](value)
+
+
+def _call(node: Node, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a node's layer; the dict is kept by nobody, as it would keep the values."""
+    if node.op == "input":
+        return {"input": values[node.name]}
+    return {key: map_refs(value, values.__getitem__) for key, value in node.inputs.items()}
 
 
 def _check_input(node: Node, value: Any) -> None:
