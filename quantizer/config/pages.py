@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -34,7 +34,7 @@ def key_page(key: str) -> str:
     rules = [f"- [{code}](../rules.md#{code.lower()}): {rule['title']}" for code, rule in _rules_of(key).items()]
     if rules:
         parts.append("Restrictions and conflicts:\n\n" + "\n".join(rules))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, *_worked_example(key)]) + "\n"
 
 
 def code_page(code: str) -> str:
@@ -57,6 +57,31 @@ def rules_page() -> str:
         "QZ4xx selectors.\n`quantizer explain QZ301` prints a section of this page."
     )
     return "\n\n".join([intro, *map(_code_section, all_codes())]) + "\n"
+
+
+def _worked_example(key: str) -> Iterator[str]:
+    """A change of one ready config, the commands to see its effect, and what they print before and after it."""
+    example = load_resource("schemas", "worked_examples.json")[key]
+    both = f" with `{_inner(example['both'])}`" if "both" in example else ""
+    yield "## Worked example"
+    yield f"A copy of `{example['config']}`{both}, as `changed.json`, in which is set"
+    yield _block("json", [_inner(example["change"])])
+    yield _block("", [f"$ {command}" for command in example["commands"]])
+    yield "Among the lines printed are"
+    yield _block("", example["after"])
+    yield f"and without {'the last change' if both else 'the change'}"
+    yield _block("", example["before"])
+    if "note" in example:
+        yield example["note"]
+
+
+def _inner(block: Mapping[str, Any]) -> str:
+    """The keys of an object on one line, without its braces."""
+    return json.dumps(block, ensure_ascii=False)[1:-1]
+
+
+def _block(language: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"```{language}", *lines, "```"])
 
 
 def _code_section(code: str) -> str:

@@ -1,0 +1,58 @@
+"""Every key of the config has a worked example, and each prints what its page says."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantizer.config.pages import key_names
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = runpy.run_path(str(ROOT / "docs" / "worked_examples.py"))
+EXAMPLES: dict[str, Any] = json.loads(PROGRAM["EXAMPLES"].read_text("utf-8"))
+
+
+def test_every_key_has_one() -> None:
+    assert sorted(EXAMPLES) == sorted(key_names())
+
+
+@pytest.mark.parametrize("key", EXAMPLES)
+def test_it_changes_its_key_and_shows_an_effect(key: str) -> None:
+    example = EXAMPLES[key]
+    assert f'"{key}"' in json.dumps(example["change"])
+    assert example["before"] != example["after"]
+    assert example["before"]
+    assert example["after"]
+
+
+@pytest.mark.parametrize("key", EXAMPLES)
+def test_it_prints_what_its_page_says(key: str) -> None:
+    """Words are equal; numbers may differ a little from machine to machine."""
+    pytest.importorskip("sklearn", reason="the digits come from scikit-learn; needs quantizer[examples]")
+    example = EXAMPLES[key]
+    if any("--deploy onnx" in command for command in example["commands"]):
+        pytest.importorskip("onnxruntime", reason="--deploy onnx needs quantizer[onnx]")
+    printed = PROGRAM["printed"](example, PROGRAM["configs"](example)["after"])
+    assert [_words(line) for line in printed] == [_words(line) for line in example["after"]]
+    for line, expected in zip(printed, example["after"], strict=True):
+        assert _numbers(line) == pytest.approx(_numbers(expected), rel=0.05, abs=0.1)
+
+
+def _numbers(line: str) -> list[float]:
+    return [float(word) for word in line.split() if _is_number(word)]
+
+
+def _words(line: str) -> list[str]:
+    return ["number" if _is_number(word) else word for word in line.split()]
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
