@@ -63,9 +63,6 @@ def main(*keys: str) -> None:
     for key in keys or examples:
         for when, config in configs(examples[key]).items():
             examples[key][when] = printed(examples[key], config)
-        print(
-            key, json.dumps({when: examples[key][when] for when in ("before", "after")}, indent=2, ensure_ascii=False)
-        )
     EXAMPLES.write_text(json.dumps(examples, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
