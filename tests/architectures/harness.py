@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from generated import imported
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -113,13 +113,3 @@ def run(case: Case, original: Graph, config: Config, folder: Path) -> Found:
     unknown = Counter(node.op for node in graph.nodes if plan.floats.get(node.name) == NO_RULES)
     seconds = time.perf_counter() - begin
     return Found(compared.output.sqnr_db, unknown, len(plan.tensors), equal, seconds, path.read_text("utf-8"))
-
-
-def imported(path: Path) -> nn.Module:
-    """An instance of the class in a generated file."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    generated: nn.Module = getattr(module, path.stem)()
-    return generated

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from generated import imported
 from toys import TOYS, built, leaves_equal, traced
 
 from configs import config, document, layer
@@ -43,16 +42,6 @@ def calibrated(folder: Path, name: str, content: dict[str, Any]) -> Graph:
     calibrate.run(calibration, network, batches)
     write_results(folder, traced(name), settings, calibration, calibrate.solution(calibration), {})
     return graph
-
-
-def imported(path: Path) -> nn.Module:
-    """An instance of the class in a generated file."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    generated: nn.Module = getattr(module, path.stem)()
-    return generated
 
 
 def plain(value: Any) -> Any:
