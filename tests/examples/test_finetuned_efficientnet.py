@@ -24,6 +24,7 @@ def test_finetuning_wins_back_a_third_of_the_decibels_that_four_bits_lose(
     if missing:
         pytest.skip(f"needs the packages of the EfficientNet example (make test installs them): {', '.join(missing)}")
     content = json.loads((ROOT / "configs" / "cpu_int8.json").read_text())
+    content["include_bias_corr"] = False
     content["tensor_quantize_config"]["weights"]["bit_width"] = 4
     (tmp_path / "w4.json").write_text(json.dumps(content | {"$schema": "layered.schema.json"}))
     common = ["--model", str(ROOT / "examples" / "efficientnet_lite.py"), "--output_dir", str(tmp_path / "out"), "-q"]
