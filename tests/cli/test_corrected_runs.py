@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import filecmp
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from generated import imported
 from runs import calibrate, check
 from safetensors.torch import load_file
 
@@ -81,11 +81,7 @@ def test_the_generated_file_equals_test_mode_in_another_process(folder: Path, mo
         f"torch.save(torch.cat([Sequential()(x) for x in calibration_data()]), {str(tmp_path / 'y.pt')!r})\n"
     )
     subprocess.run([sys.executable, str(script)], check=True)
-    spec = importlib.util.spec_from_file_location("Sequential", folder / "Sequential.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    here = module.Sequential()
+    here = imported(folder / "Sequential.py")
     generator = torch.Generator().manual_seed(0)
     expected = torch.cat([here(torch.randn(8, 3, generator=generator)) for _ in range(4)])
     assert torch.equal(torch.load(tmp_path / "y.pt", weights_only=True), expected)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from pathlib import Path
 
 import pytest
 import torch
 from dpu_networks import Applied, example
+from generated import imported
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -124,17 +125,10 @@ def test_generated_code_equals_test_mode_and_deploys(tmp_path: Path, capsys: pyt
     assert run_command(["--quant_mode", "test", *run, "--exact", "--gate", "exact_equal>=1", *deploy]) == 0
     shown = capsys.readouterr().out
     assert shown.count("differ by at most 0, 100.00% are equal") == 3
-    spec = importlib.util.spec_from_file_location("generated", out / "Mixed.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     info = read_info(out)
-    names = importlib.util.spec_from_file_location("mixed", model)
-    assert names and names.loader
-    source = importlib.util.module_from_spec(names)
-    names.loader.exec_module(source)
-    graph = run_passes(trace(source.model().eval(), (example(),)), info.settings)
+    source = runpy.run_path(str(model))
+    graph = run_passes(trace(source["model"]().eval(), (example(),)), info.settings)
     text = (out / "Mixed.py").read_text()
     assert all(f"quantizer.nn.Dpu{word}(" in text for word in ("AvgPool2d", "Hardsigmoid", "Hardswish"))
     with torch.no_grad():
-        assert torch.equal(module.Mixed()(example(9)), quantized_network(graph, info.solution)(example(9)))
+        assert torch.equal(imported(out / "Mixed.py")(example(9)), quantized_network(graph, info.solution)(example(9)))
