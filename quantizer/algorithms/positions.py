@@ -138,7 +138,7 @@ def _limit_shifts(aligner: _Aligner, node: Node) -> None:
     if cut < 0 and made != read and aligner.may_take(made, at[made] + cut):
         aligner.move(made, at[made] + cut, why)
     elif cut < 0:
-        aligner.move(weights, at[weights] - cut, why)
+        aligner.move(weights, at[weights] - cut, f"{why}; finer weights cut off their largest values")
     elif cut > MOST_SHIFT:
         aligner.move(weights, at[weights] - (cut - MOST_SHIFT), why)
     _limit_bias(aligner, node, at[weights] + at[read], made)

@@ -65,7 +65,8 @@ def subgraphs(graph: Graph, found: Mapping[str, Verdict]) -> int:
 
 def _verdict(graph: Graph, node: Node, found: Mapping[str, Verdict]) -> Verdict:
     """What the operator and its shape say."""
-    if node.row.kind == "structural" or not node.is_float:
+    several = node.dtype is None and any(graph.by_name[name].is_float for name in node.refs())  # results
+    if node.row.kind == "structural" or not (node.is_float or several):
         return Verdict("")
     if node.op in MOVES:
         source = found[next(node.refs())]
