@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from quantizer.graph.describe import FUNCTION_LAYERS
+from quantizer.graph.targets import resolve, takes_self
 from quantizer.nn.layer import Layer
-
-
-def resolve(target: str) -> Callable[..., Any]:
-    """The callable behind "aten.relu.default" or "operator.getitem"; nothing outside torch's operators and `operator`.
-
-    Raises:
-        ValueError: the target names something else.
-    """
-    namespace, packet, *overload = target.split(".")
-    if namespace == "operator" and not packet.startswith("_"):
-        return getattr(operator, packet)  # type: ignore[no-any-return]
-    if not overload or not namespace.isidentifier():
-        raise ValueError(f"{target!r} is not a torch operator such as 'aten.relu.default'")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload[0])  # type: ignore[no-any-return]
 
 
 class Function(Layer):
@@ -48,10 +34,8 @@ class Function(Layer):
         self._target = target or self.target
         self._constants = constants
         self._call = resolve(_inplace_twin(self._target) if inplace else self._target)
-        schema = getattr(self._call, "_schema", None)
-        # torch calls this argument "self", which cannot be a keyword of a method: here it is "input".
-        self._renames_self = schema is not None and any(argument.name == "self" for argument in schema.arguments)
-        self._positional = schema is None
+        self._renames_self = takes_self(self._call)
+        self._positional = not hasattr(self._call, "_schema")
         self._params = tuple(params or ())
         for name, shape in (params or {}).items():
             self.register_parameter(name, nn.Parameter(torch.empty(tuple(shape)), requires_grad=False))

@@ -122,7 +122,7 @@ def shifts(graph: Graph, node: Node, at: dict[Key, int]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", ["conv2d", "concat", "hardswish", "average"])
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(draw=st.data(), tied=st.booleans())
 def test_aligned_positions_are_inside_the_limits(name: str, draw: st.DataObject, tied: bool) -> None:
     graph = toy(name)

@@ -22,7 +22,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize("mode", EXACT)
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=60, derandomize=True, deadline=None)
 @given(code=st.integers(-(2**31), 2**31 - 1), shift=st.integers(-4, 24))
 def test_a_shift_rounds_as_fractions_do(mode: str, code: int, shift: int) -> None:
     expected = EXACT[mode](Fraction(code) / Fraction(2) ** shift)
@@ -31,7 +31,7 @@ def test_a_shift_rounds_as_fractions_do(mode: str, code: int, shift: int) -> Non
 
 
 @given(code=st.integers(-(2**40), 2**40))
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=60, derandomize=True, deadline=None)
 def test_int32_wraps_as_a_register_does(code: int) -> None:
     expected = (code + 2**31) % 2**32 - 2**31
     assert wrap_int32(torch.tensor([code], dtype=torch.float64)).tolist() == [expected]

@@ -37,6 +37,7 @@ class Row:
 
 PASSES: dict[str, Row] = {
     "remove_dropout": Row("remove_dropout"),
+    "compute_weights": Row("compute_weights"),
     "linear_from_matmul": Row("linear_from_matmul"),
     "convert_relu6_to_relu": Row("convert_activations", "convert_relu6_to_relu", changes="on purpose"),
     "convert_silu_to_hswish": Row("convert_activations", "convert_silu_to_hswish", changes="on purpose"),

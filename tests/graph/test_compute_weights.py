@@ -1,0 +1,103 @@
+"""Weights that the model computes from its own tensors become the layers' own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, weight_norm
+
+from quantizer.config.model import Settings
+from quantizer.graph.passes import run_passes
+from quantizer.graph.passes.compute_weights import compute_weights
+from quantizer.graph.trace import trace
+from quantizer.nn.network import Network
+
+
+def old_weight_norm(layer: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # deprecated, and still in many models
+        normed: nn.Module = weight_norm(layer)
+    return normed
+
+
+class Half(nn.Module):
+    """A parametrization of the user's own."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 0.5 + weight.flip(0) * 0.1
+
+
+def halved(layer: nn.Module) -> nn.Module:
+    nn.utils.parametrize.register_parametrization(layer, "weight", Half())
+    nn.utils.parametrize.register_parametrization(layer, "bias", Half())
+    return layer
+
+
+KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "old weight_norm": old_weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "own": halved,
+}
+
+
+@pytest.mark.parametrize(
+    "layer", [lambda: nn.Linear(5, 5), lambda: nn.Conv1d(4, 4, 3), lambda: nn.ConvTranspose1d(4, 4, 3)]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parametrized_layer_owns_its_weight(kind: str, layer: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(KINDS[kind](layer()), nn.ReLU()).eval(), torch.randn(3, 4, 5)
+    graph = compute_weights(trace(model, (x,)))
+    assert [node.op for node in graph.nodes][0::2] == ["input", "relu"]
+    first = graph.nodes[1]
+    assert set(first.params) == {"weight", "bias"}
+    assert set(graph.absorbed.values()) == {first.name}
+    assert compute_weights(graph) == graph
+    with torch.no_grad():
+        assert torch.allclose(Network(graph)(x), model(x), rtol=0, atol=1e-6)
+
+
+def test_a_batch_norm_folds_into_a_computed_weight() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4)).eval()
+    graph = run_passes(trace(model, (torch.randn(2, 3, 6, 6),)), Settings())
+    assert [node.op for node in graph.nodes] == ["input", "conv2d"]
+
+
+class Twice(nn.Module):
+    """One computed weight for two layers, and as a value of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weight = torch.tanh(self.weight)
+        return F.linear(F.relu(F.linear(x, weight)), weight), weight * x.mean()
+
+
+def test_what_others_read_stays() -> None:
+    torch.manual_seed(0)
+    model, x = Twice().eval(), torch.randn(3, 4)
+    graph = compute_weights(trace(model, (x,)))
+    assert [set(node.params) for node in graph.nodes if node.op == "linear"] == [{"weight"}, {"weight"}]
+    assert "tanh" in [node.op for node in graph.nodes]
+    with torch.no_grad():
+        for found, expected in zip(Network(graph)(x), model(x), strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_a_weight_that_the_input_decides_stays_computed() -> None:
+    class Dynamic(Twice):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return F.linear(x, self.weight * x.mean())
+
+    graph = trace(Dynamic().eval(), (torch.randn(3, 4),))
+    assert compute_weights(graph) == graph
