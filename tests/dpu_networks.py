@@ -112,16 +112,16 @@ def solved(name: str) -> tuple[Graph, Solution]:
     return calibrated(planned(NETWORKS[name]()))
 
 
-def calibrated(plan: Plan) -> tuple[Graph, Solution]:
+def calibrated(plan: Plan, dtype: torch.dtype = torch.float32) -> tuple[Graph, Solution]:
     """A planned network, calibrated on the example and aligned."""
     network = Network(plan.graph)
     calibration = calibrate.start(plan, network)
     with torch.no_grad():
-        calibrate.run(calibration, network, batches(0))
+        calibrate.run(calibration, network, batches(0, dtype=dtype))
     found, _ = aligned(calibrate.solution(calibration), plan.graph, Settings(target_device="DPU"))
     return plan.graph, found
 
 
-def batches(*seeds: int) -> list[Batch]:
+def batches(*seeds: int, dtype: torch.dtype = torch.float32) -> list[Batch]:
     """The example of each seed as a batch."""
-    return [Batch((example(seed),), {}, None, None) for seed in seeds]
+    return [Batch((example(seed).to(dtype),), {}, None, None) for seed in seeds]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -9,18 +10,23 @@ from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome
 from quantizer.engine.files import write_json
 from quantizer.engine.results import QuantInfo
-from quantizer.errors import ResultError
+from quantizer.errors import ModelError, QuantizerError, ResultError, UsageError
 from quantizer.export import EXPORTERS, FOLDER, export
 from quantizer.export.deployment import Deployment, Verification
 from quantizer.graph.ir import Graph
 from quantizer.sources.data import Batches
 
+logger = logging.getLogger(__name__)
+
 
 def deploy(options: RunOptions, outcome: Outcome, graph: Graph, info: QuantInfo, batches: Batches) -> Outcome:
     """Write what `--deploy` asks for, verified on the first batch, and `verify.json` beside it; adds to the outcome.
 
+    A target that is refused does not keep the others from being written; the refusal is raised after them.
+
     Raises:
         UsageError: a target cannot express a layer of this config.
+        ModelError: a target cannot translate a layer.
         ResultError: the folder cannot be written, or leads out of the result folder.
     """
     folder = Path(options.output_dir) / FOLDER
@@ -29,12 +35,22 @@ def deploy(options: RunOptions, outcome: Outcome, graph: Graph, info: QuantInfo,
     batch = next(iter(batches)).to("cpu")
     deployment = Deployment(graph, info.solution, batch.args, batch.kwargs, info.settings.onnx_opset_version)
     files, lines = {}, []
+    refusals: list[QuantizerError] = []
     for target in dict.fromkeys(options.deploy):
         path = folder / f"{graph.model}{EXPORTERS[target].suffix}"
-        verification = export(target, deployment, path)
+        try:
+            verification = export(target, deployment, path)
+        except (UsageError, ModelError) as refusal:
+            refusals.append(refusal)
+            continue
         files[path.name] = asdict(verification)
         lines.append(_line(path, verification))
-    write_json(folder / "verify.json", files)
+    if files:
+        write_json(folder / "verify.json", files)
+    if refusals:  # the outcome is not shown then
+        for line in [*lines, *(refusal.message for refusal in refusals[1:])]:
+            logger.warning("%s", line)
+        raise refusals[0]
     return replace(outcome, content={**outcome.content, "deployed": files}, shown=[*outcome.shown, *lines])
 
 

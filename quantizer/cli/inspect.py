@@ -12,7 +12,7 @@ from quantizer.cli import session
 from quantizer.cli.gates import parse_gate
 from quantizer.cli.options import SETTINGS, ModelOptions, model_options
 from quantizer.engine.files import write_bytes
-from quantizer.errors import GateError
+from quantizer.errors import GateError, UsageError
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
 from quantizer.plan.dpu import Verdict, subgraphs, verdicts
@@ -39,6 +39,8 @@ def inspect(options: ModelOptions, target: str | None, gate: tuple[str, ...]) ->
     read = session.read_config(options.config_file)
     settings = read.config.settings
     for_dpu = target is not None or (options.config_file is not None and settings.target_device == "DPU")
+    if gates and not for_dpu:
+        raise UsageError("--gate asks what the DPU can run", help="add --target DPU, or a config for the DPU")
     if for_dpu:
         settings = dataclasses.replace(settings, target_device="DPU")
         read = dataclasses.replace(read, config=dataclasses.replace(read.config, settings=settings))

@@ -48,6 +48,8 @@ def run(options: RunOptions) -> int:
         raise UsageError("--exact goes with test mode: it runs the integers of the network that was calibrated")
     if options.fast_finetune and options.quant_mode == "float":
         raise UsageError("--fast_finetune goes with calib mode, and with test mode to say that it was used")
+    if options.resume and options.quant_mode != "calib":
+        raise UsageError("--resume goes with calib mode: it goes on with a calibration that was stopped")
     require_extras(options.deploy)
     seed_everything(options.seed)
     # With --json, stdout is for the result alone: what the user's own code prints goes to stderr.

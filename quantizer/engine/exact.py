@@ -18,11 +18,13 @@ from quantizer.config.roles import is_parameter, parameter_role
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.exact_layers import Fixed, Step, compute, is_known
 from quantizer.engine.solution import Key, Solution
-from quantizer.errors import DataError
+from quantizer.errors import DataError, UsageError
 from quantizer.graph.ir import Graph, Node, map_refs
 from quantizer.nn.network import Network
 from quantizer.numerics.integer import requantize
 from quantizer.sources.batches import Batch
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -66,7 +68,9 @@ def compare_exact(
 
     Raises:
         DataError: there is no batch.
+        UsageError: a layer to compare computes in half precision.
     """
+    _require_wide(graph, solution)
     network, result = _IntegerNetwork(graph, solution), ExactComparison()
     rows = {key: LayerCodes(*key, network.positions[key]) for key in network.compared()}
     count = 0
@@ -85,6 +89,18 @@ def compare_exact(
         raise DataError("the evaluation data has no batches", help="check --data and --subset_len")
     result.layers = list(rows.values())
     return result
+
+
+def _require_wide(graph: Graph, solution: Solution) -> None:
+    """Half precision rounds a sum to 11 or 8 bits before its quantizer does, so integers cannot give its codes."""
+    for name, _ in solution.tensors:
+        dtype = graph.by_name[name].dtype
+        if dtype in HALF:
+            raise UsageError(
+                f"--exact compares codes, and {name} computes in {str(dtype).removeprefix('torch.')}, "
+                "which rounds sums before they are quantized",
+                help="--exact needs a float32 model: calibrate and test model.float()",
+            )
 
 
 class _IntegerNetwork:
@@ -114,8 +130,7 @@ class _IntegerNetwork:
             if node.op == "input":
                 value = self._on_grid(node, self.simulation.run_layer(node, {"input": next(inputs)}))
             else:
-                call = {key: map_refs(item, values.__getitem__) for key, item in node.inputs.items()}
-                value = self._run(node, call, result)
+                value = self._run(node, values, result)
             values[node.name] = value
             yield node.name, value
             for name in self.simulation.last_uses[node.name]:
@@ -133,8 +148,9 @@ class _IntegerNetwork:
             else:
                 layer.register_parameter(key, nn.Parameter(codes, requires_grad=False))
 
-    def _run(self, node: Node, call: Mapping[str, Any], result: ExactComparison) -> Any:
+    def _run(self, node: Node, values: Mapping[str, Any], result: ExactComparison) -> Any:
         """One layer in integers, or in float where it has no integer form."""
+        call = {key: map_refs(item, values.__getitem__) for key, item in node.inputs.items()}
         step = Step(node, self.plain.layers[node.name], self._own_grids(node, call))
         why = self._why_float(node)
         if not why:
@@ -146,7 +162,9 @@ class _IntegerNetwork:
                 return self._shifted(node, wide)
         if node.row.kind not in ("structural", "passthrough"):
             result.floats.setdefault(node.name, why or "what it reads has no codes")
-        return self._on_grid(node, self.simulation.run_layer(node, _map_fixed(call, Fixed.float)))
+        floats = {name: _floats(values[name], self.graph.by_name[name].dtype) for name in node.refs()}
+        call = {key: map_refs(item, floats.__getitem__) for key, item in node.inputs.items()}
+        return self._on_grid(node, self.simulation.run_layer(node, call))
 
     def _why_float(self, node: Node) -> str:
         """Why the layer cannot run in integers, whatever it reads."""
@@ -191,6 +209,6 @@ class _IntegerNetwork:
         return value if position is None else Fixed(value.double() * 2.0**position, position)
 
 
-def _map_fixed(call: Mapping[str, Any], change: Callable[[Fixed], Any]) -> dict[str, Any]:
-    mapped: dict[str, Any] = pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, Fixed) else leaf, dict(call))
-    return mapped
+def _floats(value: Any, dtype: torch.dtype | None) -> Any:
+    """A node's value as the simulation has it; several outputs stay several."""
+    return pytree.tree_map(lambda leaf: leaf.float(dtype) if isinstance(leaf, Fixed) else leaf, value)

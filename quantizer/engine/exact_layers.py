@@ -38,9 +38,9 @@ class Fixed:
         """The codes at another position; exact for a finer one."""
         return self.codes * 2.0 ** (position - self.position)
 
-    def float(self) -> Tensor:
-        """The values, float32."""
-        return (self.codes * 2.0**-self.position).float()
+    def float(self, dtype: torch.dtype | None) -> Tensor:
+        """The values in the dtype that the simulation has them in, float32 if it is not known."""
+        return (self.codes * 2.0**-self.position).to(dtype or torch.float32)
 
 
 @dataclass

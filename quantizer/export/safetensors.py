@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -30,11 +31,12 @@ def export(deployment: Deployment, path: Path) -> Verification:
 
     Codes take the smallest integer dtype that holds the grid, so 4-bit codes take a byte each. Activations have
     `<layer>.<role>.scale` and `.zero_point` only. `<layer>.bias_correction` is added to the layer's bias, or is the
-    bias where there is none. The metadata's `quantizer` is JSON: `format`, `model` and `specs`, the `QuantizationSpec`
-    of each quantized tensor by its name. The parameters of `load` equal test mode's.
+    bias where there is none. The metadata's `quantizer` is JSON: `format`, `model`, `specs`, the `QuantizationSpec` of
+    each quantized tensor by its name, and `dtypes`, in which test mode computes with each quantized parameter. The
+    parameters of `load` equal test mode's.
     """
-    tensors, specs = _contents(deployment)
-    described = {"format": FORMAT, "model": deployment.graph.model, "specs": specs}
+    tensors, specs, dtypes = _contents(deployment)
+    described = {"format": FORMAT, "model": deployment.graph.model, "specs": specs, "dtypes": dtypes}
     write_tensors(path, tensors, {METADATA: json.dumps(described, sort_keys=True)})
     expected, found = _parameters(deployment.network()), load(path)
     return verify("parameters", list(expected.values()), [found[name] for name in expected])
@@ -56,36 +58,48 @@ def load(path: Path) -> dict[str, Tensor]:
     parameters = {}
     for name in tensors.keys() - scales:
         spec, tensor = specs.get(name), tensors[name]
-        if spec is None or spec.dtype != "int":
-            parameters[name] = tensor if spec is None else tensor.float()
+        if spec is None:
+            parameters[name] = tensor
             continue
-        parameters[name] = dequantize(tensor, tensors[f"{name}.scale"], tensors[f"{name}.zero_point"], spec.ch_axis)
+        dtype: torch.dtype = getattr(torch, described.get("dtypes", {}).get(name, "float32"))
+        if spec.dtype == "int":
+            scale, zero_point, work = tensors[f"{name}.scale"], tensors[f"{name}.zero_point"], _work(spec, dtype)
+            tensor = dequantize(tensor, scale, zero_point, spec.ch_axis, work)
+        parameters[name] = tensor.to(dtype)
     for name in [name for name in parameters if name.endswith(CORRECTION)]:
         bias, correction = f"{name.removesuffix(CORRECTION)}.bias", parameters.pop(name)
         parameters[bias] = parameters[bias] + correction if bias in parameters else correction
     return parameters
 
 
-def _contents(deployment: Deployment) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The file's tensors and the specs by tensor name."""
+def _work(spec: QuantizationSpec, dtype: torch.dtype) -> torch.dtype:
+    """What test mode rounds a product of code and scale to, before it rounds to the parameter's dtype."""
+    return torch.float64 if dtype == torch.float64 or spec.quant_max - spec.quant_min >= 1 << 24 else torch.float32
+
+
+def _contents(deployment: Deployment) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
+    """The file's tensors, the specs by tensor name, and the dtypes of quantized parameters."""
     tensors = _parameters(Network(with_weights(deployment.graph, deployment.solution.weights)))
     specs: dict[str, Any] = {}
+    dtypes: dict[str, str] = {}
     for (layer, role), (spec, scale, zero_point) in deployment.solution.tensors.items():
         name = f"{layer}.{parameter_name(role)}"
         specs[name] = spec.to_json()
         if spec.dtype == "int":
             tensors |= {f"{name}.scale": scale, f"{name}.zero_point": zero_point}
         if is_parameter(role):
+            dtypes[name] = str(tensors[name].dtype).removeprefix("torch.")
             tensors[name] = _stored(tensors[name], spec, scale, zero_point)
     corrections = {f"{layer}{CORRECTION}": tensor for layer, tensor in deployment.solution.corrections.items()}
-    return tensors | corrections, specs
+    return tensors | corrections, specs, dtypes
 
 
 def _stored(parameter: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor) -> Tensor:
     """A parameter's codes, or its values in the floating-point format of its spec."""
     if spec.dtype != "int":
         row = FLOAT_FORMATS[spec.dtype]
-        return parameter.clamp(-row.largest, row.largest).to(row.storage)
+        largest = min(row.largest, torch.finfo(parameter.dtype).max)
+        return parameter.clamp(-largest, largest).to(row.storage)
     return quantize(parameter, scale, zero_point, spec.quant_min, spec.quant_max, spec.round_mode, ch_axis=spec.ch_axis)
 
 

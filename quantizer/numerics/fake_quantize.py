@@ -114,8 +114,10 @@ def quantize(
     return work.to(code_dtype(quant_min, quant_max))
 
 
-def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor, ch_axis: int | None = None) -> Tensor:
-    """Return (codes - zero_point) * scale as float32; `codes` is any integer tensor.
+def dequantize(
+    codes: Tensor, scale: Tensor, zero_point: Tensor, ch_axis: int | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return (codes - zero_point) * scale, computed in float64 and rounded to `dtype`; `codes` is any integer tensor.
 
     >>> dequantize(torch.tensor([0, 4], dtype=torch.uint8), torch.tensor(0.5), torch.tensor(3)).tolist()
     [-1.5, 0.5]
@@ -125,7 +127,7 @@ def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor, ch_axis: int | 
     if ch_axis is not None:
         shape[ch_axis] = -1
         scale, zero_point = scale.view(shape), zero_point.view(shape)
-    return ((codes.double() - zero_point) * scale.double()).float()
+    return ((codes.double() - zero_point) * scale.double()).to(dtype)
 
 
 def code_dtype(quant_min: int, quant_max: int) -> torch.dtype:

@@ -17,6 +17,7 @@ from quantizer.plan.model import Plan
 
 RESTRICTIONS = "the DPU's restrictions on a configuration: 8 bits, symmetric, one power-of-two scale"
 MOVES = ("flatten", "unflatten", "reshape", "squeeze", "unsqueeze", "contiguous", "clone", "getitem", "dropout")
+STUBS = ("quant_stub", "dequant_stub")  # they say where quantization begins and ends, and compute nothing
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ def subgraphs(graph: Graph, found: Mapping[str, Verdict]) -> int:
 def _verdict(graph: Graph, node: Node, found: Mapping[str, Verdict]) -> Verdict:
     """What the operator and its shape say."""
     several = node.dtype is None and any(graph.by_name[name].is_float for name in node.refs())  # results
-    if node.row.kind == "structural" or not (node.is_float or several):
+    if node.row.kind == "structural" or node.op in STUBS or not (node.is_float or several):
         return Verdict("")
-    if node.op in MOVES:
+    if node.op in MOVES or (node.op == "to" and node.dtype == graph.by_name[next(node.refs())].dtype):
         source = found[next(node.refs())]
         return source if source.device != "CPU" else _refused("it moves what the CPU makes")
     op = _activation(node)

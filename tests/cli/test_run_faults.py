@@ -261,6 +261,13 @@ def test_other_data_than_the_checkpoints(toy: Toy, tmp_path: Path, capsys: Captu
     assert "the data differ" in one_sentence(capsys)
 
 
+@pytest.mark.parametrize("mode", ["test", "float"])
+def test_resuming_goes_with_calibration(toy: Toy, tmp_path: Path, capsys: Capture, mode: str) -> None:
+    run = ["--quant_mode", mode, "--model", toy(), "--output_dir", str(tmp_path / "out"), "--resume"]
+    assert run_command(run) == 2
+    assert "--resume goes with calib mode" in one_sentence(capsys)
+
+
 def test_resume_without_a_checkpoint_says_so(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
     assert calibrate(tmp_path / "out", "--resume", model=toy(), config=None) == 0
     assert "there is no checkpoint" in capsys.readouterr().err

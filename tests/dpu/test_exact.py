@@ -13,7 +13,7 @@ from torch import nn
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.exact import LayerCodes, compare_exact
 from quantizer.engine.solution import Solution
-from quantizer.errors import DataError
+from quantizer.errors import DataError, UsageError
 from quantizer.numerics.rounding import ROUND_MODES
 
 
@@ -116,3 +116,20 @@ def test_codes_that_differ_are_counted_with_their_distance() -> None:
 def test_no_batches_are_an_error() -> None:
     with pytest.raises(DataError, match="no batches"):
         compare_exact(*solved("conv2d"), [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_refused(dtype: torch.dtype) -> None:
+    plan = planned(nn.Conv2d(4, 8, 3).to(dtype), example().to(dtype))
+    given = calibrated(plan, dtype)
+    with pytest.raises(UsageError, match=f"computes in {str(dtype).removeprefix('torch.')}") as refused:
+        compare_exact(*given, batches(0, dtype=dtype))
+    assert refused.value.help is not None
+    assert "float32 model" in refused.value.help
+
+
+def test_a_double_model_is_exact_where_layers_run_in_float_too() -> None:
+    module = Applied(lambda y, x: torch.sigmoid(y.chunk(2, 1)[0]) + 1.5).double()
+    graph, solution = calibrated(planned(module, example().double()), torch.float64)
+    found = compare_exact(graph, solution, batches(0, 1, dtype=torch.float64))
+    assert (found.equal, len(found.floats)) == (1.0, 1)

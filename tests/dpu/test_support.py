@@ -12,6 +12,7 @@ import torch
 from dpu_networks import Applied, Joined, example, planned
 from runs import DIGITS
 from torch import Tensor, nn
+from torch.ao.quantization import DeQuantStub, QuantStub
 from torch.nn import functional as F
 
 from quantizer.cli.main import run_command
@@ -114,6 +115,14 @@ def test_a_layer_left_in_float_runs_on_the_cpu() -> None:
     assert verdicts(dataclasses.replace(plan, tensors=rest))[name].why == "its output is not quantized"
 
 
+def test_stubs_and_casts_to_the_same_type_are_no_operators_of_the_cpu() -> None:
+    stubbed = nn.Sequential(QuantStub(), Applied(lambda y, x: F.relu(y.to(torch.float32))), DeQuantStub())
+    plan = planned(stubbed)
+    found = {plan.graph.by_name[name].op: verdict.device for name, verdict in verdicts(plan).items()}
+    assert {op: device for op, device in found.items() if "stub" in op} == {"quant_stub": "", "dequant_stub": ""}
+    assert "CPU" not in found.values()
+
+
 def test_every_limit_names_its_document() -> None:
     assert all("UG1414" in limit.source for limit in LIMITS)
 
@@ -144,6 +153,7 @@ def test_inspect_gates_decide_the_exit_code(capsys: pytest.CaptureFixture[str]) 
     assert run_command(["inspect", "--target", "DPU", "--model", DIGITS, "--gate", "dpu_operators>=23"]) == 1
     assert "not met: dpu_operators>=23" in capsys.readouterr().err
     assert run_command(["inspect", "--model", DIGITS, "--gate", "dpu_operators>=1"]) == 2
+    assert "add --target DPU" in capsys.readouterr().err
 
 
 def test_inspect_as_json_has_a_verdict_for_each_layer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from runs import calibrate, check
 
+from quantizer.errors import UsageError
 from quantizer.export import EXPORTERS
 
 
@@ -69,3 +70,21 @@ def test_a_linked_folder_is_refused(folder: Path, tmp_path: Path, capsys: pytest
     assert check(copy, "--deploy", "safetensors") == 5
     assert "is a link" in capsys.readouterr().err
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_refused_target_does_not_keep_the_others_away(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "out", ignore=shutil.ignore_patterns("export")))
+
+    def refused(*_: object) -> None:
+        raise UsageError("--deploy pt2 cannot express this")
+
+    monkeypatch.setattr("quantizer.export.torch_pt2.export", refused)
+    capsys.readouterr()
+    assert check(copy, "--deploy", "pt2") == 2
+    assert not (copy / "export").exists()
+    assert check(copy, "--deploy", "pt2", "--deploy", "safetensors") == 2
+    assert "--deploy pt2 cannot express this" in capsys.readouterr().err
+    assert set(json.loads((copy / "export" / "verify.json").read_text())) == {"ResNet.safetensors"}
+    assert (copy / "export" / "ResNet.safetensors").exists()

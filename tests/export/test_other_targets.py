@@ -52,16 +52,16 @@ def test_the_plain_form_equals_the_fast_one_bit_for_bit(mode: str, axis: int | N
         assert torch.equal(fast.signbit(), plain.signbit())
 
 
-def linear(weights: QuantizationSpec) -> Deployment:
+def linear(weights: QuantizationSpec, dtype: torch.dtype = torch.float32) -> Deployment:
     torch.manual_seed(0)
-    module = nn.Linear(6, 4)
-    graph = trace(module, (torch.randn(2, 6),))
+    module = nn.Linear(6, 4).to(dtype)
+    graph = trace(module, (torch.randn(2, 6, dtype=dtype),))
     bias = QuantizationSpec(bit_width=32)
     tensors = {
         ("Linear::Linear/linear", "weights"): (weights, *fitted(module.weight.detach(), weights)),
         ("Linear::Linear/linear", "bias"): (bias, *fitted(module.bias.detach(), bias)),
     }
-    return Deployment(graph, Solution(tensors), (torch.randn(2, 6),), {})
+    return Deployment(graph, Solution(tensors), (torch.randn(2, 6, dtype=dtype),), {})
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,18 @@ def test_codes_give_the_weights_back(bit_width: int, axis: int | None, symmetric
 def test_floating_point_formats_give_the_weights_back(dtype: str, tmp_path: Path) -> None:
     given = linear(QuantizationSpec(dtype=dtype))
     assert export_safetensors(given, tmp_path / "net.safetensors").equal == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "spec",
+    [QuantizationSpec(bit_width=bits) for bits in (4, 8, 32)] + [QuantizationSpec(dtype="bfloat16")],
+    ids=["4", "8", "32", "bfloat16"],
+)
+def test_parameters_have_the_dtype_of_the_model(spec: QuantizationSpec, dtype: torch.dtype, tmp_path: Path) -> None:
+    given = linear(spec, dtype)
+    assert export_safetensors(given, tmp_path / "net.safetensors").equal == 1.0
+    assert {tensor.dtype for tensor in load(tmp_path / "net.safetensors").values() if tensor.dim()} == {dtype}
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
