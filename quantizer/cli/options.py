@@ -108,7 +108,7 @@ _RUN = (
         help="Write the tested network for another runtime, to OUTPUT_DIR/export; may be repeated.",
     ),
     click.option("--exact", is_flag=True, help="Test mode for the DPU: also run its integers, compare code for code."),
-    click.option("--overwrite", is_flag=True, help="Replace a result folder of another model or config."),
+    click.option("--overwrite", is_flag=True, help="Replace the results of another model in the result folder."),
     _JSON,
     click.option("--quiet", "-q", is_flag=True, help="No progress, no notes."),
     click.option("--debug", is_flag=True, help="Print the traceback of an internal error."),

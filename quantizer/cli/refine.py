@@ -86,7 +86,7 @@ def finetune_weights(
         except (KeyboardInterrupt, QuantizerError):
             logger.warning("stopped after %d finetuned layers; --resume goes on from there", keeper.save())
             raise
-    logger.log(logging.WARNING if made.undone else logging.INFO, "%s", made.summary)
+    logger.log(logging.WARNING if made.undone or not made.layers else logging.INFO, "%s", made.summary)
     return made.solution
 
 

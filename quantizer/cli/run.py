@@ -24,6 +24,7 @@ from quantizer.engine import calibrate, checkpoint, evaluate, results
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.files import locked, write_bytes, write_json
 from quantizer.engine.finetune import check_mode
+from quantizer.engine.finetune_checkpoint import FinetuneCheckpoint
 from quantizer.errors import GateError, ModelError, QuantizerError, UsageError
 from quantizer.export import require_extras
 from quantizer.nn.network import Network
@@ -101,6 +102,8 @@ def run_calib(options: RunOptions) -> Outcome:
             read.config,
             {"seed": options.seed, "batch_size": options.batch_size, "subset_len": options.subset_len},
         )
+        if options.resume:
+            FinetuneCheckpoint.check_mode(folder, options.fast_finetune)
         skip = keeper.restore(calibration) if options.resume else 0
         if options.resume and not skip:
             logger.warning("there is no checkpoint in %s: starting with the first batch", folder)
@@ -115,10 +118,10 @@ def run_calib(options: RunOptions) -> Outcome:
                     logger.warning("stopped after %d batches; --resume goes on from there", calibration.batches)
                 raise
         run_facts = {"seed": options.seed, "data": batches.fingerprint, "stamp": batches.stamp}
-        run_facts["fast_finetune"] = options.fast_finetune
         if options.fast_finetune:
             keeper.save(calibration)
         found = refine(options, calibration, batches)
+        run_facts["fast_finetune"] = options.fast_finetune if found.weights else None
         results.write_results(folder, original, read.config, calibration, found, run_facts)
         keeper.remove()
     content = {"tensors": len(plan.tensors), "batches": calibration.batches, "results": str(folder)}

@@ -19,14 +19,14 @@ from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config, Settings
-from quantizer.errors import DataError, UsageError
+from quantizer.errors import DataError, ModelError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes, summary
 from quantizer.graph.trace import trace
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES, resolve
 from quantizer.sources.data import Batches, load_batches
-from quantizer.sources.models import LoadedModel, load_model, materialize
+from quantizer.sources.models import LoadedModel, load_model, materialize, try_first_batch
 
 Options = RunOptions | ModelOptions
 
@@ -113,7 +113,11 @@ def trace_model(options: Options, loaded: LoadedModel, batches: Batches) -> Grap
         raise DataError("the data has no batches", help="check --data")
     batch = first.to(device_of(options))
     materialize(loaded.module, batch)
-    return trace(loaded.module, batch.args, batch.kwargs)
+    try:
+        return trace(loaded.module, batch.args, batch.kwargs)
+    except ModelError:
+        try_first_batch(loaded.module, batch)
+        raise
 
 
 def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False) -> Plan:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
 from quantizer.nn.network import Network
@@ -176,13 +176,14 @@ def _apart(quantizer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
-    """The noise of weights and biases, which needs no data."""
+    """The noise of weights and biases, which needs no data. A correction of a bias is no noise, so it is left out."""
     rows = []
-    for name, role, _ in quantized.quantizers():
+    for name, role, quantizer in quantized.quantizers():
         if is_parameter(role):
             key = parameter_name(role)
-            row = LayerNoise(name, role)
-            row.local.add(reference.layers[name].get_parameter(key), quantized.layers[name].get_parameter(key))
+            row, exact = LayerNoise(name, role), reference.layers[name].get_parameter(key)
+            is_bias = base_role(role) == "bias"
+            row.local.add(exact, _apart(quantizer, exact) if is_bias else quantized.layers[name].get_parameter(key))
             rows.append(row)
     return rows
 

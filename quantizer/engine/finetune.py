@@ -43,6 +43,8 @@ class Finetuned:
     @property
     def summary(self) -> str:
         """One line: how much of the layers' errors is left, and what the output gained."""
+        if not self.layers:
+            return "there is nothing to finetune: no layer has weights of 8 bits or fewer"
         figures = f"output SQNR on the calibration data {self.before.sqnr_db:.2f} -> {self.after.sqnr_db:.2f} dB"
         if self.undone:
             return f"finetuning undone, as the output became worse: {figures}"

@@ -37,6 +37,23 @@ class FinetuneCheckpoint:
             **run,
         }
 
+    @staticmethod
+    def check_mode(folder: Path, mode: str | None) -> None:
+        """Refuse to go on in another mode than the checkpoint's, before anything is computed again.
+
+        Raises:
+            ResultError: there is a checkpoint, and it is of another mode.
+        """
+        path = folder / "checkpoint.finetune.json"
+        info = read_json(path) if path.exists() else None
+        stored = info.get("key", {}).get("mode") if isinstance(info, dict) else None
+        if stored and stored != mode:
+            given = f"--fast_finetune {mode}" if mode else "no --fast_finetune"
+            raise ResultError(
+                f"the checkpoint in {folder} was finetuning with {stored}, and this run has {given}",
+                help=f"add --fast_finetune {stored}, or run without --resume",
+            )
+
     def layer_done(self, settled: Mapping[str, Settled]) -> None:
         """Note what is settled so far, and save when the last time is long enough ago."""
         self._settled = settled

@@ -76,6 +76,21 @@ def materialize(module: nn.Module, batch: Batch) -> None:
     check_finite(module)
 
 
+def try_first_batch(module: nn.Module, batch: Batch) -> None:
+    """Run a model that could not be traced on the batch it was traced with.
+
+    Raises `DataError` if it cannot run at all: then the batch and the model do not fit.
+    """
+    what = f"running the model on the first batch ({', '.join(_inputs(batch))})"
+    with torch.random.fork_rng(), torch.no_grad(), user_errors(what, DataError):
+        module(*batch.args, **batch.kwargs)
+
+
+def _inputs(batch: Batch) -> list[str]:
+    """Each tensor's shape and dtype."""
+    return [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for _, tensor in batch.tensors()]
+
+
 def load_evaluate(spec: str) -> Evaluate:
     """The function `evaluate(model, data)` of `--evaluate FILE.py`, or the one that `FILE.py:function` names.
 
