@@ -117,7 +117,7 @@ def test_a_checkpoint_of_another_mode_is_refused(
         patched.setattr(FinetuneCheckpoint, "layer_done", interrupted)
         assert calibrate(tmp_path / "out", "--fast_finetune", model=model, config=config) == 130
     assert calibrate(tmp_path / "out", "--fast_finetune", "adaquant", "--resume", model=model, config=config) == 5
-    assert "the finetuning's checkpoint belongs to another run: mode differs" in capsys.readouterr().err
+    assert "was finetuning with adaround, and this run has --fast_finetune adaquant" in capsys.readouterr().err
 
 
 def test_data_that_change_between_passes_are_refused(toy: Toy, config: str, tmp_path: Path, capsys: Capture) -> None:

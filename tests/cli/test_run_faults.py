@@ -58,7 +58,10 @@ def test_bad_data(toy: Toy, tmp_path: Path, capsys: Capture, data: str, code: in
         ("raise RuntimeError('no weights here')", "no weights here"),
         ("return 3", "not a torch.nn.Module"),
         ("m = torch.nn.Linear(3, 2); m.weight.data[0] = float('inf'); return m", "weight"),
-        ("return torch.nn.Linear(5, 2)", "cannot be traced"),
+        (
+            "return type('M', (torch.nn.Module,), {'forward': lambda self, x: x if x.sum() > 0 else -x})()",
+            "M cannot be traced: its control flow depends on the values of a tensor",
+        ),
     ],
 )
 def test_bad_models(toy: Toy, tmp_path: Path, capsys: Capture, model: str, said: str) -> None:
