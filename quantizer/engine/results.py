@@ -79,7 +79,7 @@ def write_results(
     """
     plan, graph = calibration.plan, calibration.plan.graph
     network = Network(with_weights(graph, found.weights))
-    for name in (INFO, CORRECTIONS, *TESTED):
+    for name in (*_owned(folder), *TESTED):
         (folder / name).unlink(missing_ok=True)
     files = {
         WEIGHTS: write_tensors(folder / WEIGHTS, network.state_dict()),
@@ -114,6 +114,15 @@ def write_results(
         tensors.setdefault(layer, {})[role] = entry
     content = {"header": header, "tensors": tensors}
     write_json(folder / INFO, content | {"checksum": _checksum(content), "complete": True})
+
+
+def _owned(folder: Path) -> list[str]:
+    """quant_info.json, which goes first, and the files it names: what calibration wrote before, of any model."""
+    try:
+        files = read_json(folder / INFO)["header"]["files"]
+        return [INFO, CORRECTIONS, *(name for name in files if "/" not in name and "\\" not in name)]
+    except (ResultError, KeyError, TypeError):
+        return [INFO, CORRECTIONS]
 
 
 def _entry(

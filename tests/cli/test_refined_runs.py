@@ -69,3 +69,12 @@ def test_a_first_batch_that_does_not_fit_is_the_datas_fault(toy: Toy, tmp_path: 
     model = toy("return [torch.ones(4, 5)]", LAYERS)
     assert calibrate(tmp_path / "out", model=model, config=None) == 4
     assert "running the model on the first batch ([4, 5] float32) raised RuntimeError" in capsys.readouterr().err
+
+
+def test_another_models_files_leave_the_folder(toy: Toy, tmp_path: Path) -> None:
+    out, named = tmp_path / "out", "return type('{}', (torch.nn.Sequential,), {{}})(torch.nn.Linear(3, 2))"
+    assert calibrate(out, model=toy(model=named.format("First")), config=None) == 0
+    (out / "notes.txt").write_text("mine")
+    assert calibrate(out, "--overwrite", model=toy(model=named.format("Second")), config=None) == 0
+    assert {path.name for path in out.glob("*.py")} == {"Second.py"}
+    assert (out / "notes.txt").exists()
