@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra: dev)")
+
 import torch
 from corrections import Corrected, corrected
 from hypothesis import given, settings

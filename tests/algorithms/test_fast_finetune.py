@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra: dev)")
+
 import torch
 from corrections import corrected
 from hypothesis import given, settings

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 
 import pytest
+
+pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra: dev)")
+
 import torch
 from dpu_networks import NETWORKS, Applied, Joined
 from hypothesis import given, settings

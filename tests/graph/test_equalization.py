@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra: dev)")
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

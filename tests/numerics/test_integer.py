@@ -6,6 +6,9 @@ import math
 from fractions import Fraction
 
 import pytest
+
+pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra: dev)")
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
