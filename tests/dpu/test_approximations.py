@@ -117,6 +117,8 @@ def test_other_devices_compute_what_the_model_computes(device: str) -> None:
 
 
 def test_generated_code_equals_test_mode_and_deploys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for extra in ("onnx", "onnxruntime", "onnxscript"):
+        pytest.importorskip(extra, reason="deploys to ONNX too (extra: onnx)")
     model, out = tmp_path / "mixed.py", tmp_path / "out"
     model.write_text(MODEL)
     run = ["--model", str(model), "--output_dir", str(out), "-q"]

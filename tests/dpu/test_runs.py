@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
+
 from runs import DIGITS, ROOT, calibrate, check
 
 from quantizer.cli.main import run_command

@@ -143,6 +143,7 @@ def test_subgraphs_are_counted_between_what_the_cpu_runs() -> None:
 
 
 def test_inspect_says_what_the_dpu_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
     assert run_command(["inspect", "--target", "DPU", "--model", DIGITS, "--gate", "cpu_operators<=0"]) == 0
     shown = capsys.readouterr().out
     assert "22 of 22 operators run on the DPU (DPUCZDX8G_ISA1_B4096), in 1 subgraph\n" in shown
@@ -150,6 +151,7 @@ def test_inspect_says_what_the_dpu_runs(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_inspect_gates_decide_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
     assert run_command(["inspect", "--target", "DPU", "--model", DIGITS, "--gate", "dpu_operators>=23"]) == 1
     assert "not met: dpu_operators>=23" in capsys.readouterr().err
     assert run_command(["inspect", "--model", DIGITS, "--gate", "dpu_operators>=1"]) == 2
@@ -157,6 +159,7 @@ def test_inspect_gates_decide_the_exit_code(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_inspect_as_json_has_a_verdict_for_each_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
     assert run_command(["inspect", "--target", "DPU", "--json", "--model", DIGITS]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["dpu_operators"] == 22
