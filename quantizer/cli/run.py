@@ -22,6 +22,7 @@ from quantizer.cli.progress import BatchProgress
 from quantizer.cli.refine import refine, require_finetuned
 from quantizer.engine import calibrate, checkpoint, evaluate, results
 from quantizer.engine.attach import quantized_network
+from quantizer.engine.exact import require_wide
 from quantizer.engine.files import locked, write_bytes, write_json
 from quantizer.engine.finetune import check_mode
 from quantizer.engine.finetune_checkpoint import FinetuneCheckpoint
@@ -145,6 +146,8 @@ def run_test(options: RunOptions) -> Outcome:
         if read is not None:
             results.check_plan(info, read.config, session.make_plan(read, original, quiet=True).tensors)
         graph = session.apply_passes(original, info.settings)
+        if options.exact:
+            require_wide(graph, info.solution)
         if options.inspect:
             session.console().print(tables.layer_table(graph, info.solution.tensors, {}))
         reference = Network(session.apply_passes(original, info.settings, device=False))

@@ -70,7 +70,7 @@ def compare_exact(
         DataError: there is no batch.
         UsageError: a layer to compare computes in half precision.
     """
-    _require_wide(graph, solution)
+    require_wide(graph, solution)
     network, result = _IntegerNetwork(graph, solution), ExactComparison()
     rows = {key: LayerCodes(*key, network.positions[key]) for key in network.compared()}
     count = 0
@@ -91,8 +91,12 @@ def compare_exact(
     return result
 
 
-def _require_wide(graph: Graph, solution: Solution) -> None:
-    """Half precision rounds a sum to 11 or 8 bits before its quantizer does, so integers cannot give its codes."""
+def require_wide(graph: Graph, solution: Solution) -> None:
+    """Refuse half precision: it rounds a sum to 11 or 8 bits before its quantizer does, so integers cannot follow.
+
+    Raises:
+        UsageError: naming the first such layer.
+    """
     for name, _ in solution.tensors:
         dtype = graph.by_name[name].dtype
         if dtype in HALF:
