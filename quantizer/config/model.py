@@ -10,6 +10,8 @@ from quantizer.config.diagnostics import Place
 
 Role = Literal["input", "weights", "bias", "activation"]
 ROLES: tuple[Role, ...] = ("input", "weights", "bias", "activation")
+CAST_ONLY = frozenset({"float16", "bfloat16", "float32"})
+"""Formats that need no scale: a value is cast to them and back."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +19,14 @@ class QuantizationSpec:
     """How one tensor is quantized; every axis is independent of the others.
 
     `dtype` is "int" (then `bit_width`, `signed`, `symmetric` and `narrow_range` give the integer grid) or the name of a
-    floating-point format ("float16", "bfloat16", "float32" = left alone). `method` finds the range, `percentage` is
-    read by the percentile method only, `statistic` reduces the batches' ranges to one. `ch_axis` is set when `qscheme`
-    is "per_channel".
+    floating-point format, with a scale ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16") or
+    without one (`CAST_ONLY`; "float32" = left alone). `method` finds the range, `percentage` is read by the percentile
+    method only, `statistic` reduces the batches' ranges to one; a dynamic tensor's range is found each time it is made.
+
+    `ch_axis` goes with `qscheme`: the axis whose indices have a scale each ("per_channel"), the axis that groups of
+    `group_size` values run along ("per_group"; the last group may be shorter in block formats only), the axis that one
+    row of values runs along ("per_token"). `scale_type` is "float", "poweroftwo", or "e8m0", the shared exponent of a
+    block format, found by `scale_mode` ("floor", "even" or "ceil").
     """
 
     dtype: str = "int"
@@ -31,6 +38,9 @@ class QuantizationSpec:
     round_mode: str = "half_even"
     qscheme: str = "per_tensor"
     ch_axis: int | None = None
+    group_size: int | None = None
+    is_dynamic: bool = False
+    scale_mode: str = "floor"
     method: str = "maxmin"
     percentage: float = 99.99
     statistic: str = "max"
@@ -46,6 +56,11 @@ class QuantizationSpec:
     def quant_max(self) -> int:
         """Largest code: 2^(b-1)-1 for signed symmetric grids, else 2^b-1."""
         return (1 << (self.bit_width - int(self.signed and self.symmetric))) - 1
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the tensor has a scale."""
+        return self.dtype not in CAST_ONLY
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""
@@ -84,12 +99,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Selector:
-    """Which layers a rule is about: all, those of a type, or those a name pattern finds.
+    """Which layers a rule is about: all, those with weights of their own, those of a type, those a name pattern finds,
+    or those it excludes.
 
     `required` False means that it may match none.
     """
 
-    kind: Literal["all", "type", "name"]
+    kind: Literal["all", "weighted", "type", "name", "exclude"]
     text: str = ""
     place: Place | None = None
     required: bool = True
@@ -100,8 +116,8 @@ class Rule:
     """One block of a config: for the selected layers, which roles are quantized and which spec fields are set.
 
     `label` is the block's path in the file (`layer_quantize_config[1]`). `roles` None means that this block does not
-    say. `fields[role][field]` uses the field names of `QuantizationSpec`, `qscheme` without `ch_axis` (the layer knows
-    its axis).
+    say; `adds` are roles that it quantizes besides those that weaker blocks do. `fields[role][field]` uses the field
+    names of `QuantizationSpec`, `ch_axis` only where the file has it (a layer knows the axis of its output channels).
     """
 
     selector: Selector
@@ -109,16 +125,19 @@ class Rule:
     roles: frozenset[Role] | None = None
     roles_place: Place | None = None
     fields: Mapping[Role, Mapping[str, Sourced]] = field(default_factory=dict)
+    adds: frozenset[Role] = frozenset()
 
 
 @dataclass(frozen=True)
 class Config:
     """A validated config: settings, and rules in the file's order (overall first, then tensor, then layers).
 
-    `source` is the file as it was shown to the user; `document` the parsed JSON, for `config.resolved.json` and hashes.
+    `source` is the file as it was shown to the user; `document` the parsed JSON, for `config.resolved.json`; `form` is
+    "layered" or "hierarchical".
     """
 
     settings: Settings
     rules: tuple[Rule, ...]
     source: str = "<built-in default>"
     document: Mapping[str, Any] = field(default_factory=dict)
+    form: str = "layered"

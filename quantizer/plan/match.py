@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from quantizer.config.model import Selector
 from quantizer.graph.ir import Graph, Node
 
 # Weakest first: a rule of a higher rank wins, field by field.
-RANKS = ("all", "type", "pattern", "path", "name")
+RANKS = ("all", "weighted", "type", "pattern", "path", "name", "exclude")
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,21 @@ def match(selector: Selector, graph: Graph, original: Graph) -> Match:
     """
     if selector.kind == "all":
         return Match(tuple(graph.by_name), RANKS.index("all"))
+    if selector.kind == "weighted":
+        return Match(tuple(node.name for node in graph.nodes if is_weighted(node)), RANKS.index("weighted"))
     if selector.kind == "type":
         found = [node.name for node in original.nodes if selector.text in type_names(node)]
         kept = tuple(name for name in found if name in graph.by_name)
         return Match(kept, RANKS.index("type"), absorbed=tuple(name for name in found if name not in graph.by_name))
-    return _by_name(selector.text, graph, original)
+    found_by_name = _by_name(selector.text, graph, original)
+    if selector.kind == "exclude":
+        return dataclasses.replace(found_by_name, rank=RANKS.index("exclude"))
+    return found_by_name
+
+
+def is_weighted(node: Node) -> bool:
+    """Whether the node is a module such as Linear, with weights of its own; not a trained tensor in an expression."""
+    return node.row.weight and bool(node.params) and node.op not in ("parameter", "channel_scale")
 
 
 def type_names(node: Node) -> frozenset[str]:

@@ -194,7 +194,11 @@ def _rules_for(state: _Resolver, members: Iterable[str], role: Role, minimum: in
         if m.rank >= minimum and wanted.intersection(m.layers)
     ]
     if minimum:
-        found = [(index, rule) for index, rule in found if role in (rule.roles or ()) or rule.fields.get(role)]
+        found = [
+            (index, rule)
+            for index, rule in found
+            if role in (rule.roles or ()) or role in rule.adds or rule.fields.get(role)
+        ]
     return sorted(found, key=lambda item: state.matches[item[0]].rank)
 
 
@@ -207,6 +211,7 @@ def _merge(
     for _, rule in rules:
         if rule.roles is not None:
             quantized = role in rule.roles
+        quantized = quantized or role in rule.adds
         values |= rule.fields.get(role, {})
     if not quantized:
         for index, rule in rules:

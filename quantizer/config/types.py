@@ -1,0 +1,69 @@
+"""The enumerations of the hierarchical form, by the names its files and its Python API use. No tensors."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class _Named(Enum):
+    """A member is written in JSON by its name."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+class Dtype(_Named):
+    """Number formats. `mx` is a block format whose elements `mx_element_dtype` names."""
+
+    int2 = "int2"
+    int3 = "int3"
+    int4 = "int4"
+    uint4 = "uint4"
+    int8 = "int8"
+    uint8 = "uint8"
+    int16 = "int16"
+    uint16 = "uint16"
+    int32 = "int32"
+    fp8_e4m3 = "fp8_e4m3"
+    fp8_e5m2 = "fp8_e5m2"
+    fp6_e3m2 = "fp6_e3m2"
+    fp6_e2m3 = "fp6_e2m3"
+    fp4 = "fp4"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    mx = "mx"
+    bfp16 = "bfp16"
+
+
+class QSchemeType(_Named):
+    """How many scales a tensor has; `per_token` (ours) gives each row along the last axis one of its own."""
+
+    per_tensor = "per_tensor"
+    per_channel = "per_channel"
+    per_group = "per_group"
+    per_token = "per_token"
+
+
+class RoundType(_Named):
+    """`round`: ties away from zero; `floor`: toward minus infinity; `half_even`, `half_up`, `half_down`: ties only."""
+
+    round = "std_round"
+    floor = "floor"
+    half_even = "half_even"
+    half_up = "half_up"
+    half_down = "half_down"
+
+
+class ScaleType(_Named):
+    """Whether a scale is any float or a power of two."""
+
+    float = "float"
+    pof2 = "poweroftwo"
+
+
+class DeviceType(_Named):
+    """Where the quantized model is to run."""
+
+    CPU = "CPU"
+    GPU = "GPU"
+    IPU = "IPU"

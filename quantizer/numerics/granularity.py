@@ -1,0 +1,68 @@
+"""One row per scale: how a tensor is cut for per_tensor, per_channel, per_group and per_token. Computes nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def scale_shape(
+    shape: tuple[int, ...], qscheme: str, ch_axis: int | None = None, group_size: int | None = None
+) -> tuple[int, ...]:
+    """Return the shape of the scale of a tensor of `shape`.
+
+    () per tensor; (C,) per channel; per group the other axes in order and then the number of groups along `ch_axis`;
+    per token the axes but `ch_axis`.
+
+    >>> scale_shape((8, 64), "per_group", 1, 16), scale_shape((2, 5, 64), "per_token", -1)
+    ((8, 4), (2, 5))
+    """
+    if qscheme == "per_tensor" or ch_axis is None:
+        return ()
+    axis = ch_axis % len(shape)
+    others = shape[:axis] + shape[axis + 1 :]
+    if qscheme == "per_channel":
+        return (shape[axis],)
+    return others if qscheme == "per_token" else (*others, -(-shape[axis] // _group(shape[axis], group_size)))
+
+
+def to_rows(x: Tensor, qscheme: str, ch_axis: int | None = None, group_size: int | None = None) -> Tensor:
+    """Return `x` as a matrix with one row per scale, in the order of `scale_shape`; a view where memory allows it.
+
+    A last group that is shorter is filled up with zeros.
+
+    >>> to_rows(torch.arange(6.0).view(2, 3), "per_group", 1, 2).tolist()
+    [[0.0, 1.0], [2.0, 0.0], [3.0, 4.0], [5.0, 0.0]]
+    """
+    if qscheme == "per_tensor" or ch_axis is None:
+        return x.reshape(1, -1)
+    if qscheme == "per_channel":
+        return x.movedim(ch_axis, 0).reshape(x.shape[ch_axis], -1)
+    last = x.movedim(ch_axis, -1)
+    size = _group(last.shape[-1], group_size) if qscheme == "per_group" else last.shape[-1]
+    missing = -last.shape[-1] % size
+    return (torch.nn.functional.pad(last, (0, missing)) if missing else last).reshape(-1, size)
+
+
+def from_rows(
+    rows: Tensor, shape: tuple[int, ...], qscheme: str, ch_axis: int | None = None, group_size: int | None = None
+) -> Tensor:
+    """Return the tensor of `shape` whose `to_rows` gave `rows`.
+
+    >>> x = torch.arange(12.0).view(2, 3, 2)
+    >>> torch.equal(from_rows(to_rows(x, "per_group", 1, 2), x.shape, "per_group", 1, 2), x)
+    True
+    """
+    if qscheme == "per_tensor" or ch_axis is None:
+        return rows.view(shape)
+    axis = ch_axis % len(shape)
+    others = (*shape[:axis], *shape[axis + 1 :])
+    if qscheme == "per_channel":
+        return rows.view(shape[axis], *others).movedim(0, axis)
+    wide = rows.view(*others, -1) if others or rows.numel() else rows.view(-1)
+    return wide[..., : shape[axis]].movedim(-1, axis)
+
+
+def _group(length: int, group_size: int | None) -> int:
+    """The group's size; -1 or None is the whole axis."""
+    return length if group_size in (None, -1) else int(group_size)
