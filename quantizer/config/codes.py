@@ -134,6 +134,27 @@ CODES: dict[str, Code] = {
         "Its layers have none of the listed tensors, or they stay in float for another reason.",
         "Remove the entry, or list the tensor types that the layers have.",
     ),
+    "QZ406": Code(
+        "a ch_axis that the tensor does not have",
+        "The axis is out of range, or it is the batch, whose size differs from call to call.",
+        "Write the axis of the channels; a negative one counts from the end.",
+    ),
+    "QZ407": Code(
+        "a group size that does not divide",
+        "Groups of integers are all of one size. Blocks with a shared exponent (mx, bfp16) may end with a shorter one.",
+        "Give the listed layers a group size that divides, -1 for the whole axis, or another qscheme; or exclude them.",
+    ),
+    "QZ408": Code(
+        "groups of an activation with fixed scales",
+        "Batches differ in shape, and so in how many rows and groups they have.",
+        "Set is_dynamic to true, or qscheme to per_tensor.",
+    ),
+    "QZ409": Code(
+        "embeddings are quantized, too",
+        "The global block holds for every layer with weights of its own. Other tools leave embeddings float unless "
+        "an entry names them.",
+        "Add them to exclude to leave them float, or give them an entry of their own.",
+    ),
     "QZ306": Code(
         "integer parameters under a floating-point datatype",
         "A wider block sets a floating-point datatype, which the block inherits; its keys would have no effect.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from quantizer.config import check
 from quantizer.config.diagnostics import Diagnostic
@@ -10,6 +10,15 @@ from quantizer.config.model import Config, QuantizationSpec, Role, Rule, Sourced
 from quantizer.config.rules import conflicts
 from quantizer.graph.ir import Graph
 from quantizer.plan.match import RANKS, Match, closest
+
+_KEYS = {
+    ("layered", "type"): "layer_type",
+    ("layered", "name"): "layer_name",
+    ("hierarchical", "type"): "layer_type_quant_config",
+    ("hierarchical", "name"): "layer_quant_config",
+    ("hierarchical", "exclude"): "exclude",
+}
+"""What the file calls a selector."""
 
 
 def unmatched(config: Config, matches: Sequence[Match], original: Graph) -> Iterator[Diagnostic]:
@@ -20,11 +29,15 @@ def unmatched(config: Config, matches: Sequence[Match], original: Graph) -> Iter
             yield Diagnostic("QZ404", found.note, selector.place, "note")
         if found.layers or selector.kind == "all" or not selector.required:
             continue
+        if selector.kind == "weighted":
+            text = f"{rule.label} reaches no layer: {original.model} has none with weights of its own"
+            yield Diagnostic("QZ402", text, selector.place, help="`quantizer inspect` lists all layers")
+            continue
         if found.absorbed:
             text = f"all {len(found.absorbed)} layers of type {selector.text!r} are folded into the layers before them"
             help_ = "select those layers instead, by type or by name"
         else:
-            text = f"layer_{selector.kind} {selector.text!r} matches no layer"
+            text = f"{_KEYS[config.form, selector.kind]} {selector.text!r} matches no layer"
             near = closest(selector, original)
             help_ = f"closest: {', '.join(near)}" if near else "`quantizer inspect` lists all layers"
         yield Diagnostic("QZ402", text, selector.place, help=help_)
@@ -41,6 +54,25 @@ def overridden(config: Config, matches: Sequence[Match]) -> Iterator[Diagnostic]
             if config.rules[other].fields != rule.fields:
                 text = f"{rule.label} overrides {config.rules[other].label}: both select by {RANKS[found.rank]}"
                 yield Diagnostic("QZ403", text, rule.selector.place, "warning")
+
+
+def embeddings(
+    config: Config, matches: Sequence[Match], graph: Graph, planned: Container[tuple[str, str]]
+) -> Iterator[Diagnostic]:
+    """A note on embeddings that only the global block reaches: other tools leave them float."""
+    everywhere = [rule for rule in config.rules if rule.selector.kind == "weighted" and rule.fields.get("weights")]
+    told = {
+        layer
+        for rule, found in zip(config.rules, matches, strict=True)
+        if RANKS.index("weighted") < found.rank and rule.fields.get("weights")
+        for layer in found.layers
+    }
+    names = [node.name for node in graph.nodes if node.op == "embedding" and (node.name, "weights") in planned]
+    reached = [name for name in names if name not in told]
+    if everywhere and reached:
+        text = f"{everywhere[0].label} quantizes the weights of embeddings, too: {', '.join(reached)}"
+        help_ = "add them to exclude to leave them float, or give them an entry in layer_quant_config"
+        yield Diagnostic("QZ409", text, everywhere[0].selector.place, "note", help=help_)
 
 
 def ineffective(

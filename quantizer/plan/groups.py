@@ -19,12 +19,13 @@ class Group:
 @dataclass(frozen=True)
 class Layout:
     """`groups` by the layer where each is quantized; `served` names the layer that quantizes another's output; `floats`
-    says why others need no quantization.
+    says why others need no quantization; `joined` are the groups that a concatenation serves.
     """
 
     groups: dict[str, Group]
     served: dict[str, str]
     floats: dict[str, str] = field(default_factory=dict)
+    joined: dict[str, Group] = field(default_factory=dict)
 
 
 def layout(graph: Graph) -> Layout:
@@ -47,6 +48,7 @@ def layout(graph: Graph) -> Layout:
                 served[member] = group.point
         if joins:
             served[group.point] = joins
+            where.joined[group.point] = group
         elif _is_last_activation(graph, node):
             served[node.name] = ""
         else:

@@ -13,6 +13,8 @@ from quantizer.graph.ir import Graph, Node
 # Weakest first: a rule of a higher rank wins, field by field.
 RANKS = ("all", "weighted", "type", "pattern", "path", "name", "exclude")
 
+_OTHER_WORDS = {"dense": "Linear"}  # the word of other frameworks, which the documentation of the form uses, too
+
 
 @dataclass(frozen=True)
 class Match:
@@ -34,9 +36,7 @@ def match(selector: Selector, graph: Graph, original: Graph) -> Match:
     if selector.kind == "weighted":
         return Match(tuple(node.name for node in graph.nodes if is_weighted(node)), RANKS.index("weighted"))
     if selector.kind == "type":
-        found = [node.name for node in original.nodes if selector.text in type_names(node)]
-        kept = tuple(name for name in found if name in graph.by_name)
-        return Match(kept, RANKS.index("type"), absorbed=tuple(name for name in found if name not in graph.by_name))
+        return _by_type(selector.text, graph, original)
     found_by_name = _by_name(selector.text, graph, original)
     if selector.kind == "exclude":
         return dataclasses.replace(found_by_name, rank=RANKS.index("exclude"))
@@ -56,6 +56,20 @@ def type_names(node: Node) -> frozenset[str]:
         | {name.rpartition(".")[2] for name in names}
         | {f"nn.{n.rpartition('.')[2]}" for n in names if n.startswith("torch.nn.")}
     )
+
+
+def _by_type(text: str, graph: Graph, original: Graph) -> Match:
+    """Layers of a type; other tools' words for torch's types are taken for them, and so is another case."""
+    found = [node.name for node in original.nodes if text in type_names(node)]
+    note = None
+    if not found:
+        word = _OTHER_WORDS.get(text.casefold(), text)
+        known = {name.casefold(): name for node in original.nodes for name in sorted(type_names(node), reverse=True)}
+        meant = known.get(word.casefold(), "")
+        found = [node.name for node in original.nodes if meant in type_names(node)]
+        note = f"{text!r} is taken for {meant!r}" if found else None
+    kept = tuple(name for name in found if name in graph.by_name)
+    return Match(kept, RANKS.index("type"), note, absorbed=tuple(name for name in found if name not in graph.by_name))
 
 
 def closest(selector: Selector, original: Graph) -> list[str]:
@@ -86,8 +100,18 @@ def _by_name(text: str, graph: Graph, original: Graph) -> Match:
     pattern = _pattern(text)
     if pattern is None:
         return Match((), RANKS.index("name"))
-    found = [n.name for n in original.nodes if pattern.fullmatch(n.name) or (n.scope and pattern.fullmatch(n.scope))]
-    return _survivors(found, "pattern", graph)
+    names = [n.name for n in original.nodes if any(map(pattern.fullmatch, (n.name, *_modules(n.scope))))]
+    return _survivors(names, "pattern", graph)
+
+
+def _modules(scope: str) -> list[str]:
+    """The paths of a module and of those around it: a glob that finds one means all layers in it, as a path does.
+
+    >>> _modules("layers.0.mlp.up")
+    ['layers', 'layers.0', 'layers.0.mlp', 'layers.0.mlp.up']
+    """
+    parts = scope.split(".") if scope else []
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def _pattern(text: str) -> re.Pattern[str] | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import QuantizationSpec, Settings
+from quantizer.config.roles import is_parameter
 from quantizer.graph.ir import Graph
 
 
@@ -17,8 +18,7 @@ class TensorPlan:
     """One quantized tensor; its `role` is one of `config.roles`.
 
     `source` is the node whose value is quantized (for parameters, the layer itself), `members` the layers that share
-    it,
-    `origins` the file position of each value of `spec`, or "default".
+    it, `origins` the file position of each value of `spec`, or "default", `scales` how many scales a parameter has.
     """
 
     layer: str
@@ -27,16 +27,22 @@ class TensorPlan:
     origins: Mapping[str, str]
     source: str
     members: tuple[str, ...] = ()
-    channels: int | None = None
+    scales: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """For plan.json and quant_info.json."""
-        row: dict[str, Any] = {
-            "spec": self.spec.to_json(),
-            "origins": {k: _portable(v) for k, v in self.origins.items()},
-        }
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether its scale is found on calibration data and then stays."""
+        return self.spec.is_scaled and not self.spec.is_dynamic and not is_parameter(self.role)
+
+    def decided(self) -> dict[str, Any]:
+        """For quant_info.json: what was decided, whatever file said so."""
+        row: dict[str, Any] = {"spec": self.spec.to_json()}
         others = [name for name in self.members if name != self.layer]
         return row | {"shared_with": others} if others else row
+
+    def to_json(self) -> dict[str, Any]:
+        """For plan.json: what was decided, and where each value comes from."""
+        return self.decided() | {"origins": {k: _portable(v) for k, v in self.origins.items()}}
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,11 @@ class Plan:
     def of_layer(self, layer: str) -> dict[str, TensorPlan]:
         """The layer's tensors by role."""
         return {role: tensor for (name, role), tensor in self.tensors.items() if name == layer}
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration has to run the model: to find a range that stays, or a mean output to correct by."""
+        return bool(self.corrected) or any(tensor.is_calibrated for tensor in self.tensors.values())
 
     @cached_property
     def corrected(self) -> tuple[str, ...]:

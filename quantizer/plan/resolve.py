@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import Config, QuantizationSpec, Role, Rule, Sourced
-from quantizer.config.roles import base_role, parameter_role
+from quantizer.config.roles import base_role, is_parameter, parameter_role
 from quantizer.graph.ir import Graph, Node
-from quantizer.plan import checks
+from quantizer.numerics.granularity import scale_shape
+from quantizer.plan import axes, checks
+from quantizer.plan.axes import Misfit, View
 from quantizer.plan.floating import OUTSIDE, outside_stubs
 from quantizer.plan.groups import Group, Layout, grid_of, layout
-from quantizer.plan.match import Match, match
+from quantizer.plan.match import RANKS, Match, match
 from quantizer.plan.model import Plan, RuleMatch, TensorPlan
 
 NO_RULES = "operator without quantization rules"
+EXCLUDED = "excluded"
+LEFT_FLOAT = "the config leaves it float"
 _FIELDS = tuple(f.name for f in dataclasses.fields(QuantizationSpec))
 
 
@@ -31,6 +36,7 @@ class _Resolver:
     tensors: dict[tuple[str, str], TensorPlan] = field(default_factory=dict)
     floats: dict[str, str] = field(default_factory=dict)
     findings: list[Diagnostic] = field(default_factory=list)
+    misfits: list[Misfit] = field(default_factory=list)
     effects: list[int] = field(default_factory=list)
 
 
@@ -50,11 +56,14 @@ def resolve(config: Config, graph: Graph, original: Graph) -> Plan:
         _plan_parameters(state, node, where, kept)
         _plan_activation(state, node, where, kept)
         _plan_inputs(state, node, where, kept)
+    _plan_joined(state, where, kept)
     for name, point in where.served.items():
         if point in where.groups and point in state.floats:
             state.floats[name] = state.floats[point]
     state.findings += checks.ineffective(config, state.matches, state.effects, state.floats)
     state.findings += checks.overridden(config, state.matches)
+    state.findings += checks.embeddings(config, state.matches, graph, state.tensors)
+    state.findings += axes.misfits(state.misfits)
     rules = tuple(
         RuleMatch(r.label, r.selector.text or r.selector.kind, m.layers, count, str(r.selector.place or ""))
         for r, m, count in zip(config.rules, state.matches, state.effects, strict=True)
@@ -70,21 +79,13 @@ def _plan_parameters(state: _Resolver, node: Node, where: Layout, kept: Mapping[
         return
     for key in sorted(node.params, key=lambda name: name.startswith("bias")):
         role = parameter_role(key)
-        axis = _channel_axis(node) if base_role(role) == "weights" else None
-        shape = state.graph.tensors[node.params[key]].shape
-        _add(state, node.name, role, Group(node.name, (node.name,)), axis, shape[axis] if axis is not None else None)
+        view = axes.parameter_view(state.graph, node, role)
+        _add(state, node.name, role, Group(node.name, (node.name,)), view)
 
 
 def _is_quantizable(graph: Graph, node: Node, where: Layout) -> bool:
     """Whether a parameter that expressions read has a grid: not a single number, nor what only float operators read."""
     return node.is_float and node.name not in where.floats and graph.tensors[node.params["weight"]].numel() > 1
-
-
-def _channel_axis(node: Node) -> int | None:
-    """Where a weight's output channels are; what an expression reads has none that we know of."""
-    if node.op == "parameter":
-        return None
-    return 1 if "transpose" in node.op else 0
 
 
 def _plan_activation(state: _Resolver, node: Node, where: Layout, kept: Mapping[str, str]) -> None:
@@ -102,8 +103,21 @@ def _plan_activation(state: _Resolver, node: Node, where: Layout, kept: Mapping[
     if reason is None and _keeps_weights_grid(state, node):
         reason = "keeps the grid of its weights"
     role: Role = "input" if node.op in ("input", "quant_stub") else "activation"
-    if reason is not None or not _add(state, node.name, role, group):
-        state.floats[node.name] = reason or "the config leaves it float"
+    if reason is not None or not _add(state, node.name, role, group, axes.output_view(state.graph, group)):
+        state.floats[node.name] = reason or (EXCLUDED if _is_excluded(state, group.members) else LEFT_FLOAT)
+
+
+def _plan_joined(state: _Resolver, where: Layout, kept: Mapping[str, str]) -> None:
+    """What a concatenation in float leaves to its sources, where the config speaks of layers with weights only."""
+    if state.config.form != "hierarchical":
+        return
+    for point, group in where.joined.items():
+        grid = grid_of(state.graph, where, point)
+        if (grid, "activation") in state.tensors or kept.keys() & {*group.members}:
+            continue
+        if _add(state, point, "activation", group, axes.output_view(state.graph, group)):
+            state.floats.pop(point, None)
+            where.served.pop(point)
 
 
 def _keeps_weights_grid(state: _Resolver, node: Node) -> bool:
@@ -114,7 +128,8 @@ def _keeps_weights_grid(state: _Resolver, node: Node) -> bool:
     merged = _merge(state, _rules_for(state, (node.name,), "activation"), "activation")
     if merged is None:
         return False
-    return weights.spec.dtype == merged[0].dtype and weights.spec.bit_width <= merged[0].bit_width
+    spec, _ = merged
+    return weights.spec.dtype == spec.dtype and weights.spec.bit_width <= spec.bit_width and not spec.is_dynamic
 
 
 def _why_float(state: _Resolver, node: Node, where: Layout) -> str:
@@ -147,42 +162,57 @@ def _plan_inputs(state: _Resolver, node: Node, where: Layout, kept: Mapping[str,
         or not _rules_for(state, (node.name,), "input", minimum=1)
     ):
         return
+    rules = _rules_for(state, (node.name,), "input")
     for role, name in node.input_roles().items():
-        point = grid_of(state.graph, where, name) or name
-        producer = state.tensors.get((point, "activation")) or state.tensors.get((point, "input"))
-        spec = _merge(state, _rules_for(state, (node.name,), "input"), "input")
-        if spec is None or not state.graph.by_name[name].is_float:
+        if not state.graph.by_name[name].is_float:
             continue
-        if producer is not None and producer.spec == spec[0]:
-            _count(state, _rules_for(state, (node.name,), "input"), "input")
+        view = axes.input_view(state.graph, node, name)
+        merged = _merge(state, rules, "input")
+        if merged and _is_on_grid(state, where, name, axes.fitted(merged[0], view, role)):
+            _count(state, rules, "input")
             continue
-        _add(state, node.name, role, Group(name, (node.name,)))
+        _add(state, node.name, role, Group(name, (node.name,)), view)
 
 
-def _add(
-    state: _Resolver, layer: str, role: str, group: Group, axis: int | None = None, channels: int | None = None
-) -> bool:
+def _is_on_grid(state: _Resolver, where: Layout, name: str, spec: QuantizationSpec) -> bool:
+    """Whether a node's values come from a quantizer with this spec already; moved values keep but one scale for all."""
+    point = grid_of(state.graph, where, name) or name
+    producer = state.tensors.get((point, "activation")) or state.tensors.get((point, "input"))
+    same = producer is not None and producer.spec == spec
+    return same and (point == name or (spec.qscheme == "per_tensor" and not spec.is_dynamic))
+
+
+def _add(state: _Resolver, layer: str, role: str, group: Group, view: View) -> bool:
     """Resolve and record one tensor; False when the config leaves it float."""
     base = base_role(role)
     rules = _rules_for(state, group.members, base)
     merged = _merge(state, rules, base)
     if merged is None:
+        _count_silenced(state, rules, base)
         return False
-    spec, sources = merged
-    if spec.qscheme == "per_channel":
-        spec = dataclasses.replace(spec, ch_axis=axis, qscheme="per_tensor" if axis is None else spec.qscheme)
+    spec, sources = axes.fitted(merged[0], view, role), merged[1]
     origins = {name: sources[name].origin if name in sources else "default" for name in _FIELDS if name != "ch_axis"}
+    impossible = [*axes.impossible(layer, role, spec, view, sources)]
     found = [
         *checks.conflicting(layer, base, spec, sources, state.config.settings.target_device),
         *checks.under_float(base, spec, [rule for _, rule in rules]),
+        *impossible,
     ]
     state.findings += [f for f in found if not any(f.code == g.code and f.place == g.place for g in state.findings)]
+    misfit = axes.misfit(layer, role, spec, view, sources)
+    state.misfits += [misfit] if misfit else []
     _count(state, rules, base)
     if spec.dtype == "float32":
         return False
-    channels = channels if spec.ch_axis is not None else None
-    state.tensors[(layer, role)] = TensorPlan(layer, role, spec, origins, group.point, group.members, channels)
+    scales = _scales(spec, view) if is_parameter(role) and not impossible else 0
+    state.tensors[(layer, role)] = TensorPlan(layer, role, spec, origins, group.point, group.members, scales)
     return True
+
+
+def _scales(spec: QuantizationSpec, view: View) -> int:
+    """How many scales a parameter has."""
+    sizes = tuple(size or 0 for size in view.sizes or ())
+    return math.prod(scale_shape(sizes, spec.qscheme, spec.ch_axis, spec.group_size)) if spec.is_scaled else 0
 
 
 def _rules_for(state: _Resolver, members: Iterable[str], role: Role, minimum: int = 0) -> list[tuple[int, Rule]]:
@@ -209,16 +239,32 @@ def _merge(
     values: dict[str, Sourced] = {}
     quantized = True
     for _, rule in rules:
-        if rule.roles is not None:
-            quantized = role in rule.roles
-        quantized = quantized or role in rule.adds
-        values |= rule.fields.get(role, {})
+        quantized = _says(rule, role, quantized)
+        fields = rule.fields.get(role, {})
+        if "dtype" in fields and values.get("scale_type", Sourced("")).value == axes.BLOCK_SCALE:
+            del values["scale_type"]  # a shared exponent belongs to the format that this one replaces
+        values |= fields
     if not quantized:
-        for index, rule in rules:
-            if rule.roles is not None and role not in rule.roles and state.matches[index].rank:
-                state.effects[index] += 1
         return None
     return QuantizationSpec(**{name: sourced.value for name, sourced in values.items()}), values
+
+
+def _says(rule: Rule, role: Role, before: bool) -> bool:
+    """Whether the role is quantized after a rule, which may not say."""
+    return (before if rule.roles is None else role in rule.roles) or role in rule.adds
+
+
+def _count_silenced(state: _Resolver, rules: list[tuple[int, Rule]], role: Role) -> None:
+    """Note for each rule for some layers that it leaves this tensor float, which weaker ones do not."""
+    quantized = True
+    for index, rule in rules:
+        before, quantized = quantized, _says(rule, role, quantized)
+        state.effects[index] += bool(state.matches[index].rank) and before and not quantized
+
+
+def _is_excluded(state: _Resolver, members: Iterable[str]) -> bool:
+    """Whether an entry of `exclude` names one of the layers."""
+    return any(RANKS[state.matches[index].rank] == "exclude" for index, _ in _rules_for(state, members, "weights"))
 
 
 def _count(state: _Resolver, rules: list[tuple[int, Rule]], role: Role) -> None:

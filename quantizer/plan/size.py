@@ -6,11 +6,18 @@ import math
 
 import torch
 
+from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_role
 from quantizer.graph.ir import Graph, references
 from quantizer.plan.model import Plan
 
-_FLOAT_BITS = {"float16": 16, "bfloat16": 16}
+_BITS = {
+    **dict.fromkeys(("float16", "bfloat16"), 16),
+    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "mx_int8", "bfp16"), 8),
+    **dict.fromkeys(("fp6_e3m2", "fp6_e2m3"), 6),
+    "fp4": 4,
+}
+"""Of one value; integers have theirs in the spec, float32 its own."""
 
 
 def weight_bytes(plan: Plan) -> tuple[int, int]:
@@ -30,9 +37,14 @@ def weight_bytes(plan: Plan) -> tuple[int, int]:
             if planned is None:
                 after += size
                 continue
-            bits = planned.spec.bit_width if planned.spec.dtype == "int" else _FLOAT_BITS.get(planned.spec.dtype, 32)
-            after += math.ceil(tensor.numel() * bits / 8) + 5 * (planned.channels or 1)
+            bits = planned.spec.bit_width if planned.spec.dtype == "int" else _BITS.get(planned.spec.dtype, 32)
+            after += math.ceil(tensor.numel() * bits / 8) + _scale_bytes(planned.spec) * planned.scales
     return before, after
+
+
+def _scale_bytes(spec: QuantizationSpec) -> int:
+    """A float32 or a shared exponent; integers have a zero point, too."""
+    return 1 if spec.scale_type == "e8m0" else 4 + (spec.dtype == "int")
 
 
 def peak_activation_bytes(graph: Graph, batch_size: int) -> int:

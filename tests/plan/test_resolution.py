@@ -255,12 +255,12 @@ def test_integer_values_under_an_inherited_floating_point_datatype_are_an_error(
 def test_a_depthwise_convolution_is_a_convolution(planned: Any) -> None:
     plan = planned(layer(type="Conv2d", tensor={"weights": {"per_channel": True}}), toy="mobile")
     found = plan.tensors["Mobile::Mobile/Conv2d[dw]/conv2d", "weights"]
-    assert (found.spec.ch_axis, found.channels) == (0, 4)
+    assert (found.spec.ch_axis, found.scales) == (0, 4)
 
 
 def test_the_channels_of_a_transposed_convolution_are_on_axis_one(planned: Any) -> None:
     plan = planned(overall={"per_channel": True}, toy="transposed")
-    axes = {name.rpartition("/")[2]: (t.spec.ch_axis, t.channels) for (name, role), t in plan.tensors.items()
+    axes = {name.rpartition("/")[2]: (t.spec.ch_axis, t.scales) for (name, role), t in plan.tensors.items()
             if role == "weights"}  # fmt: skip
     assert axes == {"conv_transpose2d": (1, 3), "conv1d": (0, 4), "conv3d": (0, 2)}
     assert {t.spec.qscheme for (_, role), t in plan.tensors.items() if role != "weights"} == {"per_tensor"}

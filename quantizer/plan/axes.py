@@ -1,0 +1,132 @@
+"""Along which axis of a tensor its scales lie, and whether its groups fit. Reads shapes; knows no values.
+
+A config may name the axis; otherwise a layer knows its own: output channels have a scale each, groups and rows of
+values run along the features that the layer sums over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from quantizer.config.diagnostics import Diagnostic, Place
+from quantizer.config.model import QuantizationSpec, Sourced
+from quantizer.config.roles import base_role, is_parameter, parameter_name
+from quantizer.graph.ir import Graph, Node
+from quantizer.plan.groups import Group
+
+BLOCK_SCALE = "e8m0"
+"""The scale of block formats, whose last block may be shorter (OCP Microscaling Formats v1.0, section 5)."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor as its layer sees it: its sizes (None: open, all None: unknown) and the axes that are taken unasked."""
+
+    sizes: tuple[int | None, ...] | None
+    channels: int | None = None
+    features: int = -1
+
+    @property
+    def rank(self) -> int | None:
+        """The number of axes, if it is known."""
+        return None if self.sizes is None else len(self.sizes)
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A group size that does not divide the axis of one tensor."""
+
+    layer: str
+    role: str
+    length: int
+    group_size: int
+    place: Place | None
+
+
+def parameter_view(graph: Graph, node: Node, role: str) -> View:
+    """A weight's output channels come first (second in transposed layers); a bias has its features alone."""
+    sizes = tuple(graph.tensors[node.params[parameter_name(role)]].shape)
+    if base_role(role) == "bias" or node.op == "parameter":
+        return View(sizes)
+    channels = 1 if "transpose" in node.op else 0
+    return View(sizes, channels, (1 - channels) if len(sizes) > 1 else 0)
+
+
+def output_view(graph: Graph, group: Group) -> View:
+    """What is quantized at the group's point; its features are those that the group's first layer makes."""
+    return View(graph.by_name[group.point].shape, features=_features(graph, graph.by_name[group.members[0]]))
+
+
+def input_view(graph: Graph, node: Node, source: str) -> View:
+    """What `node` reads of `source`."""
+    return View(graph.by_name[source].shape, features=_features(graph, node))
+
+
+def fitted(spec: QuantizationSpec, view: View, role: str) -> QuantizationSpec:
+    """The spec for one tensor: axes filled in and counted from the front, and nothing left that it does not read."""
+    if is_parameter(role) or not spec.is_scaled:
+        spec = dataclasses.replace(spec, is_dynamic=False)  # a parameter's range is found once, and stays
+    defaults = {"per_channel": view.channels, "per_group": view.features, "per_token": view.features}
+    axis = defaults.get(spec.qscheme) if spec.ch_axis is None else spec.ch_axis
+    if not spec.is_scaled or spec.qscheme not in defaults or axis is None:
+        return dataclasses.replace(spec, qscheme="per_tensor", ch_axis=None, group_size=None)
+    if view.rank is not None and -view.rank <= axis < view.rank:
+        axis %= view.rank
+    group_size = spec.group_size if spec.qscheme == "per_group" else None
+    return dataclasses.replace(spec, ch_axis=axis, group_size=group_size)
+
+
+def impossible(
+    layer: str, role: str, spec: QuantizationSpec, view: View, sources: Mapping[str, Sourced]
+) -> Iterator[Diagnostic]:
+    """Axes that the tensor does not have, or whose size is open, and fixed scales for groups that differ in number."""
+    if spec.ch_axis is None:
+        return
+    where, named = f"{role} of {layer}", sources.get("ch_axis") or sources.get("qscheme")
+    place = named.place if named else None
+    if view.sizes is not None and not -len(view.sizes) <= spec.ch_axis < len(view.sizes):
+        text = f"ch_axis {spec.ch_axis} is out of range: {where} has {len(view.sizes)} axes"
+        help_ = f"write a ch_axis from {-len(view.sizes)} to {len(view.sizes) - 1}"
+        yield Diagnostic("QZ406", text, place, help=help_)
+    elif is_parameter(role) or spec.is_dynamic:
+        return
+    elif spec.qscheme != "per_channel":
+        text = f"{spec.qscheme} needs is_dynamic: true ({where}): batches differ in how many scales they have"
+        yield Diagnostic("QZ408", text, place, help="set is_dynamic to true, or qscheme to per_tensor")
+    elif view.sizes is not None and view.sizes[spec.ch_axis] is None:
+        text = f"axis {spec.ch_axis} is the batch, which has no scales of its own ({where})"
+        yield Diagnostic("QZ406", text, place, help="write the ch_axis of the channels, or set qscheme to per_tensor")
+
+
+def misfit(layer: str, role: str, spec: QuantizationSpec, view: View, sources: Mapping[str, Sourced]) -> Misfit | None:
+    """The tensor, if its groups do not divide its axis; blocks with a shared exponent may end with a shorter one."""
+    size = spec.group_size
+    if spec.ch_axis is None or size is None or size < 1 or spec.scale_type == BLOCK_SCALE or view.sizes is None:
+        return None
+    length = view.sizes[spec.ch_axis] if -len(view.sizes) <= spec.ch_axis < len(view.sizes) else None
+    if length is None or length % size == 0:
+        return None
+    named = sources.get("group_size")
+    return Misfit(layer, role, length, size, named.place if named else None)
+
+
+def misfits(found: Sequence[Misfit]) -> Iterator[Diagnostic]:
+    """One error for each place in the file, with all its layers."""
+    for place in dict.fromkeys(each.place for each in found):
+        here = [each for each in found if each.place == place]
+        sizes = ", ".join(str(size) for size in sorted({each.group_size for each in here}))
+        rows = "; ".join(f"{each.role} of {each.layer}: {each.length} by {each.group_size}" for each in here)
+        yield Diagnostic(
+            "QZ407",
+            f"group_size {sizes} does not divide the axis of {len(here)} tensor(s): {rows}",
+            place,
+            help="give these layers a size that divides, -1 for the whole axis, or another qscheme; or exclude them",
+        )
+
+
+def _features(graph: Graph, node: Node) -> int:
+    """The axis of a layer's features, from the end: the last for matrices, that of the channels for convolutions."""
+    path = node.params.get("weight")
+    return 1 - graph.tensors[path].dim() if path and node.row.kind == "mac" and graph.tensors[path].dim() > 1 else -1
