@@ -30,7 +30,8 @@ def generated() -> dict[Path, str]:
 def layered_schema() -> str:
     """The layered schema with the rules of the spec schema in the file's words, for editors."""
     schema = json.loads(LAYERED.read_text("utf-8"))
-    rules = json.loads(SPEC.read_text("utf-8"))["then"]["allOf"]
+    spec = json.loads(SPEC.read_text("utf-8"))
+    rules = [rule for rule in (*spec["then"]["allOf"], *spec["allOf"]) if rule.get("form") != "hierarchical"]
     own = {name: entry for name, entry in schema["definitions"].items() if not name.startswith("rules")}
     schema["definitions"] = {**own, **_definitions(rules)}
     schema["allOf"] = [_ref("rules_everywhere")]

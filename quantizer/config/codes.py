@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quantizer.config.resources import load_resource
+from quantizer.config.rules import spec_rules
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,15 @@ CODES: dict[str, Code] = {
         "Both entries match the same layers; key by key the later one wins.",
         "Make one entry of the two.",
     ),
+    "QZ110": Code(
+        "reserved key",
+        "algo_config and pre_quant_opt_config are checked, but this version runs no such algorithm.",
+        "Nothing has to be done; remove the key to say the same without the warning.",
+    ),
     "QZ111": Code(
         "key without effect",
-        "`percentage` is read by the percentile method only; a floating-point datatype reads no other parameter.",
+        "`percentage` is read by the percentile method only, an axis or a group size by the schemes that have one; "
+        "a floating-point datatype without a scale reads no other parameter.",
         "Remove the keys.",
     ),
     "QZ112": Code(
@@ -104,15 +110,41 @@ CODES: dict[str, Code] = {
         "The percentage is in percent: at 0.99 the percentile method keeps one value in a hundred, not 99.",
         "Write 99 for 99 %.",
     ),
-    "QZ114": Code(
-        "the other file form",
-        "Keys such as global_quant_config and layer_quant_config belong to a form that this version does not read.",
-        "Write the file in the form that is read; `quantizer init` writes one to start from.",
-    ),
     "QZ115": Code(
         "setting for the DPU only",
         "Only the DPU shifts by fix positions; elsewhere what a concat or a pooling layer reads keeps its scale.",
         "Remove the key, or set it to false.",
+    ),
+    "QZ116": Code(
+        "another spelling",
+        "Older and newer files, and other frameworks, have other words for some keys, values and layer types.",
+        "Nothing has to be done; the help line has the word of this form.",
+    ),
+    "QZ117": Code(
+        "an observer that does not fit",
+        "An observer finds one range per tensor, per channel or per group, so it goes with that qscheme only.",
+        "Write another observer_cls or another qscheme; without an observer_cls it is the smallest and largest value.",
+    ),
+    "QZ118": Code(
+        "not supported",
+        "Files of newer versions have keys that mean nothing here; they are read while they hold their default.",
+        "Remove the key.",
+    ),
+    "QZ119": Code(
+        "one device for the whole model",
+        "A layer cannot run on another device than the rest.",
+        "Write target_device in global_quant_config only.",
+    ),
+    "QZ121": Code(
+        "unsigned codes without a zero point",
+        "A symmetric grid of unsigned codes begins at 0, so every negative value becomes 0.",
+        'Write a signed dtype, or `"symmetric": false`.',
+    ),
+    "QZ122": Code(
+        "a word that means something else here",
+        "Parameters do not change, so their range is found once; one scale for each row of an activation is per_token; "
+        "with PerChannelMinMaxObserver the ch_axis of per_group is the channel axis.",
+        "Nothing has to be done; the help line has the words that say it without the note.",
     ),
     "QZ402": Code(
         "a selector matches no layer",
@@ -165,6 +197,5 @@ CODES: dict[str, Code] = {
 
 def all_codes() -> Mapping[str, Code]:
     """Every code in order: this table and the rules of the spec schema."""
-    schema = load_resource("schemas", "quantization_spec.schema.json")
-    rules = {rule["code"]: Code(rule["title"], rule["description"], rule["help"]) for rule in schema["then"]["allOf"]}
+    rules = {code: Code(rule["title"], rule["description"], rule["help"]) for code, rule in spec_rules().items()}
     return dict(sorted({**CODES, **rules}.items()))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantizer.config.document import Document
-from quantizer.config.form import other_form
+from quantizer.config.form import form_of, is_hierarchical
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest
 
@@ -18,7 +18,10 @@ def missing_keys(value: Mapping[str, Any], pointer: str) -> dict[str, Any]:
     """The required keys that the object at `pointer` lacks, each with the value to write.
 
     At the top the values are those of the preset for the file's device; in a layer entry, of the top's overall block.
+    The hierarchical form requires two keys only: the global configuration, and each spec's dtype.
     """
+    if is_hierarchical(value):
+        return {"dtype": "int8"} if pointer else {"global_quant_config": {"weight": {"dtype": "int8"}}}
     schema = load_resource("schemas", "layered.schema.json")
     preset = load_resource("configs", "dpu.json" if value.get("target_device") == "DPU" else "default.json")
     *_, last = pointer.split("/")
@@ -50,8 +53,8 @@ def paste(members: Mapping[str, Any]) -> str:
 
 
 def incomplete_blocks(document: Document) -> dict[str, dict[str, Any]]:
-    """The pointer of each block that lacks required keys, with what it lacks; none in a file of the other form."""
-    if other_form(document):
+    """The pointer of each block that lacks required keys, with what it lacks; none in the hierarchical form."""
+    if form_of(document) == "hierarchical":
         return {}
     entries = document.value.get("layer_quantize_config")
     layers = [f"/layer_quantize_config/{at}" for at in range(len(entries))] if isinstance(entries, list) else []

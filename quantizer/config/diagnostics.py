@@ -13,7 +13,10 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a key or value stands: `line` and `column` count from 1; `length` is in characters (the caret's width)."""
+    """Where a key or value stands: `line` and `column` count from 1; `length` is in characters (the caret's width).
+
+    In a config without text `file` is the path of the value (`Config.exclude[0]`), and `line` is 0.
+    """
 
     file: str
     line: int
@@ -22,7 +25,7 @@ class Place:
     pointer: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}:{self.column}"
+        return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
 
 
 @dataclass(frozen=True)

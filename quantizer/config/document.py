@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -36,15 +37,33 @@ class Text:
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed file. `values` and `keys` map a JSON pointer (RFC 6901) to the span of its value and of its key."""
+    """A parsed file. `values` and `keys` map a JSON pointer (RFC 6901) to the span of its value and of its key.
+
+    `dotted` names the places of a document without text.
+    """
 
     source: Text
     value: Any
     values: Mapping[str, Span]
     keys: Mapping[str, Span]
+    dotted: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any], name: str) -> Document:
+        """A document of a Python value, which has no text: its places print as `name.key.key`.
+
+        >>> str(Document.of({"layer_quant_config": {"fc.0": 1}}, "Config").place("/layer_quant_config/fc.0"))
+        'Config.layer_quant_config["fc.0"]'
+        """
+        paths = {pointer_to(*path): path for path in _paths(value)}
+        dotted = {pointer: name + "".join(map(_step, path)) for pointer, path in paths.items()}
+        nowhere: dict[str, Span] = dict.fromkeys(paths, (0, 0))
+        return cls(Text(name, ""), value, nowhere, nowhere, dotted)
 
     def place(self, pointer: str, *, key: bool = False) -> Place:
         """Where the value (or the key) of `pointer` stands; an array's item has no key, so its value is taken."""
+        if self.dotted:
+            return Place(self.dotted[pointer], 0, 0, pointer=pointer)
         span = self.keys.get(pointer, self.values[pointer]) if key else self.values[pointer]
         return self.source.place(span, pointer)
 
@@ -59,3 +78,14 @@ def pointer_to(*path: str | int) -> str:
     '/layer_quantize_config/0/a~1b'
     """
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
+
+
+def _paths(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    yield path
+    members = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in members:
+        yield from _paths(item, (*path, key))
+
+
+def _step(part: str | int) -> str:
+    return f".{part}" if isinstance(part, str) and part.isidentifier() else f"[{json.dumps(part)}]"

@@ -1,12 +1,15 @@
-"""Tells a file of the other form (global_quant_config, layer_quant_config, …) from a layered one. Reads neither."""
+"""Tells the two file forms apart by their keys. Reads neither."""
 
 from __future__ import annotations
 
-from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.document import Document, pointer_to
-from quantizer.config.wording import listed
+from collections.abc import Mapping
+from typing import Any, Literal
 
-OTHER_FORM = frozenset(
+from quantizer.config.document import Document
+
+Form = Literal["layered", "hierarchical"]
+
+HIERARCHICAL_KEYS = frozenset(
     {
         "global_quant_config",
         "layer_type_quant_config",
@@ -16,18 +19,18 @@ OTHER_FORM = frozenset(
         "pre_quant_opt_config",
     }
 )
-"""Keys of the other form. Source: AMD Quark for PyTorch, documentation of `Config`."""
+"""Source: AMD Quark for PyTorch, documentation of `Config`."""
 
 
-def other_form(document: Document) -> Diagnostic | None:
-    """One finding, at the first of its keys, if the file has keys of the other form and no overall block."""
-    keys = [key for key in document.value if key in OTHER_FORM]
-    if not keys or "overall_quantize_config" in document.value:
-        return None
-    return Diagnostic(
-        "QZ114",
-        f"this file is of the other form ({listed(keys)}), which this version does not read yet",
-        document.place(pointer_to(keys[0]), key=True),
-        help="`quantizer init` writes a file of the form that is read: overall_quantize_config, "
-        "tensor_quantize_config, layer_quantize_config",
-    )
+def form_of(document: Document) -> Form:
+    """The form of a file.
+
+    >>> form_of(Document.of({"global_quant_config": {}}, "Config"))
+    'hierarchical'
+    """
+    return "hierarchical" if is_hierarchical(document.value) else "layered"
+
+
+def is_hierarchical(value: Mapping[str, Any]) -> bool:
+    """Whether the file has a key of the hierarchical form and no overall block."""
+    return not HIERARCHICAL_KEYS.isdisjoint(value) and "overall_quantize_config" not in value

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from quantizer.config.form import HIERARCHICAL_KEYS, Form
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest, listed, quoted
 
@@ -19,6 +20,7 @@ TYPE_WORDS = {
     "array": "a list [ … ]",
     "object": "an object { … }",
 }
+_LAYERED_BLOCKS = ("overall_quantize_config", "tensor_quantize_config", "layer_quantize_config")
 _BOOLEANS = {
     "true": "true",
     "false": "false",
@@ -31,10 +33,10 @@ _BOOLEANS = {
 }
 
 
-def help_for_value(key: str, value: Any, schema: Mapping[str, Any]) -> str:
+def help_for_value(key: str, value: Any, schema: Mapping[str, Any], form: Form = "layered") -> str:
     """What to write for `key` in place of `value`: the key it belongs to, the literal that is meant, or an example."""
     if isinstance(value, str):
-        owner = _owners().get(value)
+        owner = _owners(form).get(value)
         if owner and owner != key and value not in schema.get("enum", ()):
             return f'{quoted(value)} is a {owner}; did you mean "{owner}": {quoted(value)}?'
     literal = _literal(value, schema)
@@ -50,9 +52,9 @@ def help_for_value(key: str, value: Any, schema: Mapping[str, Any]) -> str:
     return _example(key, schema)
 
 
-def help_for_key(key: str, known: tuple[str, ...]) -> str:
+def help_for_key(key: str, known: tuple[str, ...], form: Form = "layered") -> str:
     """The known key that a misspelt one is nearest to, or the block where it belongs, or all keys known here."""
-    homes = [home for home, keys in _homes().items() if key in keys]
+    homes = [home for home, keys in _homes(form).items() if key in keys]
     if homes:
         return f'"{key}" belongs in {" or ".join(homes)}'
     near = closest(key, known)
@@ -89,23 +91,44 @@ def _example(key: str, schema: Mapping[str, Any]) -> str:
 
 
 @cache
-def _owners() -> Mapping[str, str]:
+def _owners(form: Form) -> Mapping[str, str]:
     """Each option word, and the key that it is an option of."""
-    schema = load_resource("schemas", "layered.schema.json")
-    keys = {**schema["properties"], **schema["definitions"]["parameters"]["properties"]}
-    owners = {word: key for key, entry in keys.items() for word in entry.get("enum", ()) if isinstance(word, str)}
-    roles = schema["definitions"]["quantizable_data_type"]["items"]["enum"]
+    owners = {
+        word: key
+        for keys in _blocks(form).values()
+        for key, entry in keys.items()
+        for word in entry.get("enum", ())
+        if isinstance(word, str)
+    }
+    if form == "hierarchical":
+        return owners
+    roles = load_resource("schemas", "layered.schema.json")["definitions"]["quantizable_data_type"]["items"]["enum"]
     return {**owners, **dict.fromkeys(roles, "quantizable_data_type")}
 
 
 @cache
-def _homes() -> Mapping[str, frozenset[str]]:
-    """Each block of the form, and its keys."""
-    schema = load_resource("schemas", "layered.schema.json")
+def _homes(form: Form) -> Mapping[str, frozenset[str]]:
+    """Each block of the form, and its keys; those of the other form are named as such."""
+    homes = {home: frozenset(keys) for home, keys in _blocks(form).items()}
+    if form == "layered":
+        blocks = load_resource("schemas", "layered.schema.json")["definitions"]
+        homes["tensor_quantize_config"] = frozenset(blocks["tensor_quantize_config"]["properties"])
+        homes["an entry of layer_quantize_config"] = frozenset(blocks["layer_entry"]["properties"])
+        return homes | {"the hierarchical form, and a file has one form": HIERARCHICAL_KEYS}
+    return homes | {"the layered form, and a file has one form": frozenset(_LAYERED_BLOCKS)}
+
+
+def _blocks(form: Form) -> Mapping[str, Mapping[str, Any]]:
+    """The blocks whose keys have values of their own."""
+    schema = load_resource("schemas", f"{form}.schema.json")
     blocks = schema["definitions"]
+    if form == "layered":
+        return {
+            "the top level": schema["properties"],
+            "overall_quantize_config": blocks["parameters"]["properties"],
+        }
     return {
-        "the top level": frozenset(schema["properties"]),
-        "overall_quantize_config": frozenset(blocks["parameters"]["properties"]),
-        "tensor_quantize_config": frozenset(blocks["tensor_quantize_config"]["properties"]),
-        "an entry of layer_quantize_config": frozenset(blocks["layer_entry"]["properties"]),
+        "the top level": schema["properties"],
+        "global_quant_config or a layer's configuration": blocks["level"]["properties"],
+        "a tensor's specification, such as weight": blocks["spec"]["properties"],
     }

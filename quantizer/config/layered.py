@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from quantizer.config.diagnostics import Place
-from quantizer.config.document import Document, pointer_to
+from quantizer.config.document import Document
 from quantizer.config.model import ROLES, Config, Role, Rule, Selector, Settings, Sourced
+from quantizer.config.view import View
 
 FIELDS = {
     "datatype": "dtype",
@@ -85,71 +86,53 @@ def translate(document: Document, ignored: Collection[str] = ()) -> Layered:
     return Layered(document, translator.settings(), translator.top(), tuple(map(translator.layer, entries)))
 
 
-class _Translator:
-    """The document and what of it is to be ignored; each method reads one part."""
-
-    def __init__(self, document: Document, ignored: frozenset[str]) -> None:
-        self.document = document
-        self.ignored = ignored
+class _Translator(View):
+    """Each method reads one part of the document."""
 
     def settings(self) -> Settings:
-        found = {name: value for name in _SETTINGS if (value := self._get(name)) is not None}
+        found = {name: value for name in _SETTINGS if (value := self.get(name)) is not None}
         if "onnx_opset_version" in found:
             found["onnx_opset_version"] = int(found["onnx_opset_version"])
-        places = {name: place for name in found if (place := self._place(name))}
+        places = {name: place for name in found if (place := self.place(name))}
         return Settings(**found, places=places)
 
     def top(self) -> Level:
         return self._level(Selector("all"), "overall_quantize_config", ())
 
     def items(self, key: str) -> Sequence[int]:
-        entries = self._get(key)
-        return [at for at in range(len(entries)) if self._get(key, at) is not None] if isinstance(entries, list) else []
+        entries = self.get(key)
+        return [at for at in range(len(entries)) if self.get(key, at) is not None] if isinstance(entries, list) else []
 
     def layer(self, index: int) -> Level:
         path = ("layer_quantize_config", index)
-        required = self._get(*path, "required") is not False
+        required = self.get(*path, "required") is not False
         for key, kind in (("layer_type", "type"), ("layer_name", "name")):
-            text = self._get(*path, key)
+            text = self.get(*path, key)
             if text is not None:
-                selector = Selector("type" if kind == "type" else "name", text, self._place(*path, key), required)
+                selector = Selector("type" if kind == "type" else "name", text, self.place(*path, key), required)
                 return self._level(selector, f"layer_quantize_config[{index}]", path)
         return self._level(Selector("name", required=False), f"layer_quantize_config[{index}]", path)
 
     def _level(self, selector: Selector, label: str, path: tuple[str | int, ...]) -> Level:
         overall = self._block(*path, "overall_quantize_config")
         for_others = {name: sourced for name, sourced in overall.items() if sourced.value != "per_channel"}
-        roles = self._get(*path, "quantizable_data_type")
+        roles = self.get(*path, "quantizable_data_type")
         return Level(
             selector=selector,
             label=label,
             pointer=path,
             roles=None if roles is None else frozenset(role for role in ROLES if role in roles),
-            roles_place=self._place(*path, "quantizable_data_type") if roles is not None else None,
+            roles_place=self.place(*path, "quantizable_data_type") if roles is not None else None,
             overall={role: overall if role == "weights" else for_others for role in ROLES},
             tensor={role: block for role in ROLES if (block := self._block(*path, "tensor_quantize_config", role))},
         )
 
     def _block(self, *path: str | int) -> Block:
-        found = {word: value for word in FIELDS if (value := self._get(*path, word)) is not None}
+        found = {word: value for word in FIELDS if (value := self.get(*path, word)) is not None}
         return {
-            FIELDS[word]: Sourced(_VALUES.get(FIELDS[word], _same)(value), self._place(*path, word))
+            FIELDS[word]: Sourced(_VALUES.get(FIELDS[word], _same)(value), self.place(*path, word))
             for word, value in found.items()
         }
-
-    def _get(self, *path: str | int) -> Any:
-        """The value at `path`; None if it is not there, null, or to be ignored."""
-        value: Any = self.document.value
-        for depth, part in enumerate(path):
-            reached = isinstance(value, list) if isinstance(part, int) else isinstance(value, dict) and part in value
-            if not reached or pointer_to(*path[: depth + 1]) in self.ignored:
-                return None
-            value = value[part]
-        return value
-
-    def _place(self, *path: str | int) -> Place | None:
-        pointer = pointer_to(*path)
-        return self.document.place(pointer) if pointer in self.document else None
 
 
 def _same(value: Any) -> Any:

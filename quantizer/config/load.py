@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quantizer.config import hierarchical
 from quantizer.config.check import check_meaning
+from quantizer.config.check_levels import check_levels
 from quantizer.config.diagnostics import ConfigError, Diagnostic, in_order
 from quantizer.config.document import Document, Text
-from quantizer.config.form import other_form
+from quantizer.config.form import Form, form_of
 from quantizer.config.layered import translate
 from quantizer.config.model import ROLES, Config
 from quantizer.config.read import read_document
 from quantizer.config.schema import check_structure
+from quantizer.config.spellings import canonical
 
 MANY = 200
 """From so many structural errors on, what the file means is not looked at: most of it is not there."""
@@ -47,18 +50,36 @@ def load_config(path: str | os.PathLike[str]) -> LoadResult:
 
 def check_document(document: Document) -> LoadResult:
     """Check a parsed document; the part of it that is sound is checked for conflicts even if another part is not."""
-    foreign = other_form(document)
-    if foreign:
-        return LoadResult(None, (foreign,), {document.source.name: document.source.text}, document)
-    structure = check_structure(document)
+    form = form_of(document)
+    known, notes = canonical(document) if form == "hierarchical" else (document, ())
+    structure = [*notes, *check_structure(known)]
+    sources = {document.source.name: document.source.text}
     if len(structure) > MANY:
-        return LoadResult(None, in_order(structure), {document.source.name: document.source.text}, document)
-    wrong = {found.place.pointer for found in structure if found.place and found.code not in ("QZ105", "QZ106")}
-    layered = translate(document, wrong)
-    diagnostics = in_order([*structure, *check_meaning(layered)])
+        return LoadResult(None, in_order(structure), sources, document)
+    wrong = {found.place.pointer for found in structure if found.place and found.code not in _NO_VALUE}
+    config, meaning = _READERS[form](known, wrong)
+    diagnostics = in_order([*structure, *meaning])
     usable = not any(found.severity == "error" for found in diagnostics)
-    config = layered.config() if usable else None
-    return LoadResult(config, diagnostics, {document.source.name: document.source.text}, document)
+    return LoadResult(config if usable else None, diagnostics, sources, document)
+
+
+def _layered(document: Document, wrong: Collection[str]) -> Reading:
+    layered = translate(document, wrong)
+    return layered.config(), tuple(check_meaning(layered))
+
+
+def _hierarchical(document: Document, wrong: Collection[str]) -> Reading:
+    levels = hierarchical.translate(document, wrong)
+    return levels.config(), tuple(check_levels(levels))
+
+
+Reading = tuple[Config, tuple[Diagnostic, ...]]
+_READERS: Mapping[Form, Callable[[Document, Collection[str]], Reading]] = {
+    "layered": _layered,
+    "hierarchical": _hierarchical,
+}
+_NO_VALUE = ("QZ105", "QZ106", "QZ116")
+"""Findings that leave the value at their place as it is."""
 
 
 def default_config() -> Config:

@@ -101,7 +101,8 @@ def _rules_of(key: str) -> Mapping[str, Mapping[str, Any]]:
     return {
         code: rule
         for code, rule in spec_rules().items()
-        if field in rule["then"]["properties"] or field in rule["if"]["properties"]
+        if rule.get("form") != "hierarchical"
+        and (field in rule["then"]["properties"] or field in rule["if"]["properties"])
     }
 
 

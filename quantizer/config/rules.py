@@ -33,45 +33,53 @@ class Conflict:
 
 @cache
 def spec_rules() -> Mapping[str, Mapping[str, Any]]:
-    """The rules of the spec schema by code; of each `title`, `description`, `help`, `if` and `then`."""
+    """The rules of the spec schema by code; of each `title`, `description`, `help`, `if` and `then`.
+
+    A rule with a `form` is about files of that form only, and its help is in that form's words.
+    """
     schema = load_resource("schemas", "quantization_spec.schema.json")
-    return {rule["code"]: rule for rule in schema["then"]["allOf"]}
+    return {rule["code"]: rule for rule in (*schema["then"]["allOf"], *schema["allOf"])}
 
 
 @lru_cache(maxsize=4096)
-def conflicts(spec: QuantizationSpec, role: Role, device: str) -> tuple[Conflict, ...]:
-    """The rules that `spec` breaks as the spec of a `role` tensor on `device` ("DPU", "CPU", "GPU"), ordered by code.
+def conflicts(spec: QuantizationSpec, role: Role, device: str, form: str = "layered") -> tuple[Conflict, ...]:
+    """The rules that `spec` breaks as the spec of a `role` tensor on `device` ("DPU", "CPU", "GPU", "IPU").
 
-    Floating-point specs break none.
+    `form` is that of the file. Formats without a scale break none, and other floating-point formats none of those
+    about integers.
 
     >>> spec = QuantizationSpec(symmetric=False, signed=False, method="mse")
     >>> [conflict.code for conflict in conflicts(spec, "activation", "CPU")]
     ['QZ302']
     """
-    if spec.dtype != "int":
+    if not spec.is_scaled:
         return ()
     instance = {**spec.to_json(), "tensor": role, "target_device": device}
     return tuple(
-        _conflict(rule, error.schema["errorMessage"])
-        for rule, validator in _validators()
+        _conflict(rule, error.schema["errorMessage"], form)
+        for rule, validator in _validators(spec.dtype == "int", form)
         for error in validator.iter_errors(instance)
         if isinstance(error.schema, dict)
     )
 
 
 @cache
-def _validators() -> tuple[tuple[Mapping[str, Any], Draft7Validator], ...]:
-    return tuple((rule, Draft7Validator({"if": rule["if"], "then": rule["then"]})) for rule in spec_rules().values())
+def _validators(integers: bool, form: str) -> tuple[tuple[Mapping[str, Any], Draft7Validator], ...]:
+    """The rules that are about the kind of format and the form, compiled."""
+    schema = load_resource("schemas", "quantization_spec.schema.json")
+    rules = [*(schema["then"]["allOf"] if integers else ()), *schema["allOf"]]
+    held = [rule for rule in rules if rule.get("form", form) == form]
+    return tuple((rule, Draft7Validator({"if": rule["if"], "then": rule["then"]})) for rule in held)
 
 
-def _conflict(rule: Mapping[str, Any], message: str) -> Conflict:
+def _conflict(rule: Mapping[str, Any], message: str, form: str) -> Conflict:
     severity = rule.get("severity", "error")
     named = (*rule["then"]["properties"], *rule["if"]["properties"])
     return Conflict(
         code=rule["code"],
         message=message,
         fields=tuple(name for name in named if name not in _CONTEXT),
-        help=rule["help"],
+        help=rule.get(f"help_{form}", rule["help"]),
         severity=severity,
         on_device=severity == "error" and "target_device" in named,
     )

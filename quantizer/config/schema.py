@@ -18,6 +18,7 @@ from jsonschema.validators import extend
 from quantizer.config.completion import missing_keys, paste
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document import Document, pointer_to
+from quantizer.config.form import Form, form_of
 from quantizer.config.hints import TYPE_WORDS, help_for_key, help_for_value
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import listed, quoted
@@ -38,9 +39,9 @@ _BY_KEYWORD = {
 
 
 def check_structure(document: Document) -> list[Diagnostic]:
-    """What in the file differs from schemas/layered.schema.json: at most one finding per value, key or block."""
+    """What in the file differs from the schema of its form: at most one finding per value, key or block."""
     found: dict[tuple[str, str], Diagnostic] = {}
-    errors = _validator().iter_errors(document.value)
+    errors = _validator(form_of(document)).iter_errors(document.value)
     diagnostics = (diagnostic for error in errors for diagnostic in _explain(document, error))
     for diagnostic in islice(diagnostics, MAX_FINDINGS):
         family = diagnostic.code if diagnostic.code in ("QZ102", "QZ105") else "value"
@@ -50,9 +51,9 @@ def check_structure(document: Document) -> list[Diagnostic]:
 
 
 @cache
-def _validator() -> Validator:
+def _validator(form: Form) -> Validator:
     checker: type[Validator] = extend(Draft7Validator, {"uniqueItems": _unique_items})  # type: ignore[no-untyped-call]
-    return checker(load_resource("schemas", "layered.schema.json"))
+    return checker(load_resource("schemas", f"{form}.schema.json"))
 
 
 def _unique_items(_: Validator, wanted: bool, items: Any, schema: Any) -> Iterator[ValidationError]:
@@ -72,7 +73,8 @@ def _explain(document: Document, error: ValidationError) -> Iterator[Diagnostic]
     if code.startswith(("QZ2", "QZ3")):
         return
     if code:
-        yield Diagnostic(code, schema["errorMessage"], document.place(pointer), help=_selector_help(error.instance))
+        remedy = schema.get("help") or _selector_help(error.instance)
+        yield Diagnostic(code, schema["errorMessage"], document.place(pointer), help=remedy)
     elif error.validator == "additionalProperties":
         yield from _unknown_keys(document, error, schema)
     elif error.validator == "required":
@@ -89,7 +91,7 @@ def _wrong_value(document: Document, error: ValidationError, schema: dict[str, A
     remark = None
     if keyword == "enum":
         message = f"{quoted(value)} is not a {title}"
-        remark = f"one of: {listed(schema['enum'])}"
+        remark = f"one of: {listed(word for word in schema['enum'] if word is not None)}"
     elif keyword == "type":
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         name = f'"{key}"' if isinstance(path[-1] if path else "", str) else f'an item of "{key}"'
@@ -99,7 +101,11 @@ def _wrong_value(document: Document, error: ValidationError, schema: dict[str, A
     else:
         message = f"{quoted(value)} is out of range for {key}"
         remark = _range(schema)
-    remedy = help_for_value(key, value, schema) if keyword != "uniqueItems" else "name each tensor type once"
+    remedy = (
+        help_for_value(key, value, schema, form_of(document))
+        if keyword != "uniqueItems"
+        else f"name each {schema['items']['title']} once"
+    )
     return Diagnostic(_BY_KEYWORD[keyword], message, document.place(pointer_to(*path)), remark=remark, help=remedy)
 
 
@@ -111,7 +117,7 @@ def _unknown_keys(document: Document, error: ValidationError, schema: dict[str, 
                 "QZ102",
                 f"unknown key {quoted(key)}",
                 place,
-                help=help_for_key(key, tuple(schema["properties"])),
+                help=help_for_key(key, tuple(schema["properties"]), form_of(document)),
             )
 
 

@@ -120,9 +120,9 @@ def test_every_format_takes_a_finding_without_a_place(form: str) -> None:
     assert "QZ501" in RENDERERS[form]([Diagnostic("QZ501", "no data")], {})
 
 
-def test_fix_leaves_a_file_of_the_other_form_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fix_leaves_a_file_of_the_hierarchical_form_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "net.json"
-    path.write_text('{"global_quant_config": {}}')
+    path.write_text('{"global_quant_config": {"weight": {"qscheme": "per_tensor"}}}')
     assert run_command(["validate", "--fix", str(path)]) == 1
-    assert path.read_text() == '{"global_quant_config": {}}'
-    assert "QZ114" in capsys.readouterr().out
+    assert path.read_text() == '{"global_quant_config": {"weight": {"qscheme": "per_tensor"}}}'
+    assert 'paste "dtype": "int8"' in capsys.readouterr().out

@@ -1,0 +1,230 @@
+"""Checks what a file of the hierarchical form means: each level merged with the global one, against the rule book."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from quantizer.config.diagnostics import Diagnostic, Place
+from quantizer.config.document import pointer_to
+from quantizer.config.hierarchical import Hierarchical, Level
+from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role, Sourced
+from quantizer.config.rules import Conflict, conflicts
+from quantizer.config.spec_words import (
+    GROUP_SIZES,
+    INTEGERS,
+    METHODS,
+    PARAMETERS,
+    is_block,
+    is_channel_axis,
+    is_per_token,
+    normalized,
+    said,
+    scheme,
+)
+
+
+def check_levels(levels: Hierarchical) -> Iterator[Diagnostic]:
+    """Findings on a file whose structure is sound, or on the sound part of it."""
+    scopes = list(_scopes(levels))
+    for scope in scopes:
+        yield from _broken_rules(scope, levels.settings.target_device)
+        yield from _observer(scope)
+        yield from _elements(scope)
+        yield from _unsigned(scope)
+        yield from _read_otherwise(scope)
+    yield from _idle(scopes)
+    yield from _devices(levels)
+    yield from _patterns(levels)
+    yield from _reserved(levels)
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """What holds for one role at one level, in the form's words."""
+
+    role: Role
+    raw: Mapping[str, Sourced]
+
+    def place(self, *keys: str) -> Place | None:
+        """Where the first of the keys that is stated stands."""
+        return next((self.raw[key].place for key in keys if key in self.raw), None)
+
+
+def _scopes(levels: Hierarchical) -> Iterator[_Scope]:
+    for level in levels.levels:
+        for role in level.specs:
+            yield _Scope(role, level.over(levels.wider(level), role))
+
+
+def _broken_rules(scope: _Scope, device: str) -> Iterator[Diagnostic]:
+    merged = normalized(scope.raw, scope.role)
+    spec = QuantizationSpec(**{name: sourced.value for name, sourced in merged.items()})
+    for conflict in conflicts(spec, scope.role, device, "hierarchical"):
+        yield _conflict(conflict, scope, merged)
+
+
+def _conflict(conflict: Conflict, scope: _Scope, merged: Mapping[str, Sourced]) -> Diagnostic:
+    """The finding at the value that the rule is about, or where it is missing, at the one that asks for it."""
+    named = [merged[name].place for name in conflict.fields if name in merged]
+    at, *others = dict.fromkeys(place for place in (*named, scope.place("dtype")) if place)
+    related = tuple((place, "in conflict with this") for place in others if place in named)
+    return Diagnostic(conflict.code, conflict.message, at, conflict.severity, help=conflict.help, related=related)
+
+
+def _observer(scope: _Scope) -> Iterator[Diagnostic]:
+    """An observer for another granularity, or none for a format that needs one."""
+    observer, found = said(scope.raw, "observer_cls"), scheme(scope.raw)
+    if observer is None or said(scope.raw, "dtype") in CAST_ONLY:
+        return
+    if observer not in METHODS:
+        text = f"{observer} finds no range, and {said(scope.raw, 'dtype')} needs one"
+        yield Diagnostic("QZ117", text, scope.place("observer_cls"), help="remove the key: MinMax is the default")
+    elif found not in METHODS[observer][1]:
+        fitting = [name for name, (method, schemes) in METHODS.items() if found in schemes and method == "maxmin"]
+        stated = scope.place("qscheme")
+        yield Diagnostic(
+            "QZ117",
+            f"{observer} does not go with {found}",
+            scope.place("observer_cls"),
+            help=f'write "observer_cls": "{fitting[0]}", or "qscheme": "{METHODS[observer][1][0]}"',
+            related=((stated, "in conflict with this"),) if stated else (),
+        )
+
+
+def _elements(scope: _Scope) -> Iterator[Diagnostic]:
+    if said(scope.raw, "dtype") == "mx" and "mx_element_dtype" not in scope.raw:
+        text = "a key is missing here: mx_element_dtype"
+        yield Diagnostic("QZ105", text, scope.place("dtype"), help='for example "mx_element_dtype": "fp4"')
+
+
+def _unsigned(scope: _Scope) -> Iterator[Diagnostic]:
+    unsigned = INTEGERS.get(said(scope.raw, "dtype"), (0, True))[1] is False
+    if unsigned and said(scope.raw, "symmetric"):
+        text = f"a symmetric {said(scope.raw, 'dtype')} has no codes below 0: negative values become 0"
+        yield Diagnostic("QZ121", text, scope.place("symmetric"), "warning", help='write "symmetric": false')
+
+
+def _read_otherwise(scope: _Scope) -> Iterator[Diagnostic]:
+    """Words that are honoured in another sense than their plain one, told once each."""
+    raw, parameter = scope.raw, scope.role in PARAMETERS
+    if said(raw, "dtype") in CAST_ONLY:
+        return
+    if parameter and said(raw, "is_dynamic") is True:
+        text = "weights and biases are quantized ahead of time: their range is found once"
+        yield Diagnostic("QZ122", text, scope.place("is_dynamic"), "note", help='write "is_dynamic": false')
+    if scheme(raw) == "per_channel" and is_per_token(raw, scope.role):
+        text = "dynamic per_channel is read as per_token: each row of the activation has a scale"
+        yield Diagnostic(
+            "QZ122", text, scope.place("qscheme", "observer_cls"), "note", help='write "qscheme": "per_token"'
+        )
+    if scheme(raw) != "per_group" or said(raw, "observer_cls") != "PerChannelMinMaxObserver":
+        return
+    axis = said(raw, "ch_axis")
+    if not is_channel_axis(raw, scope.role):
+        text = "PerChannelMinMaxObserver cuts the channels of a weight into groups; an activation needs an axis"
+        yield Diagnostic(
+            "QZ117", text, scope.place("observer_cls"), help='write "observer_cls": "PerGroupMinMaxObserver"'
+        )
+    elif axis in (0, 1):
+        text = f"ch_axis {axis} is the channel axis here: groups run along axis {1 - axis}"
+        help_ = f'to say the same: "observer_cls": "PerGroupMinMaxObserver", "ch_axis": {1 - axis}'
+        yield Diagnostic("QZ122", text, scope.place("ch_axis"), "note", help=help_)
+    elif axis is not None:
+        text = "with PerChannelMinMaxObserver, ch_axis is the channel axis: 0 or 1"
+        yield Diagnostic(
+            "QZ104",
+            text,
+            scope.place("ch_axis"),
+            help='write 0 or 1, or "observer_cls": "PerGroupMinMaxObserver" and the axis along which groups run',
+        )
+
+
+def _idle(scopes: list[_Scope]) -> Iterator[Diagnostic]:
+    """Keys that no level reads; what is read at one level has an effect."""
+    reasons = [_unread(scope) for scope in scopes]
+    used = {
+        sourced.place
+        for scope, unread in zip(scopes, reasons, strict=True)
+        for key, sourced in scope.raw.items()
+        if key not in unread
+    }
+    for scope, unread in zip(scopes, reasons, strict=True):
+        for key, reason in unread.items():
+            if scope.raw[key].place not in used:
+                yield Diagnostic("QZ111", f"{key} has no effect", scope.place(key), "warning", help=f"remove: {reason}")
+
+
+def _unread(scope: _Scope) -> dict[str, str]:
+    """The stated keys that have no effect in this scope, and why."""
+    raw, found = scope.raw, scheme(scope.raw)
+    dtype = said(raw, "dtype")
+    if dtype in CAST_ONLY:
+        needless = [key for key in raw if key != "dtype" and said(raw, "observer_cls") != raw[key].value]
+        return dict.fromkeys(needless, f"{dtype} has no scale")
+    per_token = is_per_token(raw, scope.role)
+    spelled = found == "per_channel" and per_token
+    reads = {
+        "ch_axis": (found in ("per_channel", "per_group"), f"{found} reads no axis"),
+        "group_size": (found == "per_group", "only per_group reads it"),
+        "percentage": (
+            said(raw, "observer_cls") == "PerTensorPercentileObserver",
+            "only PerTensorPercentileObserver reads it",
+        ),
+        "mx_element_dtype": (dtype == "mx", "only the dtype mx reads it"),
+        "scale_calculation_mode": (is_block(raw), "only block formats read it"),
+        "scale_type": (
+            not (is_block(raw) and said(raw, "scale_type") == "pof2"),
+            "a block format's scale is a power of two anyway",
+        ),
+        "scale_format": (
+            not (dtype in GROUP_SIZES and said(raw, "scale_format") == "float32"),
+            f"the scale of {dtype} is a power of two",
+        ),
+    }
+    return {key: why for key, (read, why) in reads.items() if key in raw and not read and not (spelled and read)}
+
+
+def _devices(levels: Hierarchical) -> Iterator[Diagnostic]:
+    """A layer's target_device that is not the model's."""
+    document = levels.document
+    for level in levels.levels[1:]:
+        stated = _at(document.value, level).get("target_device")
+        pointer = pointer_to(*level.pointer, "target_device")
+        if isinstance(stated, str) and stated != levels.settings.target_device:
+            related = levels.settings.places.get("target_device")
+            yield Diagnostic(
+                "QZ119",
+                f"the model's device is {levels.settings.target_device}, and a layer has none of its own",
+                document.place(pointer),
+                help="remove the key, and write it in global_quant_config",
+                related=((related, "the model's device"),) if related else (),
+            )
+
+
+def _at(value: Mapping[str, Mapping[str, Mapping[str, object]]], level: Level) -> Mapping[str, object]:
+    block, text = level.pointer
+    return value[str(block)][str(text)]
+
+
+def _patterns(levels: Hierarchical) -> Iterator[Diagnostic]:
+    for selector in (*(level.selector for level in levels.levels), *levels.excludes):
+        if selector.kind in ("name", "exclude") and selector.text.startswith("re:"):
+            try:
+                re.compile(selector.text[3:])
+            except (re.error, RecursionError, OverflowError) as error:
+                message = f"this is not a regular expression: {error}"
+                yield Diagnostic("QZ104", message, selector.place, help="the syntax is that of Python's re module")
+
+
+def _reserved(levels: Hierarchical) -> Iterator[Diagnostic]:
+    for key in ("algo_config", "pre_quant_opt_config"):
+        if levels.document.value.get(key):
+            yield Diagnostic(
+                "QZ110",
+                f"{key} is reserved: this version runs no algorithm",
+                levels.document.place(pointer_to(key), key=True),
+                "warning",
+                help="remove the key, or leave it for a later version",
+            )

@@ -1,0 +1,131 @@
+"""A spec of the hierarchical form, merged over the levels, in the fields of `QuantizationSpec`. Checks nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quantizer.config.model import CAST_ONLY, Role, Sourced
+from quantizer.config.types import RoundType, ScaleType
+
+Block = Mapping[str, Sourced]
+
+INTEGERS = {
+    f"{sign}int{bits}": (bits, not sign)
+    for sign, widths in (("", (2, 3, 4, 8, 16, 32)), ("u", (4, 8, 16)))
+    for bits in widths
+}
+"""Bits and sign of each integer dtype."""
+
+GROUP_SIZES = {"mx": 32, "bfp16": 8}
+"""The block formats, and the values that share an exponent where the file does not say. Source of 32: OCP
+Microscaling Formats v1.0, section 5."""
+
+METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "PerTensorMinMaxObserver": ("maxmin", ("per_tensor",)),
+    "PerChannelMinMaxObserver": ("maxmin", ("per_channel", "per_group", "per_token")),
+    "PerGroupMinMaxObserver": ("maxmin", ("per_group",)),
+    "PerTensorPercentileObserver": ("percentile", ("per_tensor",)),
+    "PerTensorMSEObserver": ("mse", ("per_tensor",)),
+    "PerBlockMXObserver": ("maxmin", ("per_group",)),
+    "PerBlockBFPObserver": ("maxmin", ("per_group",)),
+}
+"""Each observer's method, and the schemes it goes with; the first is meant where the file names none."""
+
+PARAMETERS = frozenset({"weights", "bias"})
+
+
+def said(raw: Block, key: str, default: Any = None) -> Any:
+    """The value of a key, or what holds where the file does not say."""
+    return raw[key].value if key in raw else default
+
+
+def is_block(raw: Block) -> bool:
+    """Whether groups of values share a power-of-two exponent."""
+    return said(raw, "dtype") in GROUP_SIZES or said(raw, "scale_format") == "e8m0"
+
+
+def scheme(raw: Block) -> str:
+    """The granularity as the file says it, or as its observer or block format implies it."""
+    observer = said(raw, "observer_cls")
+    implied = METHODS[observer][1][0] if observer in METHODS else "per_tensor"
+    return str(said(raw, "qscheme", "per_group" if is_block(raw) else implied))
+
+
+def is_per_token(raw: Block, role: Role) -> bool:
+    """Whether each row of an activation has a scale; "per_channel" means this too where it is dynamic."""
+    found = scheme(raw)
+    dynamic_channels = found == "per_channel" and said(raw, "is_dynamic") is True and role not in PARAMETERS
+    return found == "per_token" or dynamic_channels
+
+
+def is_channel_axis(raw: Block, role: Role) -> bool:
+    """Whether `ch_axis` names the channels that are cut into groups, not the axis along which groups run."""
+    return role in PARAMETERS and said(raw, "observer_cls") == "PerChannelMinMaxObserver"
+
+
+def normalized(raw: Block, role: Role) -> dict[str, Sourced]:
+    """The fields that differ from the defaults of `QuantizationSpec`, or that the file states, each from its key."""
+    if said(raw, "dtype") in CAST_ONLY:
+        return {"dtype": raw["dtype"]}
+    return {**_number(raw), **_scale(raw), **_granularity(raw, role), **_range(raw, role)}
+
+
+def _number(raw: Block) -> dict[str, Sourced]:
+    """Number format and rounding."""
+    fields: dict[str, Sourced] = {}
+    dtype = said(raw, "dtype")
+    if dtype in INTEGERS:
+        place = raw["dtype"].place
+        bits, signed = INTEGERS[dtype]
+        fields |= {name: Sourced(v, place) for name, v in (("dtype", "int"), ("bit_width", bits), ("signed", signed))}
+        fields["symmetric"] = raw.get("symmetric", Sourced(signed, place))
+    elif dtype is not None:
+        element = said(raw, "mx_element_dtype")
+        word = ("mx_int8" if element == "int8" else element or "mx_int8") if dtype == "mx" else dtype
+        fields["dtype"] = Sourced(word, raw["dtype"].place)
+        fields |= {key: raw[key] for key in ("symmetric",) if key in raw}
+    if "round_method" in raw:
+        fields["round_mode"] = _mapped(raw["round_method"], RoundType[raw["round_method"].value].value)
+    return fields
+
+
+def _scale(raw: Block) -> dict[str, Sourced]:
+    if is_block(raw):
+        fields = {"scale_type": _mapped(raw.get("scale_format", raw["dtype"]), "e8m0")}
+        return fields | ({"scale_mode": raw["scale_calculation_mode"]} if "scale_calculation_mode" in raw else {})
+    stated = raw.get("scale_type")
+    return {"scale_type": _mapped(stated, ScaleType[stated.value].value)} if stated else {}
+
+
+def _granularity(raw: Block, role: Role) -> dict[str, Sourced]:
+    found = scheme(raw)
+    cause = next((raw[key] for key in ("qscheme", "observer_cls", "dtype") if key in raw), Sourced(None))
+    if is_per_token(raw, role):
+        return {"qscheme": _mapped(cause, "per_token")}
+    fields = {"qscheme": _mapped(cause, found)} if found != "per_tensor" or "qscheme" in raw else {}
+    if found in ("per_channel", "per_group") and "ch_axis" in raw:
+        axis = raw["ch_axis"]
+        flipped = found == "per_group" and is_channel_axis(raw, role) and axis.value in (0, 1)
+        fields["ch_axis"] = _mapped(axis, 1 - axis.value) if flipped else axis
+    if found == "per_group":
+        default = GROUP_SIZES.get(said(raw, "dtype"), 32 if is_block(raw) else None)
+        size = raw.get("group_size", _mapped(cause, default) if default else None)
+        fields |= {"group_size": size} if size else {}
+    return fields
+
+
+def _range(raw: Block, role: Role) -> dict[str, Sourced]:
+    """How the range is found; parameters do not change, so theirs is found once, whatever `is_dynamic` says."""
+    fields = {}
+    if "is_dynamic" in raw and role not in PARAMETERS:
+        fields["is_dynamic"] = raw["is_dynamic"]
+    if said(raw, "observer_cls") in METHODS:
+        fields["method"] = _mapped(raw["observer_cls"], METHODS[raw["observer_cls"].value][0])
+    if "percentage" in raw and said(raw, "observer_cls") == "PerTensorPercentileObserver":
+        fields["percentage"] = _mapped(raw["percentage"], float(raw["percentage"].value))
+    return fields
+
+
+def _mapped(source: Sourced, value: Any) -> Sourced:
+    return Sourced(value, source.place)
