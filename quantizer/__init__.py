@@ -1,4 +1,4 @@
-"""Post-training quantization of PyTorch models, driven by a JSON file.
+"""Post-training quantization of PyTorch models, driven by a JSON file or by dataclasses.
 
 Importing this package imports no torch: the heavy rooms are loaded when they are first used.
 """
@@ -6,14 +6,78 @@ Importing this package imports no torch: the heavy rooms are loaded when they ar
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quantizer import nn as nn
+    from quantizer.api.config import (
+        AlgoConfig,
+        AWQConfig,
+        Config,
+        GPTQConfig,
+        PreQuantOptConfig,
+        QuantizationConfig,
+        QuantizationSpec,
+        SmoothQuantConfig,
+    )
+    from quantizer.api.model_quantizer import ModelQuantizer
+    from quantizer.api.observers import (
+        ObserverBase,
+        PerBlockBFPObserver,
+        PerBlockMXObserver,
+        PerChannelMinMaxObserver,
+        PerGroupMinMaxObserver,
+        PerTensorMinMaxObserver,
+        PerTensorMSEObserver,
+        PerTensorPercentileObserver,
+        PlaceholderObserver,
+    )
+    from quantizer.config.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
 
 __version__ = "0.1.0"
-_LAZY = ("nn",)
+__all__ = [
+    "AWQConfig",
+    "AlgoConfig",
+    "Config",
+    "DeviceType",
+    "Dtype",
+    "GPTQConfig",
+    "ModelQuantizer",
+    "ObserverBase",
+    "PerBlockBFPObserver",
+    "PerBlockMXObserver",
+    "PerChannelMinMaxObserver",
+    "PerGroupMinMaxObserver",
+    "PerTensorMSEObserver",
+    "PerTensorMinMaxObserver",
+    "PerTensorPercentileObserver",
+    "PlaceholderObserver",
+    "PreQuantOptConfig",
+    "QSchemeType",
+    "QuantizationConfig",
+    "QuantizationSpec",
+    "RoundType",
+    "ScaleType",
+    "SmoothQuantConfig",
+    "nn",
+]
+_HOMES = ("quantizer.config.types", "quantizer.api.observers", "quantizer.api.config", "quantizer.api.model_quantizer")
+"""The modules that have the public names, cheapest first; only the last imports torch."""
 
 
 def __getattr__(name: str) -> Any:
-    """Load `quantizer.nn` on first use, so that generated code needs only `import quantizer`."""
-    if name in _LAZY:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Load a public name, or `quantizer.nn`, on first use; generated code needs only `import quantizer`."""
+    if name == "nn":
+        return importlib.import_module("quantizer.nn")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for home in _HOMES:
+        module = importlib.import_module(home)
+        if hasattr(module, name):
+            globals()[name] = getattr(module, name)
+            break
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -42,7 +42,7 @@ def derived(graph: Graph) -> set[str]:
         if node.op == "input":
             follows = not node.is_float
         elif node.row.kind == "structural":
-            follows = node.op not in ("parameter", "dequant_stub")
+            follows = node.op not in ("parameter", "module_input", "dequant_stub")
         else:
             follows = not node.params and node.op != "quant_stub" and all(name in found for name in node.refs())
         if follows:

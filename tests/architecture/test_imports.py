@@ -19,7 +19,7 @@ LAYERS = (
     ("algorithms",),
     ("engine",),
     ("export", "report"),
-    ("cli",),
+    ("cli", "api"),
 )
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 ROOT_FILES = {"__init__", "__main__"}

@@ -1,0 +1,183 @@
+"""What to quantize and how, as dataclasses with the fields of the hierarchical file form. Imports no torch.
+
+Source of names, order and defaults: AMD Quark for PyTorch, documentation of `quark.torch.quantization.config.config`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from quantizer.api.fields import check, checked
+from quantizer.api.observers import ObserverBase
+from quantizer.atomic import replace_file
+from quantizer.config.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
+from quantizer.errors import UsageError
+
+
+@checked
+@dataclass
+class QuantizationSpec:
+    """How one tensor is quantized. None means that a wider level, or the default, says it.
+
+    The fields from `percentage` on are additions: `percentage` is read by `PerTensorPercentileObserver`;
+    `mx_element_dtype` is the element of `Dtype.mx`; `scale_format="e8m0"` gives groups of another format a shared
+    exponent, too, and `scale_calculation_mode` ("floor", "even" or "ceil") finds it.
+    """
+
+    dtype: Dtype
+    is_dynamic: bool | None = None
+    observer_cls: type[ObserverBase] | None = None
+    qscheme: QSchemeType | None = None
+    ch_axis: int | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
+    round_method: RoundType | None = None
+    scale_type: ScaleType | None = None
+    percentage: float | None = None
+    mx_element_dtype: Dtype | None = None
+    scale_calculation_mode: str | None = None
+    scale_format: str | None = None
+
+
+@checked
+@dataclass
+class QuantizationConfig:
+    """The specs of a layer's tensors. None inherits: layer from layer type, layer type from global; there, float."""
+
+    input_tensors: QuantizationSpec | None = None
+    output_tensors: QuantizationSpec | None = None
+    weight: QuantizationSpec | None = None
+    bias: QuantizationSpec | None = None
+    target_device: DeviceType | None = None
+
+
+class AlgoConfig:
+    """Settings of an algorithm that changes weights when their scales are known."""
+
+
+class PreQuantOptConfig:
+    """Settings of an algorithm that changes weights before they are quantized."""
+
+
+@checked
+@dataclass
+class SmoothQuantConfig(PreQuantOptConfig, AlgoConfig):
+    """SmoothQuant (arXiv 2211.10438): moves the range of activations into weights; in either of the two fields."""
+
+    name: str = "smoothquant"
+    alpha: float = 1
+    scale_clamp_min: float = 1e-3
+    scaling_layers: list[dict[str, Any]] | None = None
+    embedding_layers: list[str] | None = None
+    model_decoder_layers: str | None = None
+
+
+@checked
+@dataclass
+class AWQConfig(AlgoConfig):
+    """Activation-aware weight quantization (arXiv 2306.00978). `algo_processor` is accepted and not used."""
+
+    name: str = "awq"
+    bit: int = 4
+    sym: bool = False
+    group_size: int = 128
+    algo_processor: type[object] | None = None
+    scaling_layers: list[dict[str, Any]] | None = None
+    model_decoder_layers: str | None = None
+    embedding_layers: list[str] | None = None
+
+
+@checked
+@dataclass
+class GPTQConfig(AlgoConfig):
+    """GPTQ (arXiv 2210.17323): rounds weights column by column, each making up for the errors before."""
+
+    name: str = "gptq"
+    bit: int = 4
+    sym: bool = False
+    group_size: int = 128
+    damp_percent: float = 0.01
+    desc_act: bool = True
+    static_groups: bool = False
+    true_sequential: bool = True
+    inside_layer_modules: list[str] | None = None
+    model_decoder_layers: str | None = None
+    embedding_layers: list[str] | None = None
+
+
+@checked
+@dataclass
+class Config:
+    """A whole configuration: global < layer type < layer name < exclude, field by field.
+
+    `to_dict` gives the hierarchical file form, so `save` writes a file for `--config_file`.
+    """
+
+    global_quant_config: QuantizationConfig
+    layer_type_quant_config: dict[str, QuantizationConfig] = field(default_factory=dict)
+    layer_quant_config: dict[str, QuantizationConfig] = field(default_factory=dict)
+    exclude: list[str] = field(default_factory=list)
+    algo_config: AlgoConfig | list[AlgoConfig] | None = None
+    pre_quant_opt_config: PreQuantOptConfig | list[PreQuantOptConfig] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config in the words of the hierarchical form; fields that are None are left out.
+
+        Raises:
+            UsageError: a field has been given a value of another type.
+        """
+        document: dict[str, Any] = _to_json(self)
+        return document
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Config:
+        """The config that a document of the hierarchical form says.
+
+        Raises:
+            ConfigError: with all findings, if it cannot be used.
+        """
+        from quantizer.api.reading import config_of
+
+        return config_of(document, "Config")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a config file.
+
+        Raises:
+            UsageError: the file cannot be written.
+        """
+        text = json.dumps(self.to_dict(), indent=2) + "\n"
+        try:
+            replace_file(Path(path), text.encode())
+        except OSError as error:
+            raise UsageError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Config:
+        """The config of a file in the hierarchical form.
+
+        Raises:
+            ConfigError: with all findings and their places, if it cannot be used.
+        """
+        from quantizer.api.reading import config_of_file
+
+        return config_of_file(path)
+
+
+def _to_json(value: Any) -> Any:
+    """Enumeration members and classes become their names."""
+    if is_dataclass(value):
+        check(value)
+        named = ((f.name, getattr(value, f.name)) for f in fields(value))
+        return {name: _to_json(item) for name, item in named if item is not None}
+    if isinstance(value, (Enum, type)):
+        return value.name if isinstance(value, Enum) else value.__name__
+    if isinstance(value, dict):
+        return {key: _to_json(item) for key, item in value.items()}
+    return [_to_json(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,104 @@
+"""Checks the fields of the API's dataclasses against their annotations, in sentences. Knows no field by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import types
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from quantizer.errors import UsageError
+
+T = TypeVar("T")
+
+
+def checked(cls: type[T]) -> type[T]:
+    """A dataclass whose construction refuses unknown fields and values of another type.
+
+    Raises (when the class is called):
+        UsageError: naming class, field and value.
+    """
+    build: Callable[..., None] = cls.__init__
+
+    @functools.wraps(build)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        names = [field.name for field in dataclasses.fields(self)]
+        for name in kwargs:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 1, 0.5)
+                raise UsageError(
+                    f"{cls.__name__} has no field {name!r}",
+                    help=f"did you mean {near[0]!r}?" if near else f"its fields are {', '.join(names)}",
+                )
+        build(self, *args, **kwargs)
+        check(self)
+
+    cls.__init__ = init  # type: ignore[assignment]
+    return cls
+
+
+def check(value: Any) -> None:
+    """Check every field of a dataclass; its values may have been changed since it was made.
+
+    Raises:
+        UsageError: a field's value is not of its type.
+    """
+    for name, hint in get_type_hints(type(value)).items():
+        found = getattr(value, name)
+        if not fits(found, hint):
+            raise UsageError(
+                f"{type(value).__name__}.{name} is {_shown(found)}, not {_expected(hint)}", help=_help(found, hint)
+            )
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type; True and False are no numbers, an int is a float.
+
+    >>> fits(1, float), fits(True, int), fits(["a"], list[str]), fits(None, int | None)
+    (True, False, True, True)
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, argument) for argument in arguments)
+    if origin is type:
+        return isinstance(value, type) and issubclass(value, arguments[0])
+    if origin is dict:
+        keys, values = arguments
+        return isinstance(value, dict) and all(fits(k, keys) and fits(v, values) for k, v in value.items())
+    if origin is list:
+        return isinstance(value, list) and all(fits(item, arguments[0]) for item in value)
+    if hint in (int, float):
+        return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
+    return hint is Any or isinstance(value, hint)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
+
+
+def _expected(hint: Any) -> str:
+    """A type in words."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_expected(argument) for argument in get_args(hint))
+    if get_origin(hint) is type:
+        return f"a subclass of {get_args(hint)[0].__name__}"
+    if hint is type(None):
+        return "None"
+    name = hint.__name__
+    if get_args(hint):
+        name = f"{name} of {' to '.join(argument.__name__ for argument in get_args(hint))}"
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _help(value: Any, hint: Any) -> str | None:
+    """What to write instead, where that can be told."""
+    for wanted in (hint, *get_args(hint)):
+        if isinstance(wanted, type) and issubclass(wanted, Enum):
+            names = list(wanted.__members__)
+            near = difflib.get_close_matches(str(value), names, 1, 0.5)
+            return f"write {wanted.__name__}.{near[0]}" if near else f"one of {', '.join(names)}"
+    return None

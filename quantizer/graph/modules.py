@@ -1,0 +1,148 @@
+"""The graph of a module tree: a node for each layer that can be quantized in place, fed by itself. Traces nothing.
+
+Names, scopes and operators are those that a trace would give where each layer is called once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from quantizer.errors import ModelError
+from quantizer.graph.ir import Graph, Node, Ref
+from quantizer.graph.names import Namer
+
+OPERATORS: dict[type[nn.Module], str] = {
+    nn.Linear: "linear",
+    nn.Conv1d: "conv1d",
+    nn.Conv2d: "conv2d",
+    nn.Conv3d: "conv3d",
+    nn.ConvTranspose1d: "conv_transpose1d",
+    nn.ConvTranspose2d: "conv_transpose2d",
+    nn.ConvTranspose3d: "conv_transpose3d",
+    nn.Embedding: "embedding",
+    nn.LSTM: "lstm",
+    nn.GRU: "gru",
+    nn.RNN: "rnn_tanh",
+    nn.MultiheadAttention: "linear",  # its projection of query, key and value
+}
+"""The operator of a class and of its subclasses."""
+
+_PROJECTIONS = {"weight_q": "q_proj_weight", "weight_k": "k_proj_weight", "weight_v": "v_proj_weight"}
+
+
+def module_graph(model: nn.Module) -> Graph:
+    """The layers of `model` as nodes that share nothing; a tied parameter keeps its first path in `tensors`.
+
+    A layer's `scope` is its dotted path. Its input is a `module_input` node, so that only its own rules reach it;
+    a layer whose forward is never called (the output projection of `nn.MultiheadAttention`) has none. A weight that
+    is kept [in, out] stands in `tensors` as [out, in].
+
+    Raises:
+        ModelError: a layer has no weights yet (lazy modules, the meta device).
+    """
+    namer = Namer(model)
+    paths = {id(parameter): path for path, parameter in model.named_parameters()}
+    nodes: list[Node] = []
+    tensors: dict[str, Tensor] = {}
+    for path, module, op in quantizable(model):
+        params = {}
+        for key, attribute in parameters_of(module).items():
+            parameter = module.get_parameter(attribute)
+            _check_values(f"{path}.{attribute}", parameter)
+            params[key] = paths[id(parameter)] + (".T" if key == "weight" and is_transposed(module) else "")
+            tensors[params[key]] = as_planned(module, key, parameter.detach())
+        dtype = tensors[next(iter(params.values()))].dtype
+        name = namer.name(path, op)
+        inputs = {}
+        if is_called(module):
+            source = f"{namer.model}::module_input_{len(nodes)}"
+            nodes.append(Node(source, "module_input", "module", dtype=torch.int64 if op == "embedding" else dtype))
+            inputs["indices" if op == "embedding" else "input"] = Ref(source)
+        makes_tensor = is_called(module) and not isinstance(module, nn.RNNBase)
+        nodes.append(
+            Node(
+                name,
+                op,
+                "module",
+                inputs,
+                params=params,
+                scope=path,
+                classes=namer.classes(path),
+                dtype=dtype if makes_tensor else None,
+            )
+        )
+    output = tuple(Ref(node.name) for node in nodes if node.params)
+    return Graph(namer.model, tuple(nodes), output, tensors)
+
+
+def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(dotted path, module, operator) of each layer that can be quantized, shared ones once."""
+    for path, module in model.named_modules():
+        op = operator_of(module)
+        if op and "weight" in {key.partition("_")[0] for key in parameters_of(module)}:
+            yield path, module, op
+
+
+def operator_of(module: nn.Module) -> str | None:
+    """The operator that a module computes with its weight, None if it is none of ours."""
+    if isinstance(module, nn.RNN) and module.nonlinearity == "relu":
+        return "rnn_relu"
+    if is_transposed(module):
+        return "linear"
+    return next((op for cls, op in OPERATORS.items() if isinstance(module, cls)), None)
+
+
+def parameters_of(module: nn.Module) -> Mapping[str, str]:
+    """Role-like key ("weight", "bias_ih_l0", …) to attribute, for parameters of floating point that the module owns.
+
+    A weight that is computed (by a parametrization) or stored in integers is not among them.
+    """
+    wanted: Mapping[str, str] = {"weight": "weight", "bias": "bias"}
+    if isinstance(module, nn.RNNBase):
+        wanted = {name: name for name in module._parameters if name.startswith(("weight", "bias"))}
+    elif isinstance(module, nn.MultiheadAttention):
+        wanted = {"weight": "in_proj_weight", **_PROJECTIONS, "bias": "in_proj_bias"}
+    owned = {name for name, value in module._parameters.items() if value is not None and value.is_floating_point()}
+    return {key: name for key, name in wanted.items() if name in owned}
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether this is transformers' Conv1D: a linear layer with its weight as [in, out]."""
+    weight = module._parameters.get("weight")
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and weight is not None and weight.dim() == 2
+
+
+def as_planned(module: nn.Module, key: str, value: Tensor) -> Tensor:
+    """A parameter, or a tensor shaped like it, with its axes as the plan counts them; the way back is the same."""
+    return value.t() if key == "weight" and is_transposed(module) else value
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether the layer's forward runs; attention reads the weights of its projections directly."""
+    return not isinstance(module, (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear))
+
+
+def left_out(model: nn.Module, graph: Graph) -> dict[str, str]:
+    """Path and class of each module with trained weights of two or more dimensions that no node covers."""
+    covered = {node.scope for node in graph.nodes if node.params}
+    return {
+        path: type(module).__name__
+        for path, module in model.named_modules()
+        if path not in covered and any(_is_matrix(p) for p in module.parameters(recurse=False))
+    }
+
+
+def _is_matrix(parameter: Any) -> bool:
+    return not is_lazy(parameter) and parameter.dim() > 1
+
+
+def _check_values(path: str, parameter: Any) -> None:
+    if is_lazy(parameter):
+        raise ModelError(f"{path} has no shape yet: its layer is lazy", help="run the model once on real data first")
+    if parameter.is_meta:
+        raise ModelError(f"{path} is on the meta device, without values", help="load the model's weights first")
