@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import logging
 import math
 import re
@@ -20,20 +19,26 @@ from torch.utils.data import Dataset, IterableDataset
 from quantizer.errors import DataError, UsageError
 from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch, as_batch, positional_inputs
+from quantizer.sources.files import FORMS, IMAGES, TENSORS, TEXTS, find_files
 from quantizer.sources.fingerprint import Fingerprint
-from quantizer.sources.images import EXAMPLE, IMAGE_SUFFIXES, find_images, image_batches, parse_preprocess
+from quantizer.sources.images import EXAMPLE, find_images, image_batches, parse_preprocess
 from quantizer.sources.prefetch import prefetched
 from quantizer.sources.tensor_data import tensor_batches
-from quantizer.sources.tensor_files import READERS
+from quantizer.sources.text import TextData, Windows
 from quantizer.sources.user_code import import_user_module, split_spec, user_errors
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_BATCH_SIZE = 32
-FORMS = (
-    "give FILE.py:factory, package.module:factory, a file, folder or glob of .npy, .npz, .safetensors or .pt tensors, "
-    "a folder of images, or random:NxCxHxW"
-)
+DEFAULT_TEXT_BATCH = 1  # a window has hundreds of tokens, and each a row of logits
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What files need beyond themselves to become samples: images how they are resized, texts how they are cut."""
+
+    preprocess: str | None = None
+    windows: Windows | None = None
 
 
 @dataclass
@@ -108,33 +113,30 @@ def load_batches(
     batch_size: int | None = None,
     subset_len: int | None = None,
     seed: int = 0,
-    preprocess: str | None = None,
+    reading: Reading | None = None,
 ) -> Batches:
     """The batches of `--data`, or of a callable or iterable of the user's.
 
-    The user's own batches stay as they are; files, images and random data are cut to `batch_size` (default 32).
-    `subset_len` counts samples exactly and cuts the last batch. `seed` draws random data and the order of images, and
-    seeds the global generators before each pass of the user's loader. `module` tells how many inputs a tuple holds.
-    Raises `DataError` or `UsageError`; what only shows in the data itself is raised while iterating.
+    The user's own batches stay as they are; files, images and random data are cut to `batch_size` (default 32, for
+    texts 1). `subset_len` counts samples exactly and cuts the last batch. `seed` draws random data and the order of
+    images, and seeds the global generators before each pass of the user's loader. `module` tells how many inputs a
+    tuple holds. Raises `DataError` or `UsageError`; what only shows in the data itself is raised while iterating.
     """
     for name, value in {"batch size": batch_size, "subset length": subset_len}.items():
         if value is not None and value < 1:
             raise UsageError(f"the {name} must be at least 1, not {value}")
     size = batch_size or DEFAULT_BATCH_SIZE
-    paths = _paths(source) if isinstance(source, str) else []
-    if paths and paths[0].suffix.lower() not in READERS:
-        images = find_images(paths)
-        if preprocess is None:
-            raise UsageError(
-                f"{source}: images need preprocessing, and none is given", help=f"--preprocess '{EXAMPLE}'"
-            )
-        open_images = partial(image_batches, images, parse_preprocess(preprocess), size, seed)
-        length = math.ceil(len(images) / size)
-        return Batches(partial(prefetched, open_images), str(source), subset_len, length=length)
-    if preprocess is not None:
+    kind, paths = find_files(source) if isinstance(source, str) else ("", [])
+    if reading and reading.preprocess is not None and kind != IMAGES:
         raise UsageError("--preprocess is for folders of images, and the data are none")
-    if paths:
+    if kind == IMAGES:
+        return _image_data(str(source), paths, reading, size, seed, subset_len)
+    if kind == TENSORS:
         return Batches(partial(prefetched, partial(tensor_batches, paths, size)), str(source), subset_len)
+    if kind == TEXTS:
+        windows = reading.windows if reading and reading.windows else Windows()
+        text = TextData(paths, str(source), windows, module)
+        return Batches(partial(text.batches, batch_size or DEFAULT_TEXT_BATCH), text.label, subset_len)
     if isinstance(source, str) and source.startswith("random:"):
         shape = _random_shape(source)
         draw = partial(_random_batches, shape, size, seed)
@@ -145,36 +147,14 @@ def load_batches(
     return batches
 
 
-def _paths(spec: str) -> list[Path]:
-    """The files that `spec` stands for, all of one kind; a folder of images stays a folder; none if it is no path."""
-    path = Path(spec)
-    if path.suffix == ".py" or spec.startswith("random:"):
-        return []
-    if path.is_dir():
-        found = sorted(path.iterdir())
-        if not any(file.suffix.lower() in READERS for file in found):
-            return [path]
-    elif path.is_file():
-        found = [path]
-    elif glob.has_magic(spec):
-        found = sorted(Path(name) for name in glob.glob(spec, recursive=True))
-    elif split_spec(spec)[1]:
-        return []
-    else:
-        raise DataError(f"there is no file or folder {spec}", help=FORMS)
-    return _of_one_kind(spec, found)
-
-
-def _of_one_kind(spec: str, found: list[Path]) -> list[Path]:
-    tensors = [path for path in found if path.suffix.lower() in READERS]
-    images = [path for path in found if path.suffix.lower() in IMAGE_SUFFIXES]
-    if tensors and images:
-        raise DataError(
-            f"{spec} holds tensor files and images", help=f"name one kind, for example {Path(spec) / '*.npy'}"
-        )
-    if not tensors and not images:
-        raise DataError(f"{spec} gives no tensor file and no image", help=FORMS)
-    return tensors or images
+def _image_data(
+    source: str, paths: list[Path], reading: Reading | None, size: int, seed: int, subset_len: int | None
+) -> Batches:
+    images = find_images(paths)
+    if reading is None or reading.preprocess is None:
+        raise UsageError(f"{source}: images need preprocessing, and none is given", help=f"--preprocess '{EXAMPLE}'")
+    opened = partial(image_batches, images, parse_preprocess(reading.preprocess), size, seed)
+    return Batches(partial(prefetched, opened), source, subset_len, length=math.ceil(len(images) / size))
 
 
 def _random_shape(spec: str) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ def find_images(paths: Sequence[Path]) -> list[tuple[Path, int | None]]:
     classes = [(folder, images) for folder, images in classes if images]
     if not flat and not classes:
         raise DataError(
-            f"{paths[0]} holds no tensor file and no image", help=f"images end in {', '.join(IMAGE_SUFFIXES)}"
+            f"{paths[0]} holds no tensor file, no text and no image", help=f"images end in {', '.join(IMAGE_SUFFIXES)}"
         )
     if flat and classes:
         raise DataError(

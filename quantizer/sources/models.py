@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import json
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from quantizer.errors import DataError, ModelError
 from quantizer.sources.batches import Batch
+from quantizer.sources.hugging_face import CONFIG, example_input, load_hugging_face
+from quantizer.sources.tokenizer import Encode, as_encode, has_tokenizer, load_tokenizer
 from quantizer.sources.user_code import UserModule, import_user_module, split_spec, user_errors
 from quantizer.sources.weights import WEIGHT_SUFFIXES, check_finite, load_weights
 
@@ -32,7 +32,8 @@ class LoadedModel:
     """A float model ready to be traced, and what its file offers under the conventional names.
 
     `name` is the class name of `module`. `calibration_data` and `evaluation_data` (by default the same) return what
-    `load_batches` takes; `evaluate(model, data)` returns metrics by name.
+    `load_batches` takes; `evaluate(model, data)` returns metrics by name. `tokenizer` loads the function from text to
+    token ids. `example(seq_len)` is an item as data give it, for its shape alone.
     """
 
     module: nn.Module
@@ -40,6 +41,8 @@ class LoadedModel:
     calibration_data: Callable[[], Any] | None = None
     evaluation_data: Callable[[], Any] | None = None
     evaluate: Evaluate | None = None
+    tokenizer: Callable[[], Encode] | None = None
+    example: Callable[[int], Any] | None = None
 
 
 def load_model(spec: str, weights: str | None = None, *, trust: bool = False) -> LoadedModel:
@@ -50,7 +53,7 @@ def load_model(spec: str, weights: str | None = None, *, trust: bool = False) ->
     """
     path = Path(spec)
     if path.is_dir():
-        loaded = LoadedModel(module := _from_hugging_face(path), type(module).__name__)
+        loaded = _from_folder(path)
     elif reader := _FILES.get(path.suffix.lower()):
         module = reader(path, trust)
         loaded = LoadedModel(module, type(module).__name__)
@@ -107,7 +110,7 @@ def _from_python(spec: str) -> LoadedModel:
         raise ModelError(f"{spec!r} is neither a file, a folder nor module:factory", help=FORMS)
     user = import_user_module(location, ModelError)
     module = _build(user, "model" if name is None else name)
-    evaluate = user.find("evaluate")
+    evaluate, example = user.find("evaluate"), _data(user, "example_input")
     calibration_data = _data(user, "calibration_data")
     return LoadedModel(
         module=_in_eval_mode(module),
@@ -115,7 +118,14 @@ def _from_python(spec: str) -> LoadedModel:
         calibration_data=calibration_data,
         evaluation_data=_data(user, "evaluation_data") or calibration_data,
         evaluate=_checked_evaluate(user, evaluate) if evaluate is not None else None,
+        tokenizer=_tokenizer(user),
+        example=(lambda seq_len: example()) if example is not None else None,
     )
+
+
+def _tokenizer(user: UserModule) -> Callable[[], Encode] | None:
+    make = _data(user, "tokenizer")
+    return (lambda: as_encode(make(), f"tokenizer() of {user.label}")) if make is not None else None
 
 
 def _build(user: UserModule, name: str) -> nn.Module:
@@ -205,15 +215,13 @@ _FILES: dict[str, Callable[[Path, bool], nn.Module]] = {
 }
 
 
-def _from_hugging_face(folder: Path) -> nn.Module:
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} is a folder without a config.json, so not a Hugging Face model", help=FORMS)
-    if importlib.util.find_spec("transformers") is None:
-        raise ModelError(
-            f"{folder} is a Hugging Face model, and transformers is missing", help="pip install transformers"
-        )
-    with user_errors(f"transformers, loading {folder},", ModelError):
-        architectures = json.loads((folder / "config.json").read_text("utf-8")).get("architectures") or ["AutoModel"]
-        model_class = getattr(importlib.import_module("transformers"), architectures[0])
-        logger.info("loading %s from %s", architectures[0], folder)
-        return _in_eval_mode(model_class.from_pretrained(folder, local_files_only=True, use_safetensors=True))
+def _from_folder(folder: Path) -> LoadedModel:
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"{folder} is a folder without a {CONFIG}, so not a Hugging Face model", help=FORMS)
+    module = load_hugging_face(folder)
+    return LoadedModel(
+        module,
+        type(module).__name__,
+        tokenizer=partial(load_tokenizer, folder) if has_tokenizer(folder) else None,
+        example=partial(example_input, module),
+    )

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantizer.errors import DataError, UsageError
-from quantizer.sources.data import load_batches
+from quantizer.sources.data import Reading, load_batches
 
 X = torch.arange(30, dtype=torch.float32).reshape(5, 3, 2)
 Y = torch.arange(5)
@@ -82,7 +82,7 @@ def test_numpy_files_need_no_numpy() -> None:
     numpy.savez_compressed("a.npz", x=numpy.ones((3, 2), "f4"))
     code = (
         "import sys; sys.modules['numpy'] = None\n"
-        "from quantizer.sources.data import load_batches\n"
+        "from quantizer.sources.data import Reading, load_batches\n"
         "print(sum(batch.size for batch in load_batches('a.npz')))"
     )
     root = Path(__file__).parents[2]
@@ -175,14 +175,14 @@ def test_files_that_do_not_go_together() -> None:
 
 def test_places_that_hold_no_data() -> None:
     Path("empty").mkdir()
-    Path("notes.txt").write_text("hello")
+    Path("notes.md").write_text("hello")
     assert "there is no file or folder missing" in refusal("missing")
-    assert "*.npy gives no tensor file and no image" in refusal("*.npy")
-    assert "notes.txt gives no tensor file and no image" in refusal("notes.txt")
-    assert "empty holds no tensor file and no image" in refusal("empty")
+    assert "*.npy gives no tensor file, no text and no image" in refusal("*.npy")
+    assert "notes.md gives no tensor file, no text and no image" in refusal("notes.md")
+    assert "empty holds no tensor file, no text and no image" in refusal("empty")
     Path("mixed").mkdir()
     for name in ("a.npy", "b.png"):
         (Path("mixed") / name).touch()
     assert "mixed holds tensor files and images" in refusal("mixed")
     torch.save(X, "a.pt")
-    assert "--preprocess is for folders of images" in refusal("a.pt", preprocess="{}")
+    assert "--preprocess is for folders of images" in refusal("a.pt", reading=Reading("{}"))

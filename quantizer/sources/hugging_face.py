@@ -1,0 +1,66 @@
+"""Models of a Hugging Face folder, read by transformers from local safetensors alone; no code of the folder is run."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantizer.errors import DataError, ModelError
+from quantizer.sources.text import longest_window
+from quantizer.sources.user_code import user_errors
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "config.json"
+
+
+def load_hugging_face(folder: Path) -> nn.Module:
+    """The model that `config.json` names, in eval mode and in the dtype of its checkpoint, without a cache of keys.
+
+    Raises:
+        ModelError: it cannot be read, or transformers is missing.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ModelError(
+            f"{folder} is a Hugging Face model, and transformers is missing", help="pip install 'quantizer[llm]'"
+        )
+    with user_errors(f"transformers, loading {folder},", ModelError):
+        architectures = json.loads((folder / CONFIG).read_text("utf-8")).get("architectures") or ["AutoModel"]
+        model_class = getattr(importlib.import_module("transformers"), architectures[0])
+        logger.info("loading %s from %s", architectures[0], folder)
+        module: nn.Module = model_class.from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, dtype="auto"
+        ).eval()
+        # One call runs a whole window: there are no earlier keys and values to keep, and a trace could not.
+        config: Any = module.config
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+        return module
+
+
+def example_input(module: nn.Module, seq_len: int) -> dict[str, Tensor]:
+    """An input that has the right shape and says nothing: tokens 0, 1, 2, … or grey pixels, one sample.
+
+    `seq_len` tokens, or as many as the model was made for if that is less.
+
+    Raises:
+        DataError: the model takes neither tokens nor pixels.
+    """
+    config: Any = module.config
+    name = getattr(module, "main_input_name", "input_ids")
+    if name == "input_ids" and isinstance(getattr(config, "vocab_size", None), int):
+        ids = (torch.arange(min(seq_len, longest_window(module) or seq_len)) % config.vocab_size)[None]
+        return {name: ids, "decoder_input_ids": ids} if config.is_encoder_decoder else {name: ids}
+    size = getattr(config, "image_size", None)
+    if name == "pixel_values" and size is not None:
+        height, width = (size, size) if isinstance(size, int) else size
+        dtype = next(module.parameters()).dtype
+        return {name: torch.zeros(1, getattr(config, "num_channels", 3), height, width, dtype=dtype)}
+    raise DataError(f"{type(module).__name__} says no shape of its input {name}", help="give --data")

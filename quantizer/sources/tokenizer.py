@@ -1,0 +1,77 @@
+"""A tokenizer as a function from text to token ids: of a `tokenizer.json`, a model's folder or the user's file."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quantizer.errors import DataError
+from quantizer.sources.user_code import user_errors
+
+Encode = Callable[[str], list[int]]
+FILE = "tokenizer.json"
+FORMS = "give a tokenizer.json, or the folder of a Hugging Face model"
+_OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+
+
+def load_tokenizer(spec: str | Path) -> Encode:
+    """The tokenizer of `--tokenizer`: a `tokenizer.json`, or a folder that holds one or what transformers can read.
+
+    Special tokens are added as the tokenizer does by default; its truncation and padding are switched off.
+
+    Raises:
+        DataError: there is none, it is damaged, or the package that reads it is missing.
+    """
+    path = Path(spec)
+    if path.is_dir() and not has_tokenizer(path):
+        raise DataError(f"the folder {path} holds no tokenizer", help=FORMS)
+    if path.is_dir() and not (path / FILE).is_file():
+        auto = _package("transformers", path).AutoTokenizer
+        with user_errors(f"transformers, loading the tokenizer of {path},", DataError):
+            return as_encode(auto.from_pretrained(path, local_files_only=True), str(path))
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(f"there is no file or folder {path}", help=FORMS)
+    tokenizers = _package("tokenizers", file)
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as cause:
+        raise DataError(f"{file} cannot be read as a tokenizer: {cause}", help=FORMS) from cause
+    return as_encode(tokenizer, str(file))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a file that tokenizers come in."""
+    return any((folder / name).is_file() for name in (FILE, *_OTHER_FILES))
+
+
+def as_encode(tokenizer: Any, label: str) -> Encode:
+    """A function from text to ids, of a tokenizer of `tokenizers` or transformers, or of any with `encode(text)`.
+
+    Raises:
+        DataError: it has no `encode`; the function raises it if the ids are no list of integers.
+    """
+    if not callable(getattr(tokenizer, "encode", None)):
+        raise DataError(f"{label} is a {type(tokenizer).__name__} without encode(text)", help=FORMS)
+    for name in ("no_truncation", "no_padding"):  # a stored limit would cut the text without a word
+        if hasattr(tokenizer, name):
+            getattr(tokenizer, name)()
+
+    def encode(text: str) -> list[int]:
+        with user_errors(f"encode() of {label}", DataError):
+            found = tokenizer.encode(text)
+        ids = getattr(found, "ids", found)
+        if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+            raise DataError(f"encode() of {label} returns a {type(found).__name__}, not a list of token ids")
+        return ids
+
+    return encode
+
+
+def _package(name: str, path: Path) -> Any:
+    if importlib.util.find_spec(name) is None:
+        raise DataError(f"{path} needs the package {name}, which is missing", help="pip install 'quantizer[llm]'")
+    return importlib.import_module(name)
