@@ -12,23 +12,29 @@ from quantizer.config.resources import resource
 from quantizer.errors import UsageError
 
 PRESETS = {"CPU": "cpu_int8.json", "GPU": "gpu.json", "DPU": "dpu.json"}
+STRATEGIES = {"weight_only": "weight_int8.json", "static": "static_fp8.json", "dynamic": "dynamic_int8.json"}
+"""Files of the hierarchical form."""
 
 
 @click.command(context_settings=SETTINGS)
 @click.option("--device", type=click.Choice(list(PRESETS), case_sensitive=False), default="CPU", show_default=True)
 @click.option(
+    "--strategy",
+    type=click.Choice(list(STRATEGIES)),
+    help="Write the hierarchical form: weights only, activations calibrated, or activations as they come.",
+)
+@click.option(
     "--output", "-o", default="quantize_config.json", show_default=True, help="The file; - for standard output."
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
-def init(device: str, output: str, overwrite: bool) -> None:
+def init(device: str, strategy: str | None, output: str, overwrite: bool) -> None:
     """Write a config to start from: one that is valid for the device.
 
     \b
     quantizer init --device DPU -o net.json
+    quantizer init --strategy dynamic -o net.json
     """
-    preset = resource("configs", PRESETS[device]).read_text("utf-8").splitlines(keepends=True)
-    # The preset names its schema by a path that does not hold where the new file is.
-    text = "".join(line for line in preset if not line.lstrip().startswith('"$schema"'))
+    text = _preset(device, strategy)
     if output == "-":
         click.echo(text, nl=False)
         return
@@ -40,3 +46,13 @@ def init(device: str, output: str, overwrite: bool) -> None:
     click.echo(
         f"wrote {output}; `quantizer validate {output}` checks it, `quantizer explain KEY` explains a key", err=True
     )
+
+
+def _preset(device: str, strategy: str | None) -> str:
+    """The text of the preset; it names its schema by a path that does not hold where the new file is."""
+    if strategy and device == "DPU":
+        raise UsageError("--strategy does not go with --device DPU", help="the DPU has the layered form only")
+    name = STRATEGIES[strategy] if strategy else PRESETS[device]
+    preset = resource("configs", name).read_text("utf-8").splitlines(keepends=True)
+    text = "".join(line for line in preset if not line.lstrip().startswith('"$schema"'))
+    return text.replace('"target_device": "CPU"', f'"target_device": "{device}"') if strategy else text

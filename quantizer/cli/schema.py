@@ -7,14 +7,15 @@ import click
 from quantizer.cli.options import SETTINGS
 from quantizer.config.resources import resource
 
-NAMES = ("layered", "quantization_spec")
+NAMES = ("layered", "hierarchical", "quantization_spec")
 
 
 @click.command(context_settings=SETTINGS)
 @click.argument("name", type=click.Choice(NAMES), default="layered")
 @click.option("--print/--path", "as_text", default=True, help="Print the schema, or where it lies.")
 def schema(name: str, as_text: bool) -> None:
-    """Print the JSON Schema of the config, for editors: `layered`, or `quantization_spec` of one tensor.
+    """Print a JSON Schema, for editors: of a file form, `layered` or `hierarchical`, or of one tensor's
+    `quantization_spec`.
 
     \b
     quantizer schema --path
