@@ -6,18 +6,12 @@ DequantizeLinear of ONNX define them: a division, because x * (1 / scale) gives 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from itertools import product
-
 import torch
 from torch import Tensor
 
-from quantizer.numerics.layout import flat_view, memory_order
+from quantizer.numerics.blocks import Kernel, blocks, check_scales, fill, workspace
 from quantizer.numerics.registry import lookup
 from quantizer.numerics.rounding import ROUND_MODES
-
-BLOCK = 1 << 18  # values per step: 1 MB of float32 stays in the cache for all operations of the step
 
 
 def fake_quantize_(
@@ -40,8 +34,8 @@ def fake_quantize_(
     >>> fake_quantize_(x, torch.tensor(0.5), torch.tensor(0), -8, 7, "half_up").tolist()
     [-4.0, -0.0, 0.5, 0.5, 3.5]
     """
-    work = _workspace(x, quant_max - quant_min)
-    _fill(work, work, scale, zero_point, (quant_min, quant_max, round_mode), ch_axis)
+    work = workspace(x, work_dtype(quant_min, quant_max))
+    fill(work, work, scale, zero_point, integer_kernel(quant_min, quant_max, round_mode), ch_axis)
     return x if work is x else x.copy_(work)
 
 
@@ -55,9 +49,9 @@ def fake_quantize(
     ch_axis: int | None = None,
 ) -> Tensor:
     """Return the quantized and dequantized values of `x`, which stays as it is; see `fake_quantize_`."""
-    work = _workspace(x, quant_max - quant_min)
+    work, kernel = workspace(x, work_dtype(quant_min, quant_max)), integer_kernel(quant_min, quant_max, round_mode)
     out = torch.empty_like(work) if work is x else work
-    return _fill(out, work, scale, zero_point, (quant_min, quant_max, round_mode), ch_axis).to(x.dtype)
+    return fill(out, work, scale, zero_point, kernel, ch_axis).to(x.dtype)
 
 
 def fake_quantize_plain(
@@ -79,7 +73,7 @@ def fake_quantize_plain(
     [-4.0, -0.0, 0.5, 0.5, 3.5]
     """
     mode = lookup(ROUND_MODES, round_mode, "rounding mode")
-    work = torch.float64 if x.dtype == torch.float64 or quant_max - quant_min >= 1 << 24 else torch.float32
+    work = torch.promote_types(x.dtype, work_dtype(quant_min, quant_max))
     s, z = scale.to(work), zero_point.to(work)
     if ch_axis is not None:
         shape = [1] * x.ndim
@@ -104,11 +98,11 @@ def quantize(
     >>> quantize(torch.tensor([-9.0, 0.74]), torch.tensor(0.5), torch.tensor(3), 0, 15, "half_even")
     tensor([0, 4], dtype=torch.uint8)
     """
-    _check(x, scale, zero_point, ch_axis)
-    mode = lookup(ROUND_MODES, round_mode, "rounding mode")
-    work = _workspace(x.clone(), quant_max - quant_min)
-    for block, s, z in _blocks(work, scale, zero_point, ch_axis):
-        mode(_clip_(block.div_(s), quant_min - z, quant_max - z)).add_(z)
+    check_scales(x, scale, zero_point, ch_axis)
+    kernel = integer_kernel(quant_min, quant_max, round_mode)
+    work = workspace(x.clone(), work_dtype(quant_min, quant_max))
+    for block, s, z in blocks(work, scale, zero_point, ch_axis):
+        kernel(block.div_(s), z).add_(z)
     if work.isnan().any():
         raise ValueError(f"{int(work.isnan().sum())} of {work.numel()} values are NaN and have no code.")
     return work.to(code_dtype(quant_min, quant_max))
@@ -122,7 +116,7 @@ def dequantize(
     >>> dequantize(torch.tensor([0, 4], dtype=torch.uint8), torch.tensor(0.5), torch.tensor(3)).tolist()
     [-1.5, 0.5]
     """
-    _check(codes, scale, zero_point, ch_axis)
+    check_scales(codes, scale, zero_point, ch_axis)
     shape = [1] * codes.ndim
     if ch_axis is not None:
         shape[ch_axis] = -1
@@ -143,61 +137,22 @@ def code_dtype(quant_min: int, quant_max: int) -> torch.dtype:
     return torch.int64
 
 
-def _check(x: Tensor, scale: Tensor, zero_point: Tensor, ch_axis: int | None) -> None:
-    shape = () if ch_axis is None else (x.shape[ch_axis],)
-    if scale.shape != shape or zero_point.shape != shape:
-        raise ValueError(
-            f"For a tensor of shape {tuple(x.shape)} with ch_axis {ch_axis}, scale and zero_point must have shape "
-            f"{shape}, not {tuple(scale.shape)} and {tuple(zero_point.shape)}."
-        )
+def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
+    """Return what puts x / scale on an integer grid. Raises ValueError for an unknown mode.
 
+    It clips before it rounds: between integers the result is the same, and every mode stays in its exact range.
 
-def _workspace(x: Tensor, codes: int) -> Tensor:
-    """Return `x`, or a copy where its dtype cannot hold every code and half-way point or its memory has gaps."""
-    if not x.is_floating_point():
-        raise TypeError(f"Only floating-point tensors can be quantized, not {x.dtype}.")
-    if codes >= 1 << 24:
-        x = x.double()
-    elif x.dtype not in (torch.float32, torch.float64):
-        x = x.float()
-    return x.contiguous() if flat_view(x) is None else x
-
-
-def _fill(
-    out: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, grid: tuple[int, int, str], ch_axis: int | None
-) -> Tensor:
-    """Write the quantized and dequantized `x` to `out`, of its layout, which may be `x` itself, and return `out`."""
-    _check(x, scale, zero_point, ch_axis)
-    quant_min, quant_max, round_mode = grid
+    >>> integer_kernel(-8, 7, "half_up")(torch.tensor([-9.5, 0.5, 9.5]), 0).tolist()
+    [-8.0, 1.0, 7.0]
+    """
     mode = lookup(ROUND_MODES, round_mode, "rounding mode")
-    targets = _blocks(out, scale, zero_point, ch_axis)
-    for (source, s, z), (target, _, _) in zip(_blocks(x, scale, zero_point, ch_axis), targets, strict=True):
-        mode(_clip_(torch.div(source, s, out=target), quant_min - z, quant_max - z)).mul_(s)
-    return out
+
+    def kernel(x: Tensor, zero_point: int | Tensor) -> Tensor:
+        return mode(x.clamp_(quant_min - zero_point, quant_max - zero_point))  # type: ignore[arg-type]
+
+    return kernel
 
 
-def _clip_(x: Tensor, low: int | Tensor, high: int | Tensor) -> Tensor:
-    """Clip, before rounding: between integers the result is the same, and every mode stays in its exact range."""
-    return x.clamp_(low, high)  # type: ignore[arg-type]
-
-
-def _blocks(
-    x: Tensor, scale: Tensor, zero_point: Tensor, ch_axis: int | None
-) -> Iterator[tuple[Tensor, Tensor, int | Tensor]]:
-    """Yield views of about BLOCK values that cover `x`, in memory order, each with the scale and zero point for it."""
-    scale, order = scale.to(x), memory_order(x)
-    if ch_axis is None:
-        z, flat = int(zero_point), x.permute(order).view(-1)
-        yield from ((flat[start : start + BLOCK], scale, z) for start in range(0, flat.numel(), BLOCK))
-        return
-    axis = order.index(ch_axis % x.ndim)
-    ordered = x.permute(order)
-    channels, inner = ordered.shape[axis], math.prod(ordered.shape[axis + 1 :])
-    rows = ordered.view(math.prod(ordered.shape[:axis]), channels, inner)
-    zero_points = zero_point.to(x).view(1, -1, 1) if zero_point.any() else None
-    scales = scale.view(1, -1, 1)
-    wide = max(1, min(channels, BLOCK // max(1, inner)))
-    tall = max(1, BLOCK // max(1, wide * inner))
-    for start, c in product(range(0, len(rows), tall), range(0, channels, wide)):
-        here = slice(c, c + wide)
-        yield rows[start : start + tall, here], scales[:, here], 0 if zero_points is None else zero_points[:, here]
+def work_dtype(quant_min: int, quant_max: int) -> torch.dtype:
+    """Return the narrowest dtype that holds every code and half-way point of a grid: float64 from 2^24 codes on."""
+    return torch.float64 if quant_max - quant_min >= 1 << 24 else torch.float32

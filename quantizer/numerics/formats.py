@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,34 +10,72 @@ from torch import Tensor
 
 from quantizer.numerics.registry import lookup
 
+_EXPONENT_BITS = {torch.float32: (torch.int32, 0x7F800000, 23), torch.float64: (torch.int64, 0x7FF << 52, 52)}
+
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A format torch can cast to: `storage` is its dtype, `largest` its largest finite value."""
+    """A format: `storage` is the smallest torch dtype that holds its values, `largest` its largest finite value.
+
+    `mantissa` is the number of bits after the binary point and `least` the exponent of the smallest normal value, below
+    which values are 2^(least - mantissa) apart; both are None where a cast to `storage` is all there is to rounding.
+    """
 
     storage: torch.dtype
     largest: float
+    mantissa: int | None = None
+    least: int = 0
+
+    @property
+    def emax(self) -> int:
+        """The exponent of the largest value, which shared exponents are counted from (OCP MX v1.0, table 1)."""
+        return math.frexp(self.largest)[1] - 1
 
 
 FLOAT_FORMATS: dict[str, FloatFormat] = {
     "float32": FloatFormat(torch.float32, torch.finfo(torch.float32).max),
     "float16": FloatFormat(torch.float16, 65504.0),
     "bfloat16": FloatFormat(torch.bfloat16, torch.finfo(torch.bfloat16).max),
-    "fp8_e4m3": FloatFormat(torch.float8_e4m3fn, 448.0),
-    "fp8_e5m2": FloatFormat(torch.float8_e5m2, 57344.0),
+    "fp8_e4m3": FloatFormat(torch.float8_e4m3fn, 448.0, 3, -6),
+    "fp8_e5m2": FloatFormat(torch.float8_e5m2, 57344.0, 2, -14),
+    "fp6_e3m2": FloatFormat(torch.float8_e4m3fn, 28.0, 2, -2),
+    "fp6_e2m3": FloatFormat(torch.float8_e4m3fn, 7.5, 3, 0),
+    "fp4": FloatFormat(torch.float8_e4m3fn, 6.0, 1, 0),
+    "mx_int8": FloatFormat(torch.bfloat16, 127 / 64, 6, 0),
+    "bfp16": FloatFormat(torch.bfloat16, 127 / 64, 6, 0),
 }
 
 
 def cast_round_trip_(x: Tensor, name: str) -> Tensor:
-    """Replace each value of `x` by the nearest one of the format `name`, in place, and return `x`.
+    """Replace each value of `x` by the nearest one of the format `name`, ties to even, in place, and return `x`.
 
     Values beyond the largest finite one become it, infinities too (a plain cast gives infinity in some formats and on
-    some devices); NaN stays NaN. The formats are those of IEEE 754 and of "FP8 Formats for Deep Learning" (arXiv
-    2209.05433). Raises ValueError for an unknown name.
+    some devices); NaN stays NaN. The formats are those of IEEE 754, of "FP8 Formats for Deep Learning" (arXiv
+    2209.05433) and of "OCP Microscaling Formats (MX) v1.0": fp4 is E2M1, and mx_int8 and bfp16 are codes k / 64 with
+    |k| <= 127, to be scaled by a power of two. Raises ValueError for an unknown name.
 
     >>> cast_round_trip_(torch.tensor([0.3, 1000.0, -1e9]), "fp8_e4m3").tolist()
     [0.3125, 448.0, -448.0]
+    >>> cast_round_trip_(torch.tensor([0.25, 0.75, 2.5, 5.0, 7.0]), "fp4").tolist()
+    [0.0, 1.0, 2.0, 4.0, 6.0]
     """
     row = lookup(FLOAT_FORMATS, name, "floating-point format")
     largest = min(row.largest, torch.finfo(x.dtype).max)
-    return x.copy_(x.clamp_(-largest, largest).to(row.storage))
+    x.clamp_(-largest, largest)
+    if row.mantissa is None:
+        return x.copy_(x.to(row.storage))
+    if x.dtype not in _EXPONENT_BITS:
+        return x.copy_(_round_(x.float(), row.mantissa, row.least))
+    return _round_(x, row.mantissa, row.least)
+
+
+def _round_(x: Tensor, mantissa: int, least: int) -> Tensor:
+    """Round float32 or float64 to `mantissa` bits after each value's own binary point, or that of 2^least.
+
+    With p the power of two below |x|, adding 1.5 * 2^(bits - mantissa) * p leaves a sum whose last bit is worth
+    2^-mantissa * p, so the processor's own rounding, ties to even, is the one wanted; subtracting it is exact.
+    """
+    integers, mask, bits = _EXPONENT_BITS[x.dtype]
+    power = x.view(integers).bitwise_and(mask).view(x.dtype).clamp_(min=2.0**least)
+    shift = 1.5 * 2.0 ** (bits - mantissa)
+    return x.add_(power, alpha=shift).sub_(power, alpha=shift)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quantizer.numerics.formats import FLOAT_FORMATS, FloatFormat
+from quantizer.numerics.registry import lookup
+
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: 1 / scale stays finite
 LARGEST_VALUE = 2.0**128 - 2.0**105  # two steps below infinity, for the rounding of the scale itself to float32
+SCALE_MODES = ("floor", "even", "ceil")
+E8M0 = 2.0**-127, 2.0**127  # the scales that eight bits of exponent hold (OCP MX v1.0, 5.4.1)
 FINEST_POSITION = {True: 12, False: 15}  # by bit_width <= 8: the most fraction bits the DPU takes (pytorch_nndct 3.5)
 
 
@@ -35,10 +41,65 @@ class Grid:
         """Bits that hold every code."""
         return (self.quant_max - self.quant_min).bit_length()
 
+    @property
+    def nonnegative(self) -> bool:
+        """Whether negative values have no code."""
+        return self.symmetric and self.quant_min == 0
+
+    @property
+    def span(self) -> int:
+        """The largest distance of a code from the zero point."""
+        return max(-self.quant_min, self.quant_max) if self.symmetric else self.quant_max - self.quant_min
+
+    @property
+    def finest(self) -> float:
+        """The least power-of-two scale."""
+        return 2.0 ** -FINEST_POSITION[self.bit_width <= 8]
+
+
+@dataclass(frozen=True)
+class FloatGrid:
+    """A floating-point format whose values are scaled; `dtype` is its name in FLOAT_FORMATS.
+
+    `scale_type` is "float", "poweroftwo" (the smallest that cuts nothing off), or "e8m0": 2^(e - emax) with e the
+    exponent of the largest magnitude, rounded as `scale_mode` says. "floor" takes e as it is (OCP MX v1.0, 6.3), so
+    that values may be cut off; "even" rounds the magnitude to the format's mantissa first, ties up; "ceil" takes the
+    next exponent unless the magnitude is a power of two. Raises ValueError for anything else.
+    """
+
+    dtype: str
+    scale_type: str = "float"
+    scale_mode: str = "floor"
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        lookup(FLOAT_FORMATS, self.dtype, "floating-point format")
+        if not self.symmetric:
+            raise ValueError(f"{self.dtype} has no zero point, so its range is symmetric.")
+        if self.scale_type not in ("float", "poweroftwo", "e8m0"):
+            raise ValueError(f'"{self.scale_type}" is not a scale type; known are float, poweroftwo, e8m0.')
+        if self.scale_mode not in SCALE_MODES:
+            raise ValueError(f'"{self.scale_mode}" is not a scale mode; known are {", ".join(SCALE_MODES)}.')
+
+    @property
+    def row(self) -> FloatFormat:
+        """The format itself."""
+        return FLOAT_FORMATS[self.dtype]
+
+    @property
+    def span(self) -> float:
+        """The largest value before scaling."""
+        return self.row.largest
+
+    @property
+    def finest(self) -> float:
+        """The least power-of-two scale."""
+        return SMALLEST_SCALE
+
 
 @dataclass(frozen=True)
 class QParams:
-    """`scale` float32 and `zero_point` int32, both of shape () for a tensor or (C,) for its channels."""
+    """`scale` float32 and `zero_point` int32, both of one shape: () for a tensor, (C,) for its channels or rows."""
 
     scale: Tensor
     zero_point: Tensor
@@ -54,18 +115,24 @@ def power_of_two(step: Tensor) -> Tensor:
     return torch.ldexp(torch.where(mantissa == 0.5, mantissa, mantissa.sign()), exponent)
 
 
-def step_from_range(low: Tensor, high: Tensor, grid: Grid) -> Tensor:
+def step_from_range(low: Tensor, high: Tensor, grid: Grid | FloatGrid) -> Tensor:
     """Return the distance of two codes, float64, that makes [low, high] fit the grid; 0 for an empty range.
 
     The range is first extended to contain 0. A float step puts the largest magnitude on quant_max (symmetric) or the
     ends of the range on the ends of the grid. A power-of-two step is the finest one that cuts off at most half a step:
     2^-fp >= max(low / (quant_min - 0.5), high / (quant_max + 0.5)) if symmetric, the fix position of pytorch_nndct.
+    For a FloatGrid it is the scale that its docstring says.
 
     >>> step_from_range(torch.tensor(-1.0), torch.tensor(0.5), Grid(-128, 127, scale_type="poweroftwo")).item()
     0.0078125
+    >>> step_from_range(torch.tensor(-7.0), torch.tensor(0.5), FloatGrid("fp4", "e8m0")).item()
+    1.0
     """
     low, high = low.double().clamp(max=0), high.double().clamp(min=0)
-    if not grid.symmetric:
+    if isinstance(grid, FloatGrid):
+        amax = torch.maximum(-low, high)
+        step = _shared_exponent(amax, grid) if grid.scale_type == "e8m0" else amax / grid.row.largest
+    elif not grid.symmetric:
         step = (high - low) / (grid.quant_max - grid.quant_min)
     elif grid.scale_type == "float":
         step = torch.maximum(-low, high) / grid.quant_max
@@ -74,29 +141,48 @@ def step_from_range(low: Tensor, high: Tensor, grid: Grid) -> Tensor:
     return power_of_two(step) if grid.scale_type == "poweroftwo" else step
 
 
-def qparams_from_step(step: Tensor, low: Tensor, grid: Grid) -> QParams:
+def qparams_from_step(step: Tensor, low: Tensor, grid: Grid | FloatGrid) -> QParams:
     """Return the scale next to `step` that float32 and the grid allow, and the zero point that puts `low` on quant_min.
 
     `step` and `low` are float64 of one shape. A step of 0 (nothing but zeros) gives scale 1, or the finest power of
     two; other scales are kept in [2^-126, largest float32 / largest code], so that neither 1 / scale nor any code times
-    scale is infinite. Power-of-two scales are at least 2^-12 up to 8 bits, else 2^-15. The zero point is rounded to
-    even, lies on the grid, and is 0 for symmetric grids.
+    scale is infinite. Power-of-two scales of integers are at least 2^-12 up to 8 bits, else 2^-15; those of type e8m0
+    lie in [2^-127, 2^127]. The zero point is rounded to even, lies on the grid, and is 0 for symmetric grids.
     """
-    largest_code = max(-grid.quant_min, grid.quant_max) if grid.symmetric else grid.quant_max - grid.quant_min
-    largest = torch.tensor(LARGEST_VALUE / largest_code, dtype=torch.float64)
-    if grid.scale_type == "poweroftwo":
-        finest = 2.0 ** -FINEST_POSITION[grid.bit_width <= 8]
-        scale = power_of_two(step).clamp(finest, (power_of_two(largest) / 2).item())
-    else:
-        scale = torch.where(step == 0, 1.0, step.clamp(SMALLEST_SCALE, largest.item()))
-    if grid.symmetric:
+    least, most = _scale_bounds(grid)
+    if grid.scale_type != "float":
+        step = power_of_two(step)
+    silent = least if isinstance(grid, Grid) and grid.scale_type == "poweroftwo" else 1.0
+    scale = torch.where(step == 0, silent, step.clamp(least, most))
+    if grid.symmetric or isinstance(grid, FloatGrid):
         return QParams(scale.float(), torch.zeros_like(scale, dtype=torch.int32))
     zero_point = grid.quant_min - torch.round(low.double().clamp(max=0) / scale)
     return QParams(scale.float(), zero_point.clamp(grid.quant_min, grid.quant_max).to(torch.int32))
 
 
-def qparams_from_range(low: Tensor, high: Tensor, grid: Grid) -> QParams:
-    """Return scale and zero point for values in [low, high]: tensors of one shape, () or (C,), finite.
+def _shared_exponent(amax: Tensor, grid: FloatGrid) -> Tensor:
+    """2^(e - emax), see FloatGrid; 0 for 0."""
+    mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
+    if grid.scale_mode == "ceil":
+        exponent = exponent + (mantissa > 0.5)
+    elif grid.scale_mode == "even" and grid.row.mantissa is not None:
+        exponent = exponent + (mantissa >= 1 - 0.5 ** (grid.row.mantissa + 2))
+    return torch.ldexp((mantissa > 0).double(), exponent - 1 - grid.row.emax)
+
+
+def _scale_bounds(grid: Grid | FloatGrid) -> tuple[float, float]:
+    """The least and the largest scale that the grid may have."""
+    largest = LARGEST_VALUE / grid.span
+    if grid.scale_type == "e8m0":
+        return E8M0
+    if grid.scale_type == "float":
+        return SMALLEST_SCALE, largest
+    mantissa, exponent = math.frexp(largest)
+    return grid.finest, 2.0 ** (exponent - 1 - (mantissa == 0.5))
+
+
+def qparams_from_range(low: Tensor, high: Tensor, grid: Grid | FloatGrid) -> QParams:
+    """Return scale and zero point for values in [low, high]: tensors of one shape, finite.
 
     >>> asymmetric = Grid(0, 255, symmetric=False)
     >>> qparams = qparams_from_range(torch.tensor(-1.0), torch.tensor(1.55), asymmetric)

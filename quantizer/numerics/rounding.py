@@ -1,12 +1,13 @@
 """Rounding to integers, one function per mode, in place and without error for any half-way case. Knows no scales.
 
-Values as the modes see them; they differ at the half-way points alone (0.49999997 is no half-way point):
+Values as the modes see them; all but floor differ at the half-way points alone (0.49999997 is no half-way point):
 
     x           -2.5  -1.5  -0.5  0.49999997  0.5  1.5  2.5
     half_even     -2    -2     0           0    0    2    2   ties to even (IEEE 754, ONNX QuantizeLinear)
     half_up       -2    -1     0           0    1    2    3   ties toward plus infinity
     half_down     -2    -1     0           0    0    1    2   ties toward zero
     std_round     -3    -2    -1           0    1    2    3   ties away from zero (round() of C)
+    floor         -3    -2    -1           0    0    1    2   toward minus infinity, off by up to a whole step
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from quantizer.numerics.registry import register
 
 RoundMode = Callable[[Tensor], Tensor]
 ROUND_MODES: dict[str, RoundMode] = {}
+NEAREST = frozenset({"half_even", "half_up", "half_down", "std_round"})
+"""Modes that round to the nearest integer: one's error is the other's."""
 
 
 @register(ROUND_MODES, "half_even")
@@ -68,3 +71,16 @@ def std_round(x: Tensor) -> Tensor:
     """
     sign = x.sign()
     return half_up(x.abs_()).mul_(sign)
+
+
+@register(ROUND_MODES, "floor")
+def floor(x: Tensor) -> Tensor:
+    """Round the floating-point tensor `x` in place, toward minus infinity, and return it.
+
+    A value that is on a grid already may leave it: (3 * s) / s is 2.9999998 for some s.
+
+    >>> import torch
+    >>> floor(torch.tensor([-2.5, -0.1, 0.5, 0.99999994, 1.0])).tolist()
+    [-3.0, -1.0, 0.0, 0.0, 1.0]
+    """
+    return x.floor_()

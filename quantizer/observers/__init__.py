@@ -2,7 +2,7 @@
 
 from quantizer.observers import diffs, entropy, maxmin, mse, percentile
 from quantizer.observers.errors import NegativeValuesError, NonFiniteError, ObservationError, UnobservedError
-from quantizer.observers.methods import METHODS, grid_of
+from quantizer.observers.methods import METHODS, axis_of, grid_of, kernel_of
 from quantizer.observers.observer import Observer
 from quantizer.observers.statistic import STATISTICS
 
@@ -14,9 +14,11 @@ __all__ = [
     "ObservationError",
     "Observer",
     "UnobservedError",
+    "axis_of",
     "diffs",
     "entropy",
     "grid_of",
+    "kernel_of",
     "maxmin",
     "mse",
     "percentile",

@@ -1,8 +1,8 @@
 """What a range method may read of one batch: exact extremes, a bounded sample, its histogram. Lives for one batch.
 
-A tensor is a matrix here: one row, or one row per channel. Everything but the extremes is read from a regular sample of
-at most 2^17 values of all rows together, or 2^12 of each if that is more; smaller tensors are read whole. The sample's
-stride has no divisor in common with the row's length, so it cannot run along one column of an image.
+A tensor is a matrix here: one row, or one row per channel or group. Everything but the extremes is read from a regular
+sample of at most 2^17 values of all rows together, or 2^12 of each if that is more; smaller tensors are read whole. The
+sample's stride has no divisor in common with the row's length, so it cannot run along one column of an image.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from quantizer.numerics.blocks import BLOCK
+from quantizer.numerics.granularity import to_rows
 from quantizer.numerics.layout import flat_view
 
 BINS = 2048  # per sign; the resolution of TensorRT's and pytorch_nndct's calibrators
@@ -23,16 +25,35 @@ SAMPLE_PER_ROW = 1 << 12
 Range = tuple[Tensor, Tensor]
 
 
-def as_rows(x: Tensor, ch_axis: int | None) -> Tensor:
-    """Return `x` as a matrix of one row, in memory order, or of one row per channel; a view where memory allows it.
+def as_rows(
+    x: Tensor, qscheme: str = "per_tensor", ch_axis: int | None = None, group_size: int | None = None
+) -> Tensor:
+    """Return `x` as a matrix of one row per scale, in memory order if there is one scale; a view where memory allows.
 
-    >>> as_rows(torch.zeros(4, 3, 5, 5), 1).shape
+    >>> as_rows(torch.zeros(4, 3, 5, 5), "per_channel", 1).shape
     torch.Size([3, 100])
     """
-    if ch_axis is not None:
-        return x.movedim(ch_axis, 0).reshape(x.shape[ch_axis], -1)
+    if qscheme != "per_tensor":
+        return to_rows(x, qscheme, ch_axis, group_size)
     flat = flat_view(x)
     return (x.reshape(-1) if flat is None else flat).unsqueeze(0)
+
+
+def extremes(rows: Tensor) -> Range:
+    """Return the least and the greatest value of each row, in its dtype; NaN where a row has any.
+
+    Two reductions of a block in the cache are many times faster than the one of `aminmax` along a dimension.
+    """
+    if len(rows) == 1:
+        low, high = rows.aminmax()
+        return low.view(1), high.view(1)
+    height = max(1, BLOCK // max(1, rows.shape[1]))
+    low, high = rows.new_empty(len(rows)), rows.new_empty(len(rows))
+    for start in range(0, len(rows), height):
+        here = slice(start, start + height)
+        torch.amin(rows[here], 1, out=low[here])
+        torch.amax(rows[here], 1, out=high[here])
+    return low, high
 
 
 def stride_for(length: int, limit: int) -> int:
@@ -59,6 +80,14 @@ class Batch:
     def amax(self) -> Tensor:
         """The largest magnitude of each row, (R,) float64."""
         return torch.maximum(-self.low, self.high)
+
+    def split(self, rows: int) -> list[Batch]:
+        """Return the batch in parts of about equal height, each of at most `rows` rows."""
+        count = -(-len(self.rows) // rows)
+        if count == 1:
+            return [self]
+        parts = (part.tensor_split(count) for part in (self.rows, self.low, self.high))
+        return [Batch(*part) for part in zip(*parts, strict=True)]
 
     def sample(self, limit: int = SAMPLE) -> Tensor:
         """Return at most `limit` values, or SAMPLE_PER_ROW of each row, (R, n) as float32, or float64 if they are."""

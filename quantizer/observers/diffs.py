@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.numerics.fake_quantize import fake_quantize
+from quantizer.numerics.blocks import fill
 from quantizer.numerics.qparams import qparams_from_range
 from quantizer.numerics.registry import register
 from quantizer.observers.batch import Batch, Range
-from quantizer.observers.methods import METHODS, grid_of
+from quantizer.observers.methods import METHODS, grid_of, kernel_of
 
 SAMPLE = 1 << 15  # every value is quantized five times, and the candidates lie far apart
 CANDIDATES = 5  # the scale that cuts nothing off, and its half, quarter, ...: five in all, as in pytorch_nndct
@@ -18,11 +18,11 @@ CANDIDATES = 5  # the scale that cuts nothing off, and its half, quarter, ...: f
 @register(METHODS, "diffs")
 def diffs(batch: Batch, spec: QuantizationSpec) -> Range:
     """Return the range halved as often (0 to 4 times) as the squared error falls; of equal errors the widest range."""
-    grid, sample, errors = grid_of(spec), batch.sample(SAMPLE), []
+    grid, kernel, sample, errors = grid_of(spec), kernel_of(spec), batch.sample(SAMPLE), []
     factors = 0.5 ** torch.arange(CANDIDATES, dtype=torch.float64)
     qparams = qparams_from_range(batch.low * factors[:, None], batch.high * factors[:, None], grid)
     for scale, zero_point in zip(qparams.scale.to(sample), qparams.zero_point.to(sample.device), strict=True):
-        values = fake_quantize(sample, scale, zero_point, grid.quant_min, grid.quant_max, spec.round_mode, 0)
+        values = fill(torch.empty_like(sample), sample, scale, zero_point, kernel, 0)
         errors.append(values.sub_(sample).square_().sum(1, dtype=torch.float64))
     best = factors[torch.stack(errors).argmin(0).cpu()]
     return batch.low * best, batch.high * best

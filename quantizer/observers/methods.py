@@ -5,17 +5,49 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.numerics.qparams import Grid
+from quantizer.numerics.blocks import Kernel
+from quantizer.numerics.fake_cast import float_kernel
+from quantizer.numerics.fake_quantize import integer_kernel
+from quantizer.numerics.qparams import FloatGrid, Grid
 from quantizer.observers.batch import Batch, Range
 
 RangeMethod = Callable[[Batch, QuantizationSpec], Range]
 METHODS: dict[str, RangeMethod] = {}
+INTEGER_ONLY = frozenset({"entropy", "diffs"})
+"""Methods that are about integer codes: levels to merge bins into, positions of a binary point."""
 
 
-def grid_of(spec: QuantizationSpec) -> Grid:
-    """Return the integer grid that `spec` asks for.
+def grid_of(spec: QuantizationSpec) -> Grid | FloatGrid:
+    """Return the grid that `spec` asks for. Raises ValueError if it has none, as formats without a scale.
 
     >>> grid_of(QuantizationSpec(bit_width=4))
     Grid(quant_min=-8, quant_max=7, symmetric=True, scale_type='float')
+    >>> grid_of(QuantizationSpec(dtype="fp4", scale_type="e8m0"))
+    FloatGrid(dtype='fp4', scale_type='e8m0', scale_mode='floor', symmetric=True)
     """
-    return Grid(spec.quant_min, spec.quant_max, spec.symmetric, spec.scale_type)
+    if not spec.is_scaled:
+        raise ValueError(f'Only scaled formats have a range, and dtype is "{spec.dtype}".')
+    if spec.dtype == "int":
+        return Grid(spec.quant_min, spec.quant_max, spec.symmetric, spec.scale_type)
+    return FloatGrid(spec.dtype, spec.scale_type, spec.scale_mode, spec.symmetric)
+
+
+def kernel_of(spec: QuantizationSpec) -> Kernel:
+    """Return what puts x / scale on the grid of `spec`.
+
+    >>> import torch
+    >>> kernel_of(QuantizationSpec(bit_width=4))(torch.tensor([-9.0, 0.6]), 0).tolist()
+    [-8.0, 1.0]
+    """
+    if spec.dtype == "int":
+        return integer_kernel(spec.quant_min, spec.quant_max, spec.round_mode)
+    return float_kernel(spec.dtype)
+
+
+def axis_of(spec: QuantizationSpec) -> int | None:
+    """Return the axis that scales go with, None for one scale in all. Raises ValueError where the axis is missing."""
+    if spec.qscheme == "per_tensor":
+        return None
+    if spec.ch_axis is None:
+        raise ValueError(f"{spec.qscheme} needs ch_axis, the axis it goes along.")
+    return spec.ch_axis

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.numerics.fake_quantize import fake_quantize_
+from quantizer.numerics.blocks import fill
+from quantizer.numerics.qparams import Grid
 from quantizer.numerics.registry import register
+from quantizer.numerics.rounding import NEAREST
 from quantizer.observers.batch import BINS, Batch, Range
-from quantizer.observers.methods import METHODS
+from quantizer.observers.methods import METHODS, grid_of, kernel_of
 
 STEPS_PER_OCTAVE = 16
 
@@ -20,9 +22,11 @@ STEPS_PER_OCTAVE = 16
 def mse(batch: Batch, spec: QuantizationSpec) -> Range:
     """Return the range cut at the clip that gives the least squared error on the spec's grid, both its sides.
 
-    The rounding mode cannot matter: at a half-way point, where modes differ, either neighbour has the same error.
+    Which way ties go cannot matter: at a half-way point either neighbour has the same error.
     """
-    errors = batch.histogram @ _squared_errors(spec.quant_min, spec.quant_max).T
+    grid = {name: getattr(spec, name) for name in ("dtype", "bit_width", "signed", "narrow_range")}
+    round_mode = "half_even" if spec.round_mode in NEAREST else spec.round_mode
+    errors = batch.histogram @ _squared_errors(QuantizationSpec(**grid, round_mode=round_mode)).T
     return batch.clipped(batch.amax * _clips()[errors.argmin(1)] / BINS)
 
 
@@ -37,14 +41,13 @@ def _clips() -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _squared_errors(quant_min: int, quant_max: int) -> Tensor:
+def _squared_errors(spec: QuantizationSpec) -> Tensor:
     """Return the squared error, in bins^2, of every bin's centre under every clip, (clips, 2 * BINS) float64.
 
     It depends on no data, so a histogram times this matrix gives the error of all clips at once.
     """
-    centres = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
-    scale = (_clips() / quant_max).float()
+    centres, grid = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5, grid_of(spec)
+    scale = (_clips() / (grid.quant_max if isinstance(grid, Grid) else grid.span)).float()
     values = centres.repeat(len(scale), 1)
-    zero_point = torch.zeros_like(scale, dtype=torch.int32)
-    fake_quantize_(values, scale, zero_point, quant_min, quant_max, "half_even", ch_axis=0)
+    fill(values, values, scale, torch.zeros_like(scale), kernel_of(spec), ch_axis=0)
     return (values - centres).square_()

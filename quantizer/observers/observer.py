@@ -8,40 +8,43 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.numerics.qparams import QParams, qparams_from_range, qparams_from_step, step_from_range
+from quantizer.numerics.granularity import scale_shape
+from quantizer.numerics.qparams import Grid, QParams, qparams_from_range, qparams_from_step, step_from_range
 from quantizer.numerics.registry import lookup
-from quantizer.observers.batch import Batch, as_rows
+from quantizer.observers.batch import Batch, as_rows, extremes
 from quantizer.observers.errors import NegativeValuesError, NonFiniteError, ObservationError, UnobservedError
-from quantizer.observers.methods import METHODS, grid_of
+from quantizer.observers.methods import INTEGER_ONLY, METHODS, axis_of, grid_of
 from quantizer.observers.statistic import STATISTICS, reduce_batches
+
+ROWS_AT_ONCE = 1 << 12  # histograms of 4096 bins of each take 128 MB
 
 
 class Observer:
-    """Observes activations batch by batch, or a weight once, for an integer `spec`.
+    """Observes activations batch by batch, or a weight once, for a `spec` with a scale.
 
-    Every batch gives one range per tensor or channel by the spec's method. For a symmetric grid the statistic is taken
-    over the batches' scales, for an asymmetric one over either end of their ranges, where "max" is the outermost. A
-    statistic of powers of two is rounded up to one. Raises ValueError for a spec that no range exists for.
+    Every batch gives one range per tensor, channel or group by the spec's method. For a symmetric grid the statistic is
+    taken over the batches' scales, for an asymmetric one over either end of their ranges, where "max" is the outermost.
+    A statistic of powers of two is rounded up to one. Raises ValueError for a spec that no range exists for.
     """
 
     def __init__(self, spec: QuantizationSpec) -> None:
-        if spec.dtype != "int":
-            raise ValueError(f'Only integer grids have a range to observe, and dtype is "{spec.dtype}".')
+        self._grid = grid_of(spec)
+        if spec.method in INTEGER_ONLY and spec.dtype != "int":
+            raise ValueError(f"The {spec.method} method needs an integer grid, and dtype is {spec.dtype}.")
         if spec.method in ("mse", "entropy") and not spec.symmetric:
             raise ValueError(f"The {spec.method} method needs a symmetric grid.")
         if spec.method == "diffs" and spec.scale_type != "poweroftwo":
             raise ValueError("The diffs method tries powers of two, so it needs scale_type poweroftwo.")
-        self.spec = spec
-        self._grid = grid_of(spec)
+        self.spec, self._axis = spec, axis_of(spec)
+        self._shape: tuple[int, ...] | None = None if self._axis is not None else ()
         self._method = lookup(METHODS, spec.method, "calibration method")
         lookup(STATISTICS, spec.statistic, "statistic over batches")
-        self._batches: list[
-            Tensor
-        ] = []  # of each batch (4, R): the method's low and high, the least and greatest value
+        # Of each batch (4, R): the method's low and high, the least and greatest value.
+        self._batches: list[Tensor] = []
 
     @property
     def low(self) -> Tensor:
-        """The smallest value seen, float64 of shape () or (C,). Raises UnobservedError before the first batch."""
+        """The smallest value seen, float64 of the scale's shape. Raises UnobservedError before the first batch."""
         return self._shaped(self._stacked()[:, 2].amin(0))
 
     @property
@@ -57,11 +60,13 @@ class Observer:
         such a batch leaves no trace.
         """
         batch = self._batch(x)
-        low, high = self._method(batch, self.spec)
+        ranges = [self._method(part, self.spec) for part in batch.split(ROWS_AT_ONCE)]
+        low, high = (torch.cat(ends) for ends in zip(*ranges, strict=True))
         self._batches.append(torch.stack([low, high, batch.low, batch.high]))
+        self._shape = scale_shape(tuple(x.shape), self.spec.qscheme, self._axis, self.spec.group_size)
 
     def qparams(self) -> QParams:
-        """Return scale and zero point for the batches so far, shape () or (C,). Raises UnobservedError without any."""
+        """Return scale and zero point for the batches so far, of `scale_shape`. Raises UnobservedError without any."""
         lows, highs = self._stacked()[:, 0], self._stacked()[:, 1]
         if self._grid.symmetric:
             step = reduce_batches(step_from_range(lows, highs, self._grid), self.spec.statistic)
@@ -99,12 +104,11 @@ class Observer:
             raise TypeError(f"Only floating-point tensors can be observed, not {x.dtype}.")
         if x.numel() == 0:
             raise ObservationError(f"The tensor of shape {tuple(x.shape)} has no values.")
-        rows = as_rows(x, self.spec.ch_axis)
-        low, high = rows.aminmax(dim=1) if len(rows) > 1 else (end.view(1) for end in rows.aminmax())
-        low, high = low.double().cpu(), high.double().cpu()
+        rows = as_rows(x, self.spec.qscheme, self._axis, self.spec.group_size)
+        low, high = (end.double().cpu() for end in extremes(rows))
         if not (low.isfinite() & high.isfinite()).all():
             raise NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
-        if self._grid.symmetric and self._grid.quant_min == 0 and bool((low < 0).any()):
+        if isinstance(self._grid, Grid) and self._grid.nonnegative and bool((low < 0).any()):
             raise NegativeValuesError(
                 f"The smallest value is {low.min():g}, and an unsigned symmetric grid has no negative values; "
                 "make it signed, or asymmetric."
@@ -117,4 +121,4 @@ class Observer:
         return torch.stack(self._batches)
 
     def _shaped(self, row: Tensor) -> Tensor:
-        return row.squeeze(0) if self.spec.ch_axis is None else row
+        return row if self._shape is None else row.view(self._shape)

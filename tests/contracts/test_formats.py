@@ -7,18 +7,77 @@ import torch
 
 from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
 
-EIGHT_AND_SIXTEEN_BITS = [name for name, row in FLOAT_FORMATS.items() if row.storage.itemsize <= 2]
+CAST_BY_TORCH = ["float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
+SMALL = ["fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16"]
+# Finite values >= 0 of OCP MX v1.0, tables 3 to 6 (E3M2 by exponent: subnormals, then four values each).
+GRIDS = {
+    "fp4": [0, 0.5, 1, 1.5, 2, 3, 4, 6],
+    "fp6_e2m3": [k / 8 for k in range(16)] + [k / 4 for k in range(8, 16)] + [k / 2 for k in range(8, 16)],
+    "fp6_e3m2": [k / 16 for k in range(4)] + [k / 16 * 2**e for e in range(7) for k in range(4, 8)],
+    "mx_int8": [k / 64 for k in range(128)],
+    "bfp16": [k / 64 for k in range(128)],
+}
 
 
-@pytest.mark.parametrize("name", EIGHT_AND_SIXTEEN_BITS)
-def test_every_finite_code_stays(name):
+def values_of(name):
+    """Every finite value of a format, negative ones too, ascending."""
+    if name in GRIDS:
+        positive = torch.tensor(GRIDS[name])
+        return torch.cat([-positive.flip(0), positive[1:]])
     storage = FLOAT_FORMATS[name].storage
     integer = torch.uint8 if storage.itemsize == 1 else torch.int16
     codes = torch.arange(2 ** (8 * storage.itemsize), dtype=torch.int32).to(integer)
     values = codes.view(storage).float()
-    values = values[values.isfinite()]
+    return values[values.isfinite()].unique()
+
+
+def test_every_format_of_few_bits_is_checked():
+    assert set(FLOAT_FORMATS) == {*CAST_BY_TORCH, *SMALL, "float32"}
+
+
+@pytest.mark.parametrize("name", [*CAST_BY_TORCH, *SMALL])
+def test_every_finite_value_stays_and_is_stored_exactly(name):
+    values, row = values_of(name), FLOAT_FORMATS[name]
     assert torch.equal(cast_round_trip_(values.clone(), name), values)
-    assert values.max() == FLOAT_FORMATS[name].largest
+    assert torch.equal(values.to(row.storage).float(), values)
+    assert values.max() == row.largest
+    assert 2.0**row.emax <= row.largest < 2.0 ** (row.emax + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "emax"), [("fp4", 2), ("fp6_e2m3", 2), ("fp6_e3m2", 4), ("fp8_e4m3", 8), ("fp8_e5m2", 15), ("mx_int8", 0)]
+)
+def test_exponents_of_the_largest_values(name, emax):
+    """OCP MX v1.0, section 6.3 and table 1."""
+    assert FLOAT_FORMATS[name].emax == emax
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float32) for name in (*CAST_BY_TORCH, *SMALL)]
+    + [(name, torch.float64) for name, row in FLOAT_FORMATS.items() if row.mantissa is not None],
+    ids=str,
+)
+def test_between_two_values_the_nearer_one_is_taken_and_of_a_tie_every_second(name, dtype):
+    values = values_of(name).to(dtype)
+    low, high = values[:-1], values[1:]
+    middle = (low + high) / 2
+    exact = (middle - low == high - middle) & (middle > low)  # in float32 the middle of two bfloat16 subnormals is none
+    for toward, nearest in ((low, low), (high, high)):
+        beside = torch.nextafter(middle, toward)
+        assert torch.equal(cast_round_trip_(beside[exact].clone(), name), nearest[exact])
+    even = torch.arange(len(values)) % 2 == int(torch.argmin(values.abs())) % 2
+    expected = torch.where(even[:-1], low, high)
+    assert torch.equal(cast_round_trip_(middle[exact].clone(), name), expected[exact])
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_the_rounding_is_that_of_torch(name):
+    row = FLOAT_FORMATS[name]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(100_000, generator=generator) * 10.0 ** (torch.rand(100_000, generator=generator) * 12 - 9)
+    expected = x.clamp(-row.largest, row.largest).to(row.storage).float()
+    assert torch.equal(cast_round_trip_(x, name), expected)
 
 
 @pytest.mark.parametrize("name", FLOAT_FORMATS)

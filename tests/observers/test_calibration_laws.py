@@ -6,7 +6,7 @@ import torch
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.fake_quantize import fake_quantize
 from quantizer.numerics.metrics import sqnr_db
-from quantizer.numerics.rounding import ROUND_MODES
+from quantizer.numerics.rounding import NEAREST, ROUND_MODES
 from quantizer.observers import Observer
 
 
@@ -49,9 +49,13 @@ def test_mse_finds_the_best_clip_of_laplacian_data():
 @pytest.mark.parametrize("round_mode", ROUND_MODES)
 @pytest.mark.parametrize("bits", [2, 3, 5, 8])
 def test_no_scale_is_much_better_than_that_of_mse(bits, round_mode):
-    """Tried on the values themselves, half of which lie on half-way points of some of the scales."""
+    """Tried on the values themselves, half of which lie on half-way points of some of the scales.
+
+    Those are left out for floor, which takes a value on a code and its lower neighbour a step apart: no histogram sees
+    that.
+    """
     values = gauss(20_000)
-    x = torch.cat([values, (values * 8).round() / 8])
+    x = torch.cat([values, (values * 8).round() / 8]) if round_mode in NEAREST else values
     best = scale(x, method="mse", bit_width=bits, round_mode=round_mode)
     bounds = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     sqnrs = [

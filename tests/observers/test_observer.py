@@ -127,7 +127,7 @@ def test_a_sample_sees_every_column_and_the_extremes_see_every_value():
     images = torch.zeros(10, 16, 112, 112)
     images[..., 55] = 1.0
     images[3, 2, 1, 0] = 50.0
-    rows = as_rows(images, None)
+    rows = as_rows(images)
     low, high = (end.view(1).double() for end in rows.aminmax())
     sample = Batch(rows, low, high).sample()
     assert sample.numel() <= SAMPLE

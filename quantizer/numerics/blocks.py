@@ -1,0 +1,66 @@
+"""Elementwise work in cache-sized blocks, each with the scales it needs. Knows no grid: a kernel puts values on one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from quantizer.numerics.layout import flat_view, memory_order
+
+BLOCK = 1 << 18  # values per step: 1 MB of float32 stays in the cache for all operations of the step
+
+Kernel = Callable[[Tensor, "int | Tensor"], Tensor]
+"""Takes x / scale, which it may overwrite, and the zero point; returns code - zero_point as floating point."""
+
+
+def check_scales(x: Tensor, scale: Tensor, zero_point: Tensor, ch_axis: int | None) -> None:
+    """Raise ValueError unless scale and zero point have shape (), or (C,) with C the size of dimension `ch_axis`."""
+    shape = () if ch_axis is None else (x.shape[ch_axis],)
+    if scale.shape != shape or zero_point.shape != shape:
+        raise ValueError(
+            f"For a tensor of shape {tuple(x.shape)} with ch_axis {ch_axis}, scale and zero_point must have shape "
+            f"{shape}, not {tuple(scale.shape)} and {tuple(zero_point.shape)}."
+        )
+
+
+def workspace(x: Tensor, least: torch.dtype = torch.float32) -> Tensor:
+    """Return `x`, or a copy where it is narrower than `least` or its memory has gaps; TypeError for integers."""
+    if not x.is_floating_point():
+        raise TypeError(f"Only floating-point tensors can be quantized, not {x.dtype}.")
+    x = x.to(torch.promote_types(x.dtype, least))
+    return x.contiguous() if flat_view(x) is None else x
+
+
+def fill(out: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, kernel: Kernel, ch_axis: int | None) -> Tensor:
+    """Write kernel(x / scale) * scale to `out`, of the layout of `x`, which may be `x` itself, and return `out`."""
+    check_scales(x, scale, zero_point, ch_axis)
+    targets = blocks(out, scale, zero_point, ch_axis)
+    for (source, s, z), (target, _, _) in zip(blocks(x, scale, zero_point, ch_axis), targets, strict=True):
+        kernel(torch.div(source, s, out=target), z).mul_(s)
+    return out
+
+
+def blocks(
+    x: Tensor, scale: Tensor, zero_point: Tensor, ch_axis: int | None
+) -> Iterator[tuple[Tensor, Tensor, int | Tensor]]:
+    """Yield views of about BLOCK values that cover `x`, in memory order, each with the scale and zero point for it."""
+    scale, order = scale.to(x), memory_order(x)
+    if ch_axis is None:
+        z, flat = int(zero_point), x.permute(order).view(-1)
+        yield from ((flat[start : start + BLOCK], scale, z) for start in range(0, flat.numel(), BLOCK))
+        return
+    axis = order.index(ch_axis % x.ndim)
+    ordered = x.permute(order)
+    channels, inner = ordered.shape[axis], math.prod(ordered.shape[axis + 1 :])
+    rows = ordered.view(math.prod(ordered.shape[:axis]), channels, inner)
+    zero_points = zero_point.to(x).view(1, -1, 1) if zero_point.any() else None
+    scales = scale.view(1, -1, 1)
+    wide = max(1, min(channels, BLOCK // max(1, inner)))
+    tall = max(1, BLOCK // max(1, wide * inner))
+    for start, c in product(range(0, len(rows), tall), range(0, channels, wide)):
+        here = slice(c, c + wide)
+        yield rows[start : start + tall, here], scales[:, here], 0 if zero_points is None else zero_points[:, here]
