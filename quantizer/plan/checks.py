@@ -87,10 +87,10 @@ def ineffective(
 
 
 def conflicting(
-    layer: str, role: Role, spec: QuantizationSpec, sources: Mapping[str, Sourced], device: str
+    layer: str, role: Role, spec: QuantizationSpec, sources: Mapping[str, Sourced], device: str, form: str
 ) -> Iterator[Diagnostic]:
     """The rule book on a merged spec, for values that a file set: the built-in default is exempt."""
-    for conflict in conflicts(spec, role, device):
+    for conflict in conflicts(spec, role, device, form):
         places = [sources[name].place for name in conflict.fields if name in sources]
         known = [place for place in places if place is not None]
         if not known:

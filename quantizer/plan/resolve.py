@@ -194,7 +194,7 @@ def _add(state: _Resolver, layer: str, role: str, group: Group, view: View) -> b
     origins = {name: sources[name].origin if name in sources else "default" for name in _FIELDS if name != "ch_axis"}
     impossible = [*axes.impossible(layer, role, spec, view, sources)]
     found = [
-        *checks.conflicting(layer, base, spec, sources, state.config.settings.target_device),
+        *checks.conflicting(layer, base, spec, sources, state.config.settings.target_device, state.config.form),
         *checks.under_float(base, spec, [rule for _, rule in rules]),
         *impossible,
     ]
