@@ -19,7 +19,7 @@ from quantizer.engine.calibrate import Calibration
 from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.nn.network import Network, observe
+from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
 
@@ -53,7 +53,7 @@ class Corrected:
         network = quantized_network(self.graph, solution)
         with torch.no_grad():
             for batch in self.batches:
-                observe(network, batch.args, batch.kwargs, {name: mean.observe for name, mean in means.items()})
+                network.observe(batch.args, batch.kwargs, {name: mean.observe for name, mean in means.items()})
         return {name: mean.mean() - self.calibration.means[name].mean() for name, mean in means.items()}
 
     def mean_shift(self, solution: Solution) -> float:
@@ -65,7 +65,7 @@ def corrected(original: Graph, config: Config, batches: Sequence[Batch]) -> Corr
     """Calibrate a traced model; the correction itself runs when it is asked for."""
     graph = run_passes(original, config.settings)
     network = Network(graph)
-    calibration = calibrate.start(resolve(config, graph, original), network)
+    calibration = calibrate.start(resolve(config, graph, original))
     with torch.no_grad():
         calibrate.run(calibration, network, batches)
     return Corrected(calibration, calibrate.solution(calibration), batches)

@@ -13,7 +13,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.engine.solution import Solution
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
-from quantizer.nn.network import Network, observe
+from quantizer.nn.network import Network
 from quantizer.numerics.qparams import Grid, QParams, qparams_from_range
 
 ACTIVATION = QuantizationSpec()
@@ -37,7 +37,7 @@ def calibrated(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> S
 
     watched = [n.name for n in graph.nodes if n.dtype == torch.float32 and n.op != "parameter"]
     with torch.no_grad():
-        observe(network, args, kwargs, {name: watcher(name) for name in watched})
+        network.observe(args, kwargs, {name: watcher(name) for name in watched})
     for node in graph.nodes:
         if node.row.weight and "weight" in node.params:
             found[node.name, "weights"] = (WEIGHTS, *fitted(network.layers[node.name].weight, WEIGHTS))

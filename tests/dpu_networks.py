@@ -115,7 +115,7 @@ def solved(name: str) -> tuple[Graph, Solution]:
 def calibrated(plan: Plan, dtype: torch.dtype = torch.float32) -> tuple[Graph, Solution]:
     """A planned network, calibrated on the example and aligned."""
     network = Network(plan.graph)
-    calibration = calibrate.start(plan, network)
+    calibration = calibrate.start(plan)
     with torch.no_grad():
         calibrate.run(calibration, network, batches(0, dtype=dtype))
     found, _ = aligned(calibrate.solution(calibration), plan.graph, Settings(target_device="DPU"))

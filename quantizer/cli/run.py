@@ -96,7 +96,7 @@ def run_calib(options: RunOptions) -> Outcome:
             session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
         check_mode(options.fast_finetune, read.config.settings.target_device)
         network = Network(plan.graph)
-        calibration = calibrate.start(plan, network)
+        calibration = calibrate.start(plan)
         keeper = checkpoint.Checkpoint(
             folder,
             original,
@@ -168,7 +168,7 @@ MODES: dict[str, Callable[[RunOptions], Outcome]] = {"float": run_float, "calib"
 def _measure(
     options: RunOptions, loaded: LoadedModel, model: Callable[..., Any], batches: Batches, label: str
 ) -> dict[str, float]:
-    """The user's metrics of one model; top-1 accuracy when there is no evaluate() but the data has targets."""
+    """The user's metrics of one model; without evaluate(), what the targets allow: top-1 accuracy or perplexity."""
     function: Evaluate | None = load_evaluate(options.evaluate) if options.evaluate else loaded.evaluate
     with (
         BatchProgress(label, batches.total, bar=session.shows_bars(), quiet=options.quiet) as progress,
@@ -177,7 +177,7 @@ def _measure(
         if function is not None:
             return function(model, _counted((batch.raw for batch in _on_device(options, batches)), progress))
         with user_errors(f"running the {label} model", ModelError):
-            return evaluate.accuracy(model, _counted(_on_device(options, batches), progress))
+            return evaluate.measure(model, _counted(_on_device(options, batches), progress))
 
 
 def _metric_pairs(
@@ -185,7 +185,7 @@ def _metric_pairs(
 ) -> dict[str, dict[str, float]]:
     """Each metric of the float and the quantized network, on the same batches."""
     if options.evaluate is None and loaded.evaluate is None:
-        return compared.accuracies()
+        return compared.pairs()
     before = _measure(options, loaded, loaded.module, batches, "evaluate float")
     after = _measure(options, loaded, quantized, batches, "evaluate quantized")
     return {name: {"float": value, "quantized": after[name]} for name, value in before.items() if name in after}

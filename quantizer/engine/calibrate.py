@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from quantizer.algorithms.channel_mean import ChannelMean, channel_axis
+from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.engine.solution import Key, Solution
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
-from quantizer.nn.network import Network, observe
-from quantizer.observers import NegativeValuesError, ObservationError, Observer
+from quantizer.observers import NegativeValuesError, NonFiniteError, ObservationError, Observer
 from quantizer.plan.model import Plan, TensorPlan
 from quantizer.sources.batches import Batch
+
+Watchers = Mapping[str, Callable[[Tensor], None]]
+
+
+class Observable(Protocol):
+    """A model that shows the values of its nodes to who watches them."""
+
+    def observe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], watch: Watchers) -> Any:
+        """Run once; each watched node's value goes to its watcher."""
 
 
 @dataclass
 class Calibration:
-    """Observers by (layer, role), mean outputs of the layers to correct, and how many batches they have seen."""
+    """Observers by (layer, role), mean outputs of the layers to correct, and how many batches they have seen.
+
+    Tensors with one source and one spec have one observer in common, such as a value that several layers read.
+    """
 
     plan: Plan
     observers: dict[Key, Observer] = field(default_factory=dict)
@@ -58,40 +71,52 @@ class Calibration:
                 found.forget_after(batches)
 
     def _parts(self) -> dict[Key, Observer | ChannelMean]:
-        return {**self.observers, **{(layer, "output"): mean for layer, mean in self.means.items()}}
+        """What has statistics to keep, each once; groups of weights have so many that they are found anew."""
+        owners = {id(observer): key for key, observer in reversed(self.observers.items())}
+        kept = {key: self.observers[key] for key in self.observers if owners[id(self.observers[key])] == key}
+        observers = {key: found for key, found in kept.items() if found.spec.qscheme != "per_group"}
+        return {**observers, **{(layer, "output"): mean for layer, mean in self.means.items()}}
 
 
-def start(plan: Plan, network: Network) -> Calibration:
-    """Observers for all integer tensors of the plan; weights and biases are observed here, once."""
+def start(plan: Plan) -> Calibration:
+    """Observers for all tensors of the plan whose scale stays; weights and biases are observed here, once.
+
+    Raises:
+        ModelError: NaN or Inf in a weight or a bias, whatever its format (layer and tensor are named).
+    """
     nodes = plan.graph.by_name
     calibration = Calibration(plan, means={name: ChannelMean(channel_axis(nodes[name])) for name in plan.corrected})
+    shared: dict[tuple[str, QuantizationSpec], Observer] = {}
     for key, tensor in plan.tensors.items():
-        if tensor.spec.dtype != "int":
-            continue
-        observer = Observer(tensor.spec)
-        calibration.observers[key] = observer
         if is_parameter(tensor.role):
-            parameter = network.layers[tensor.layer].get_parameter(parameter_name(tensor.role))
+            parameter = plan.graph.tensors[nodes[tensor.layer].params[parameter_name(tensor.role)]].detach()
             with _located(tensor, ModelError):
-                observer.observe(parameter.detach())
+                check_finite(parameter)
+                if tensor.spec.is_scaled:
+                    calibration.observers[key] = Observer(tensor.spec)
+                    calibration.observers[key].observe(parameter)
+        elif tensor.is_calibrated:
+            calibration.observers[key] = shared.setdefault((tensor.source, tensor.spec), Observer(tensor.spec))
     return calibration
 
 
 def run(
     calibration: Calibration,
-    network: Network,
+    network: Observable,
     batches: Iterable[Batch],
     after_batch: Callable[[Calibration], None] | None = None,
 ) -> None:
     """Observe every batch; `after_batch` is called between batches, for progress and checkpoints.
 
+    A plan that needs no data may be given no batches; tensors without a scale to find are looked at all the same.
+
     Raises:
-        DataError: no batch at all, or NaN or Inf in a tensor (layer and batch are named).
+        DataError: no batch though the plan needs data, or NaN or Inf in a tensor (layer and batch are named).
     """
     watchers = _watchers(calibration)
     for batch in batches:
         try:
-            observe(network, batch.args, batch.kwargs, watchers)
+            network.observe(batch.args, batch.kwargs, watchers)
             calibration.batches += 1
         except BaseException as error:
             calibration.forget_after(calibration.batches)
@@ -100,25 +125,42 @@ def run(
             raise
         if after_batch is not None:
             after_batch(calibration)
-    if not calibration.batches:
+    if not calibration.batches and calibration.plan.needs_data:
         raise DataError("the calibration data has no batches", help="check --data and --subset_len")
 
 
-def _watchers(calibration: Calibration) -> dict[str, Callable[[Tensor], None]]:
-    """Who looks at each node's value."""
-    watched: dict[str, list[tuple[TensorPlan, Observer]]] = {name: [] for name in calibration.means}
-    for key, observer in calibration.observers.items():
-        tensor = calibration.plan.tensors[key]
+def check_finite(value: Tensor) -> None:
+    """Refuse NaN and infinity.
+
+    Raises:
+        NonFiniteError: how many there are.
+    """
+    if not value.is_floating_point() or not value.numel():
+        return
+    low, high = value.aminmax()
+    if not bool(low.isfinite() & high.isfinite()):
+        raise NonFiniteError(int(value.isnan().sum()), int(value.isinf().sum()), value.numel())
+
+
+Watch = Callable[[Tensor], None]
+
+
+def _watchers(calibration: Calibration) -> Watchers:
+    """Who looks at each node's value: every observer once, and where there is none, whether it is finite."""
+    watched: dict[str, dict[int, tuple[TensorPlan, Watch]]] = {name: {} for name in calibration.means}
+    for key, tensor in calibration.plan.tensors.items():
         if not is_parameter(tensor.role):
-            watched.setdefault(tensor.source, []).append((tensor, observer))
-    return {name: _watcher(pairs, calibration.means.get(name)) for name, pairs in watched.items()}
+            observer = calibration.observers.get(key)
+            look = check_finite if observer is None else observer.observe
+            watched.setdefault(tensor.source, {}).setdefault(id(observer), (tensor, look))
+    return {name: _watcher([*looks.values()], calibration.means.get(name)) for name, looks in watched.items()}
 
 
-def _watcher(pairs: list[tuple[TensorPlan, Observer]], mean: ChannelMean | None) -> Callable[[Tensor], None]:
+def _watcher(looks: list[tuple[TensorPlan, Watch]], mean: ChannelMean | None) -> Watch:
     def watch(value: Tensor) -> None:
-        for tensor, observer in pairs:
+        for tensor, look in looks:
             with _located(tensor, DataError):
-                observer.observe(value)
+                look(value)
         if mean is not None:
             mean.observe(value)
 
@@ -142,7 +184,7 @@ class _located:  # noqa: N801 - reads as a verb: with _located(...)
 
 
 def solution(calibration: Calibration) -> Solution:
-    """Scale and zero point of every planned tensor; floating-point formats have scale 1."""
+    """Scale and zero point of every planned tensor; 1 and 0 for those that have none."""
     tensors = {}
     for key, planned in calibration.plan.tensors.items():
         observer = calibration.observers.get(key)

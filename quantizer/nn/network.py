@@ -37,7 +37,20 @@ class Network(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the traced model returns, in its own output type."""
-        return observe(self, args, kwargs, {})
+        return self.observe(args, kwargs, {})
+
+    def observe(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], watch: Mapping[str, Callable[[Tensor], None]]
+    ) -> Any:
+        """Run and show each watched node's value to its watcher; returns the output."""
+        steps = self.walk(args, kwargs)
+        while True:
+            try:
+                name, value = next(steps)
+            except StopIteration as done:
+                return done.value
+            if name in watch:
+                watch[name](value)
 
     def walk(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Generator[tuple[str, Any], None, Any]:
         """Yield each node's name and value as it is made; the generator's return value is the output.
@@ -113,20 +126,6 @@ def build_layer(graph: Graph, node: Node) -> Layer:
         else:
             layer.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
     return layer.eval()
-
-
-def observe(
-    network: Network, args: tuple[Any, ...], kwargs: Mapping[str, Any], watch: Mapping[str, Callable[[Tensor], None]]
-) -> Any:
-    """Run the network and show each watched node's value to its watcher; returns the output."""
-    steps = network.walk(args, kwargs)
-    while True:
-        try:
-            name, value = next(steps)
-        except StopIteration as done:
-            return done.value
-        if name in watch:
-            watch[name](value)
 
 
 def _call(node: Node, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def run(case: Case, original: Graph, config: Config, folder: Path) -> Found:
     graph = run_passes(original, config.settings)
     plan = resolve(config, graph, original)
     network = Network(graph)
-    calibration = calibrate.start(plan, network)
+    calibration = calibrate.start(plan)
     batches = [Batch(batch, dict(case.kwargs), None, None) for batch in case.batches]
     calibrate.run(calibration, network, batches)
     write_results(folder, original, config, calibration, calibrate.solution(calibration), {})

@@ -34,7 +34,7 @@ def test_every_layer_has_a_verdict_and_every_code_is_compared(name: str) -> None
     toy = built(name)
     args, kwargs = toy.call(4) if toy.batched else (toy.args, dict(toy.kwargs))
     batch = Batch(args, kwargs, None, None)
-    calibration = calibrate.start(plan, Network(plan.graph))
+    calibration = calibrate.start(plan)
     with torch.no_grad():
         calibrate.run(calibration, Network(plan.graph), [batch])
     solution, _ = aligned(calibrate.solution(calibration), plan.graph, DPU)

@@ -48,7 +48,7 @@ def with_weights_only(original: Graph, graph: Graph, **fields: object) -> Networ
     values = {name: Sourced(value) for name, value in fields.items()}
     rule = Rule(Selector("all"), "overall", frozenset(("weights",)), fields={"weights": values})
     plan = resolve(Config(PLAIN, (rule,)), graph, original)
-    return quantized_network(graph, calibrate.solution(calibrate.start(plan, Network(graph))))
+    return quantized_network(graph, calibrate.solution(calibrate.start(plan)))
 
 
 @torch.no_grad()

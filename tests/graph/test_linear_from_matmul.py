@@ -27,5 +27,5 @@ def test_products_become_linear_layers_and_scaled_ones_stay(tmp_path: Path) -> N
     settings = config(tmp_path, document(tensor={"weights": {"per_channel": True}}))
     plan = resolve(settings, graph, traced("products"))
     assert set(plan.of_layer(P + "addmm")) == {"weights", "bias"}
-    assert (plan.tensors[P + "addmm", "weights"].spec.ch_axis, plan.tensors[P + "addmm", "weights"].channels) == (0, 6)
+    assert (plan.tensors[P + "addmm", "weights"].spec.ch_axis, plan.tensors[P + "addmm", "weights"].scales) == (0, 6)
     assert plan.tensors[P + "first", "weights"].spec.qscheme == "per_tensor"

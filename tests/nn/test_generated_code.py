@@ -37,7 +37,7 @@ def calibrated(folder: Path, name: str, content: dict[str, Any]) -> Graph:
     settings = config(folder, content)
     graph = run_passes(traced(name), settings.settings)
     network = Network(graph)
-    calibration = calibrate.start(resolve(settings, graph, traced(name)), network)
+    calibration = calibrate.start(resolve(settings, graph, traced(name)))
     batches = [Batch(*built(name).call(2), None, None) for _ in range(2)]
     calibrate.run(calibration, network, batches)
     write_results(folder, traced(name), settings, calibration, calibrate.solution(calibration), {})

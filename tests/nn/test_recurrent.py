@@ -34,7 +34,7 @@ def test_every_parameter_has_a_role_and_weights_have_channels(tmp_path: Path) ->
     suffixes = ("l0", "l0_reverse", "l1", "l1_reverse")
     assert set(plan.of_layer(GRU + "gru")) == {f"{gate}_{suffix}" for gate in GATES for suffix in suffixes}
     weight = plan.tensors[GRU + "gru", "weights_hh_l1_reverse"]
-    assert (weight.spec.qscheme, weight.spec.ch_axis, weight.channels) == ("per_channel", 0, 12)
+    assert (weight.spec.qscheme, weight.spec.ch_axis, weight.scales) == ("per_channel", 0, 12)
     assert plan.tensors[GRU + "gru", "bias_ih_l0"].spec.qscheme == "per_tensor"
 
 
@@ -78,7 +78,7 @@ def test_a_projection_is_a_weight_too(tmp_path: Path) -> None:
 def test_eight_bits_are_close_to_float(name: str, tmp_path: Path) -> None:
     plan, toy = planned(tmp_path, name), built(name)
     network = Network(plan.graph)
-    calibration = calibrate.start(plan, network)
+    calibration = calibrate.start(plan)
     args, kwargs = Toy(toy.module, toy.args).call(8)
     calibrate.run(calibration, network, [Batch(args, kwargs, None, None)])
     with torch.no_grad():
