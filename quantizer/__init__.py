@@ -59,8 +59,7 @@ __all__ = [
     "RoundType",
     "ScaleType",
     "SmoothQuantConfig",
-    "nn",
-]
+]  # not nn: a star import must not hide torch.nn
 _HOMES = ("quantizer.config.types", "quantizer.api.observers", "quantizer.api.config", "quantizer.api.model_quantizer")
 """The modules that have the public names, cheapest first; only the last imports torch."""
 
@@ -80,4 +79,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "nn"})

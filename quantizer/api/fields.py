@@ -36,7 +36,7 @@ def checked(cls: type[T]) -> type[T]:
         build(self, *args, **kwargs)
         check(self)
 
-    cls.__init__ = init  # type: ignore[assignment]
+    cls.__init__ = init  # type: ignore[method-assign]
     return cls
 
 

@@ -43,7 +43,7 @@ class InPlace(Layer):
 
 
 @functools.cache
-def quantized_class(cls: type) -> type[InPlace]:
+def quantized_class(cls: Any) -> type[InPlace]:
     """The class that modules of class `cls` get. It has the same name."""
     make: Any = type(cls)
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
@@ -51,7 +51,7 @@ def quantized_class(cls: type) -> type[InPlace]:
     return made
 
 
-def _blank(cls: type[nn.Module]) -> InPlace:
+def _blank(cls: Any) -> InPlace:
     made = quantized_class(cls)
     return made.__new__(made)
 
@@ -59,7 +59,8 @@ def _blank(cls: type[nn.Module]) -> InPlace:
 def make_quantizable(module: nn.Module) -> InPlace:
     """Give a module, in place, room for quantizers; what it computes does not change."""
     if not isinstance(module, InPlace):
-        module.__class__ = quantized_class(type(module))
+        cls: Any = type(module)
+        module.__class__ = quantized_class(cls)
         module.quantizers = nn.ModuleDict()
         object.__setattr__(module, "_output", None)
     assert isinstance(module, InPlace)
@@ -123,7 +124,8 @@ class ModuleTree:
             self.reached.add(layer)
             on_first(look, args, kwargs)
 
-        return self.layers[layer].register_forward_pre_hook(before, with_kwargs=True).remove
+        remove: Callable[[], None] = self.layers[layer].register_forward_pre_hook(before, with_kwargs=True).remove
+        return remove
 
     def _watch_output(self, layer: str, watcher: Watcher) -> Callable[[], None]:
         def after(_: nn.Module, __: Any, output: Any) -> None:
@@ -131,7 +133,8 @@ class ModuleTree:
             if isinstance(output, Tensor) and output.is_floating_point():
                 watcher(output)
 
-        return self.layers[layer].register_forward_hook(after).remove
+        remove: Callable[[], None] = self.layers[layer].register_forward_hook(after).remove
+        return remove
 
 
 def keep_layers_called(model: nn.Module) -> None:
