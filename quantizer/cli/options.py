@@ -31,7 +31,10 @@ class RunOptions:
     evaluate: str | None = None
     preprocess: str | None = None
     subset_len: int | None = None
-    batch_size: int = 32
+    tokenizer: str | None = None
+    seq_len: int | None = None
+    stride: int | None = None
+    batch_size: int | None = None
     output_dir: str = "quantize_result"
     device: str = "cpu"
     seed: int = 0
@@ -55,18 +58,30 @@ class ModelOptions:
     model: str | None = None
     weights: str | None = None
     data: str | None = None
-    batch_size: int = 32
+    tokenizer: str | None = None
+    seq_len: int | None = None
+    batch_size: int | None = None
     trust: bool = False
     config_file: str | None = None
     output: str | None = None
     json: bool = False
 
 
-_MODEL = click.option("--model", metavar="MODEL", help="file.py, file.py:factory or package.module:factory.")
+_MODEL = click.option(
+    "--model", metavar="MODEL", help="file.py, file.py:factory, package.module:factory or a Hugging Face folder."
+)
 _WEIGHTS = click.option("--weights", metavar="FILE", help="Weights: .safetensors, or .pth that holds tensors only.")
-_DATA = click.option("--data", metavar="DATA", help="Calibration data: a factory, a folder, files or random:NxCxHxW.")
+_DATA = click.option(
+    "--data", metavar="DATA", help="Calibration data: a factory, a folder, files, texts or random:NxCxHxW."
+)
+_TOKENIZER = click.option(
+    "--tokenizer", metavar="PATH", help="For texts: a tokenizer.json or a folder, if not the model's own."
+)
+_SEQ_LEN = click.option(
+    "--seq_len", type=click.IntRange(2), metavar="N", help="For texts: tokens per sample.  [default: 512]"
+)
 _BATCH_SIZE = click.option(
-    "--batch_size", type=click.IntRange(1), default=32, show_default=True, help="Samples per batch."
+    "--batch_size", type=click.IntRange(1), metavar="N", help="Samples per batch.  [default: 32, of texts 1]"
 )
 _TRUST = click.option("--trust", is_flag=True, help="Load files that can execute code (.pt2).")
 _CONFIG = click.option("--config_file", "--config", "config_file", metavar="FILE", help="The JSON config.")
@@ -86,6 +101,11 @@ _RUN = (
     click.option("--evaluate", metavar="FACTORY", help="evaluate(model, data), if it is not in the model's file."),
     click.option("--preprocess", metavar="JSON", help="How an image folder is read: JSON text or a file."),
     click.option("--subset_len", type=click.IntRange(1), metavar="N", help="Use the first N samples."),
+    _TOKENIZER,
+    _SEQ_LEN,
+    click.option(
+        "--stride", type=click.IntRange(1), metavar="N", help="For texts: tokens between samples.  [default: --seq_len]"
+    ),
     _BATCH_SIZE,
     click.option("--output_dir", default="quantize_result", show_default=True, help="The result folder."),
     click.option("--device", default="cpu", show_default=True, help="Where the model runs now: cpu or cuda."),
@@ -118,6 +138,8 @@ _LOOK = (
     _MODEL,
     _WEIGHTS,
     _DATA,
+    _TOKENIZER,
+    _SEQ_LEN,
     _BATCH_SIZE,
     _TRUST,
     _CONFIG,

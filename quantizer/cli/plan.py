@@ -11,6 +11,7 @@ from quantizer.cli.options import SETTINGS, ModelOptions, model_options
 from quantizer.engine.files import write_json
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
 from quantizer.report import tables
+from quantizer.sources.data import DEFAULT_BATCH_SIZE
 
 _MB = 1e6
 
@@ -32,10 +33,11 @@ def plan(options: ModelOptions) -> None:
         original = session.trace_model(options, loaded, session.open_data(options, loaded))
     found = session.make_plan(read, original)
     before, after = weight_bytes(found)
-    memory = peak_activation_bytes(found.graph, options.batch_size)
+    size = options.batch_size or DEFAULT_BATCH_SIZE
+    memory = peak_activation_bytes(found.graph, size)
     content = found.to_json() | {
         "weight_bytes": {"float": before, "quantized": after},
-        "peak_activation_bytes": {"batch_size": options.batch_size, "bytes": memory},
+        "peak_activation_bytes": {"batch_size": size, "bytes": memory},
     }
     if options.output and options.output != "-":
         write_json(Path(options.output), content)
@@ -48,4 +50,4 @@ def plan(options: ModelOptions) -> None:
     console.print(tables.plan_table(found))
     console.print()
     click.echo(f"{len(found.tensors)} tensors quantized; weights {before / _MB:.2f} MB -> {after / _MB:.2f} MB")
-    click.echo(f"activations alive at once in calibration: {memory / _MB:.1f} MB at batch size {options.batch_size}")
+    click.echo(f"activations alive at once in calibration: {memory / _MB:.1f} MB at batch size {size}")

@@ -95,6 +95,9 @@ def run_calib(options: RunOptions) -> Outcome:
         if options.inspect:
             session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
         check_mode(options.fast_finetune, read.config.settings.target_device)
+        needs_data = plan.needs_data or options.fast_finetune is not None
+        if needs_data:
+            session.require_data(batches)
         network = Network(plan.graph)
         calibration = calibrate.start(plan)
         keeper = checkpoint.Checkpoint(
@@ -105,20 +108,10 @@ def run_calib(options: RunOptions) -> Outcome:
         )
         if options.resume:
             FinetuneCheckpoint.check_mode(folder, options.fast_finetune)
-        skip = keeper.restore(calibration) if options.resume else 0
-        if options.resume and not skip:
-            logger.warning("there is no checkpoint in %s: starting with the first batch", folder)
-        with BatchProgress("calib", batches.total, bar=session.shows_bars(), quiet=options.quiet) as progress:
-            progress.advance(skip)
-            rest = _rest(options, batches, keeper, skip)
-            try:
-                calibrate.run(calibration, network, rest, lambda c: _after(keeper, c, batches, progress))
-            except (KeyboardInterrupt, QuantizerError):
-                if calibration.batches > skip:
-                    keeper.save(calibration)
-                    logger.warning("stopped after %d batches; --resume goes on from there", calibration.batches)
-                raise
-        run_facts = {"seed": options.seed, "data": batches.fingerprint, "stamp": batches.stamp}
+        if needs_data:
+            _observe(options, batches, keeper, calibration, network)
+        facts = {"data": batches.fingerprint, "stamp": batches.stamp} if needs_data else {"data": None, "stamp": None}
+        run_facts = {"seed": options.seed, **facts}
         if options.fast_finetune:
             keeper.save(calibration)
         found = refine(options, calibration, batches)
@@ -126,8 +119,32 @@ def run_calib(options: RunOptions) -> Outcome:
         results.write_results(folder, original, read.config, calibration, found, run_facts)
         keeper.remove()
     content = {"tensors": len(plan.tensors), "batches": calibration.batches, "results": str(folder)}
-    said = f"{len(plan.tensors)} tensors calibrated on {calibration.batches} batches; results: {folder}"
+    how = f"calibrated on {calibration.batches} batches" if needs_data else "quantized without data"
+    said = f"{len(plan.tensors)} tensors {how}; results: {folder}"
     return Outcome({}, content | {"rules": plan.to_json()["rules"]}, [tables.rule_table(plan), said])
+
+
+def _observe(
+    options: RunOptions,
+    batches: Batches,
+    keeper: checkpoint.Checkpoint,
+    calibration: calibrate.Calibration,
+    network: Network,
+) -> None:
+    """Run the batches, with --resume those that a stopped calibration left; a stop leaves a checkpoint."""
+    skip = keeper.restore(calibration) if options.resume else 0
+    if options.resume and not skip:
+        logger.warning("there is no checkpoint in %s: starting with the first batch", options.output_dir)
+    with BatchProgress("calib", batches.total, bar=session.shows_bars(), quiet=options.quiet) as progress:
+        progress.advance(skip)
+        rest = _rest(options, batches, keeper, skip)
+        try:
+            calibrate.run(calibration, network, rest, lambda c: _after(keeper, c, batches, progress))
+        except (KeyboardInterrupt, QuantizerError):
+            if calibration.batches > skip:
+                keeper.save(calibration)
+                logger.warning("stopped after %d batches; --resume goes on from there", calibration.batches)
+            raise
 
 
 def run_test(options: RunOptions) -> Outcome:
@@ -208,6 +225,8 @@ def _report(
             name: pair["quantized"],
             f"{name}_drop": pair["float"] - pair["quantized"],
         }
+        if name == "perplexity" and pair["float"]:  # it multiplies where other metrics lose
+            metrics["perplexity_ratio"] = pair["quantized"] / pair["float"]
     stamp = stamp or info.header.get("stamp")
     report = summary.report(metrics, rows, stamp)
     write_json(folder / "report.json", report)

@@ -8,7 +8,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,11 @@ from quantizer.graph.passes import run_passes, summary
 from quantizer.graph.trace import trace
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES, resolve
-from quantizer.sources.data import Batches, load_batches
+from quantizer.sources.data import Batches, Reading, load_batches
+from quantizer.sources.files import TEXTS, find_files
 from quantizer.sources.models import LoadedModel, load_model, materialize, try_first_batch
+from quantizer.sources.text import DEFAULT_SEQ_LEN, Windows, longest_window
+from quantizer.sources.tokenizer import load_tokenizer
 
 Options = RunOptions | ModelOptions
 
@@ -88,22 +92,66 @@ def device_of(options: Options) -> torch.device:
 def open_data(options: Options, loaded: LoadedModel, *, evaluation: bool = False) -> Batches:
     """The batches of `--data` (in test mode of `--eval_data` first), else those the model's file offers.
 
+    Failing these, and not for an evaluation, one example input that has the right shape: some configs need no data.
+
     Raises:
-        UsageError: there are none.
+        UsageError: there are none, or options that do not go with them.
         DataError: they cannot be read.
     """
     given = (getattr(options, "eval_data", None) if evaluation else None) or options.data
-    source = given or (loaded.evaluation_data if evaluation else loaded.calibration_data)
+    offered = loaded.evaluation_data if evaluation else loaded.calibration_data
+    source = offered if given is None else given
+    windows = read_windows(options, loaded, given)
     if source is None:
-        raise UsageError("Missing option '--data'", help="give --data, or add calibration_data() to the model's file")
+        if loaded.example is None or evaluation:
+            raise missing_data()
+        item = partial(loaded.example, windows.seq_len)
+        example = load_batches(lambda: [item()], module=loaded.module)
+        return replace(example, label="the example input", stands_in=True)
     return load_batches(
         source,
         module=loaded.module,
         batch_size=options.batch_size,
         subset_len=getattr(options, "subset_len", None),
         seed=getattr(options, "seed", 0),
-        preprocess=getattr(options, "preprocess", None),
+        reading=Reading(getattr(options, "preprocess", None), windows),
     )
+
+
+def read_windows(options: Options, loaded: LoadedModel, given: str | None) -> Windows:
+    """How a text becomes samples: by `--tokenizer` or the model's own, 512 tokens long or as many as the model can.
+
+    Raises:
+        UsageError: the lengths do not fit each other or the model, or the data given are no texts.
+    """
+    named = [name for name in ("tokenizer", "stride") if getattr(options, name, None)]
+    if named and (given is None or find_files(given)[0] != TEXTS):
+        raise UsageError(f"--{named[0]} is for texts, and the data are none", help="give --data FILE.txt")
+    longest = longest_window(loaded.module)
+    if options.seq_len and longest and options.seq_len > longest:
+        raise UsageError(f"--seq_len {options.seq_len}: the model was made for at most {longest} positions")
+    tokenizer = partial(load_tokenizer, options.tokenizer) if options.tokenizer else loaded.tokenizer
+    seq_len = options.seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
+    return Windows(tokenizer, seq_len, getattr(options, "stride", None))
+
+
+def require_data(batches: Batches) -> None:
+    """Refuse an example input where data are needed.
+
+    Raises:
+        UsageError: the batches only show a shape.
+    """
+    if batches.stands_in:
+        raise missing_data()
+
+
+def missing_data() -> UsageError:
+    """What to do without data. A config that only rounds weights, or finds ranges as it runs, needs but a shape."""
+    remedy = (
+        "give --data, or add calibration_data() to the model's file; a config that needs no data needs an input's "
+        "shape: --data random:1x3x224x224, or example_input() in the model's file"
+    )
+    return UsageError("Missing option '--data'", help=remedy)
 
 
 def trace_model(options: Options, loaded: LoadedModel, batches: Batches) -> Graph:

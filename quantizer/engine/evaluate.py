@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quantizer.config.roles import base_role, is_parameter, parameter_name
+from quantizer.engine.perplexity import TokenLoss, next_tokens
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
 from quantizer.nn.network import Network
@@ -67,6 +68,8 @@ class Comparison:
     labelled: int = 0
     correct_float: int = 0
     correct_quantized: int = 0
+    loss_float: TokenLoss = field(default_factory=TokenLoss)
+    loss_quantized: TokenLoss = field(default_factory=TokenLoss)
 
     def metrics(self) -> dict[str, float]:
         """The figures that gates and reports use."""
@@ -75,30 +78,40 @@ class Comparison:
             found["top1_agreement"] = self.agreeing / self.samples
         return found
 
-    def accuracies(self) -> dict[str, dict[str, float]]:
-        """Top-1 accuracy of both networks, where the data has labels."""
-        if not self.labelled:
-            return {}
-        return {
-            "top1": {"float": self.correct_float / self.labelled, "quantized": self.correct_quantized / self.labelled}
-        }
+    def pairs(self) -> dict[str, dict[str, float]]:
+        """Top-1 accuracy or perplexity of both networks, where the data has labels or is text."""
+        found = {}
+        if self.labelled:
+            hits = {"float": self.correct_float, "quantized": self.correct_quantized}
+            found["top1"] = {which: correct / self.labelled for which, correct in hits.items()}
+        if self.loss_float.tokens:
+            both = {"float": self.loss_float, "quantized": self.loss_quantized}
+            found["perplexity"] = {which: loss.perplexity for which, loss in both.items()}
+        return found
 
 
-def accuracy(model: Callable[..., Any], batches: Iterable[Batch]) -> dict[str, float]:
-    """Top-1 accuracy of one model on labelled batches; nothing when the data has no labels."""
+def measure(model: Callable[..., Any], batches: Iterable[Batch]) -> dict[str, float]:
+    """Top-1 accuracy of one model on labelled batches, perplexity on text; nothing when the data has no targets."""
     labelled = correct = 0
+    loss = TokenLoss()
     for batch in batches:
         output = pytree.tree_leaves(model(*batch.args, **batch.kwargs))[0]
         target = batch.target
-        if (
-            isinstance(target, Tensor)
-            and isinstance(output, Tensor)
-            and output.dim() == 2
-            and target.shape == output.shape[:1]
-        ):
+        if not isinstance(target, Tensor) or not isinstance(output, Tensor):
+            continue
+        if output.dim() == 2 and target.shape == output.shape[:1]:
             labelled += len(target)
             correct += int((output.argmax(1) == target.to(output.device)).sum())
-    return {"top1": correct / labelled} if labelled else {}
+        elif (following := _following(output, batch)) is not None:
+            loss.add(output, following)
+    found = {"top1": correct / labelled} if labelled else {}
+    return found | ({"perplexity": loss.perplexity} if loss.tokens else {})
+
+
+def _following(output: Tensor, batch: Batch) -> Tensor | None:
+    """What the logits of a language model should say; None if the output is none for these targets."""
+    following = next_tokens(batch) if output.dim() == 3 else None
+    return following if following is not None and following.shape == output.shape[:2] else None
 
 
 Tap = tuple[nn.Module, LayerNoise]
@@ -200,6 +213,9 @@ def _outputs(reference: Any, quantized: Any, batch: Batch, result: Comparison) -
             raise DataError("the float model's output is not finite", help="check the data and the weights")
         result.output.add(x, y)
     first = pairs[0] if pairs else None
+    if first is not None and (following := _following(first[0], batch)) is not None:
+        result.loss_float.add(first[0], following)
+        result.loss_quantized.add(first[1], following)
     if first is None or first[0].dim() != 2 or first[0].shape[1] < 2:
         result.rankable = False
         return

@@ -45,7 +45,8 @@ class Reading:
 class Batches:
     """Batches that can be gone through several times, the same ones each time.
 
-    `stamp` says what reports must say about the data ("random data"). `fingerprint` is None until one pass is complete.
+    `stamp` says what reports must say about the data ("random data"); a batch that `stands_in` for data shows no more
+    than their shape. `fingerprint` is None until one pass is complete.
     Iterating raises `DataError` with the batch's number if the data cannot be had or used.
     """
 
@@ -56,6 +57,7 @@ class Batches:
     fingerprint: Mapping[str, Any] | None = None
     length: int | None = None
     first_size: int | None = None
+    stands_in: bool = False
     _told: bool = field(default=False, repr=False)
     _seen: Fingerprint = field(default_factory=Fingerprint, repr=False)
 
