@@ -8,47 +8,113 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.nn.dynamic import dynamic_qparams, quantize_rows
+from quantizer.numerics.fake_cast import fake_cast, fake_cast_, fake_cast_plain
 from quantizer.numerics.fake_quantize import fake_quantize, fake_quantize_, fake_quantize_plain
 from quantizer.numerics.formats import cast_round_trip_
+from quantizer.numerics.granularity import from_rows, to_rows
+from quantizer.observers import axis_of
 
 
 class TensorQuantizer(nn.Module):
-    """Rounds a tensor to the grid of `spec` with a fixed scale and zero point (see DESIGN of numerics in
-    ARCHITECTURE.md).
+    """Rounds a tensor to the grid of `spec`, with a fixed scale and zero point, or dynamically with those of its range.
 
     Args:
-        spec: the grid; for floating-point formats scale and zero point are not read.
-        scale: float32, shape () or (channels,).
+        spec: the grid.
+        scale: float32, of `granularity.scale_shape`; not read for dynamic tensors and formats without a scale.
         zero_point: int32, same shape.
         inplace: overwrite the input, allowed when its producer made fresh memory that nobody else reads unquantized.
+
+    Raises ValueError if a scale is needed and missing, or the axis it goes with.
     """
 
-    scale: Tensor
-    zero_point: Tensor
+    scale: Tensor | None
+    zero_point: Tensor | None
 
-    def __init__(self, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor, *, inplace: bool = False) -> None:
+    def __init__(
+        self,
+        spec: QuantizationSpec,
+        scale: Tensor | None = None,
+        zero_point: Tensor | None = None,
+        *,
+        inplace: bool = False,
+    ) -> None:
         super().__init__()
+        if spec.is_scaled and not spec.is_dynamic and (scale is None or zero_point is None):
+            raise ValueError(f"A static tensor in {spec.dtype} needs a scale and a zero point.")
+        axis_of(spec)
         self.spec, self.inplace = spec, inplace
         self.register_buffer("scale", scale)
         self.register_buffer("zero_point", zero_point)
 
     def forward(self, x: Any) -> Any:
-        """The tensor on its grid; anything that is not a floating-point tensor passes unchanged."""
+        """The tensor on its grid; anything that is not a floating-point tensor, or holds no values, passes unchanged.
+
+        Raises ObservationError, a ValueError, for what has no dynamic range.
+        """
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        spec = self.spec
-        if spec.dtype != "int":
-            return cast_round_trip_(x if self.inplace else x.clone(), spec.dtype)
-        function = fake_quantize_ if self.inplace else fake_quantize
-        if torch.compiler.is_exporting():  # a block loop would be unrolled for one size
-            function = fake_quantize_plain
+        if not self.spec.is_scaled:
+            return cast_round_trip_(x if self.inplace else x.clone(), self.spec.dtype)
         with torch.no_grad():
-            return function(
-                x, self.scale, self.zero_point, spec.quant_min, spec.quant_max, spec.round_mode, ch_axis=spec.ch_axis
-            )
+            if not self.spec.is_dynamic:
+                assert self.scale is not None and self.zero_point is not None  # the constructor saw to it
+                return place(x, self.spec, self.scale, self.zero_point, inplace=self.inplace)
+            return x if x.numel() == 0 else self._dynamic(x)
+
+    def _dynamic(self, x: Tensor) -> Tensor:
+        spec = self.spec
+        if spec.qscheme == "per_tensor" or torch.compiler.is_exporting():
+            found = dynamic_qparams(x, spec)
+            return place(x, spec, found.scale, found.zero_point, inplace=self.inplace)
+        cut = spec.qscheme, axis_of(spec), spec.group_size
+        rows = to_rows(x, *cut)
+        out = quantize_rows(rows, spec, inplace=self.inplace or rows.data_ptr() != x.data_ptr())
+        return from_rows(out, tuple(x.shape), *cut)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move with the model; but where that is cast (`half()`), the scale stays float32."""
+        scale = self.scale
+        super()._apply(fn, recurse)
+        if scale is not None and self.scale is not None and self.scale.dtype != scale.dtype:
+            self.scale = scale.to(self.scale.device)
+        return self
 
     def extra_repr(self) -> str:
         """The grid in words."""
         spec = self.spec
         kind = f"{spec.bit_width} bit" if spec.dtype == "int" else spec.dtype
-        return f"{kind}, {spec.round_mode}, {spec.qscheme}"
+        return f"{kind}, {spec.round_mode}, {spec.qscheme}" + (", dynamic" if spec.is_dynamic else "")
+
+
+def place(x: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor, *, inplace: bool = False) -> Tensor:
+    """Return `x` on the grid of `spec` with these scales, of `granularity.scale_shape`.
+
+    >>> place(torch.tensor([[0.6, 7.0]]), QuantizationSpec(), torch.tensor(0.5), torch.tensor(0)).tolist()
+    [[0.5, 7.0]]
+    """
+    axis = axis_of(spec)
+    if spec.qscheme not in ("per_group", "per_token"):
+        return _place(x, spec, scale, zero_point, axis, inplace)
+    cut = spec.qscheme, axis, spec.group_size
+    rows = to_rows(x, *cut)
+    out = _place(rows, spec, scale.reshape(-1), zero_point.reshape(-1), 0, inplace)
+    return from_rows(out, tuple(x.shape), *cut)
+
+
+def _place(
+    x: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor, axis: int | None, inplace: bool
+) -> Tensor:
+    """The same with scales of shape () or (C,)."""
+    kind = "plain" if torch.compiler.is_exporting() else "inplace" if inplace else "copy"  # a trace unrolls block loops
+    integer, floating = _FORMS[kind]
+    if spec.dtype != "int":
+        return floating(x, scale, spec.dtype, ch_axis=axis)
+    return integer(x, scale, zero_point, spec.quant_min, spec.quant_max, spec.round_mode, ch_axis=axis)
+
+
+_FORMS = {
+    "plain": (fake_quantize_plain, fake_cast_plain),
+    "inplace": (fake_quantize_, fake_cast_),
+    "copy": (fake_quantize, fake_cast),
+}

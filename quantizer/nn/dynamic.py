@@ -1,0 +1,78 @@
+"""Quantization with a range found each time: of the tensor at hand, or of each of its rows. Keeps nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.numerics.blocks import BLOCK, Kernel
+from quantizer.numerics.fake_quantize import work_dtype
+from quantizer.numerics.granularity import scale_shape
+from quantizer.numerics.qparams import FloatGrid, Grid, QParams, qparams_from_range
+from quantizer.observers import NegativeValuesError, ObservationError, axis_of, grid_of, kernel_of
+from quantizer.observers.batch import Range, as_rows, extremes
+
+
+def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
+    """Return scale and zero point for the least and greatest values of `x`, of `scale_shape`.
+
+    Raises ObservationError for NaN or infinity, and for negative values on a grid without them; not in a program that
+    torch traces, which has no errors of its own.
+    """
+    axis = axis_of(spec)
+    rows = as_rows(x, spec.qscheme, axis, spec.group_size)
+    exporting = torch.compiler.is_exporting()
+    found = (rows.amin(1), rows.amax(1)) if exporting else extremes(rows)
+    grid = grid_of(spec)
+    if not exporting:
+        _check(found, grid)
+    qparams = qparams_from_range(*found, grid)
+    shape = scale_shape(tuple(x.shape), spec.qscheme, axis, spec.group_size)
+    return QParams(qparams.scale.view(shape), qparams.zero_point.view(shape))
+
+
+def quantize_rows(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) -> Tensor:
+    """Return each of `rows` on the grid of its own range; a block is quantized while it is in the cache.
+
+    The values are those that `dynamic_qparams` gives. Raises ObservationError like it, maybe after writing.
+    """
+    grid, kernel = grid_of(spec), kernel_of(spec)
+    out = rows if inplace else torch.empty_like(rows)
+    least = work_dtype(spec.quant_min, spec.quant_max) if spec.dtype == "int" else torch.float32
+    work = torch.promote_types(rows.dtype, least)
+    low, high = (rows.new_empty(len(rows), dtype=work) for _ in range(2))
+    height = max(1, BLOCK // max(1, rows.shape[1]))
+    for start in range(0, len(rows), height):
+        here = slice(start, start + height)
+        low[here], high[here] = _quantize_block(rows[here], out[here], work, grid, kernel)
+    _check((low, high), grid)
+    return out
+
+
+def _quantize_block(rows: Tensor, out: Tensor, work: torch.dtype, grid: Grid | FloatGrid, kernel: Kernel) -> Range:
+    """Write the quantized `rows` to `out`, and return their range."""
+    wide = rows.to(work)
+    target = out if out.dtype == work else wide
+    low, high = extremes(wide)
+    qparams = qparams_from_range(low, high, grid)
+    scale = qparams.scale.to(work)[:, None]
+    zero_point = 0 if grid.symmetric else qparams.zero_point.to(work)[:, None]
+    kernel(torch.div(wide, scale, out=target), zero_point).mul_(scale)
+    if target is wide:
+        out.copy_(wide)
+    return low, high
+
+
+def _check(found: Range, grid: Grid | FloatGrid) -> None:
+    """Raise ObservationError for ranges that no scale exists for."""
+    low, high = found
+    broken = int((~(low.isfinite() & high.isfinite())).sum())
+    if broken:
+        where = "this tensor holds" if len(low) == 1 else f"{broken} of {len(low)} rows of this tensor hold"
+        raise ObservationError(f"{where} NaN or infinity, and a range found at run time needs finite values.")
+    if isinstance(grid, Grid) and grid.nonnegative and bool((low < 0).any()):
+        raise NegativeValuesError(
+            f"The smallest value is {low.min():g}, and an unsigned symmetric grid has no negative values; "
+            "make it signed, or asymmetric."
+        )
