@@ -24,6 +24,7 @@ from quantizer.errors import QuantizerError, UsageError
 COMMANDS = {
     "init": ("quantizer.cli.init:init", "Write a config to start from."),
     "validate": ("quantizer.cli.validate:validate", "Check config files; show all errors at once."),
+    "convert": ("quantizer.cli.convert:convert", "Write a config file in the other form."),
     "explain": ("quantizer.cli.explain:explain", "Explain a code, a config key, or what holds for one layer."),
     "inspect": ("quantizer.cli.inspect:inspect", "Show the layers of a model and what can be quantized."),
     "plan": ("quantizer.cli.plan:plan", "Show what a config does to a model, without data."),

@@ -38,6 +38,9 @@ def check_levels(levels: Hierarchical) -> Iterator[Diagnostic]:
     yield from _devices(levels)
     yield from _patterns(levels)
     yield from _reserved(levels)
+    if not scopes and (place := levels.levels[0].selector.place):
+        help_ = 'for example "weight": {"dtype": "int8"}'
+        yield Diagnostic("QZ123", "no tensor has a specification: nothing is quantized", place, "warning", help=help_)
 
 
 @dataclass(frozen=True)

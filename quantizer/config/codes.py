@@ -146,6 +146,22 @@ CODES: dict[str, Code] = {
         "with PerChannelMinMaxObserver the ch_axis of per_group is the channel axis.",
         "Nothing has to be done; the help line has the words that say it without the note.",
     ),
+    "QZ123": Code(
+        "nothing is quantized",
+        "No level has a spec for any tensor, so the network stays as it is.",
+        'Write a spec, for example `"weight": {"dtype": "int8"}` in global_quant_config.',
+    ),
+    "QZ124": Code(
+        "what the other form cannot say",
+        "The two forms overlap: the layered one has no groups, dynamic ranges or scaled floating-point formats, the "
+        "hierarchical one no switches, no statistic over batches and no activations that are no layer's own.",
+        "Change the value under the caret, or keep the file in its form.",
+    ),
+    "QZ125": Code(
+        "what may differ in the other form",
+        "Whether the two files mean the same depends on the model.",
+        "Compare `quantizer plan` with both files.",
+    ),
     "QZ402": Code(
         "a selector matches no layer",
         "A rule that silently matches nothing would be lost.",

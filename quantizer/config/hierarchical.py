@@ -116,7 +116,8 @@ class _Translator(View):
         return Settings(target_device=device, places={"target_device": place} if place else {})
 
     def levels(self) -> Iterator[Level]:
-        yield self._level(Selector("weighted"), "global_quant_config", ("global_quant_config",))
+        name = "global_quant_config"
+        yield self._level(Selector("weighted", place=self.place(name, key=True)), name, (name,))
         kinds: tuple[tuple[str, Literal["type", "name"]], ...] = (
             ("layer_type_quant_config", "type"),
             ("layer_quant_config", "name"),

@@ -78,8 +78,10 @@ def _number(raw: Block) -> dict[str, Sourced]:
     if dtype in INTEGERS:
         place = raw["dtype"].place
         bits, signed = INTEGERS[dtype]
-        fields |= {name: Sourced(v, place) for name, v in (("dtype", "int"), ("bit_width", bits), ("signed", signed))}
         fields["symmetric"] = raw.get("symmetric", Sourced(signed, place))
+        # The codes of an asymmetric grid begin at 0, whatever the sign in the dtype's name.
+        words = {"dtype": "int", "bit_width": bits, "signed": signed and fields["symmetric"].value}
+        fields |= {name: Sourced(value, place) for name, value in words.items()}
     elif dtype is not None:
         element = said(raw, "mx_element_dtype")
         word = ("mx_int8" if element == "int8" else element or "mx_int8") if dtype == "mx" else dtype

@@ -1,0 +1,50 @@
+"""`quantizer convert`: a config file in the other form, if that form can say it. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from quantizer.cli.files import write_text
+from quantizer.cli.options import SETTINGS
+from quantizer.cli.render import print_diagnostics
+from quantizer.config.diagnostics import in_order
+from quantizer.config.form import Form
+from quantizer.config.load import load_config
+from quantizer.config.to_hierarchical import to_hierarchical
+from quantizer.config.to_layered import to_layered
+from quantizer.errors import UsageError
+
+_WRITERS = {"layered": to_layered, "hierarchical": to_hierarchical}
+
+
+@click.command(context_settings=SETTINGS)
+@click.argument("file", type=click.Path())
+@click.option("--to", "form", type=click.Choice(list(_WRITERS)), help="The form to write; default: the other one.")
+@click.option("--output", "-o", default="-", show_default=True, help="The file; - for standard output.")
+def convert(file: str, form: Form | None, output: str) -> int:
+    """Write a config file in the other form; what that form cannot say is told, and then nothing is written.
+
+    Exit code 0: written; 1: the other form cannot say it; 2: the file is not valid.
+
+    \b
+    quantizer convert configs/weight_int8.json
+    quantizer convert net.json --to hierarchical -o other.json
+    """
+    result = load_config(file)
+    config = result.require()
+    wanted = form or ("hierarchical" if config.form == "layered" else "layered")
+    if wanted == config.form:
+        raise UsageError(f"{file} is of the {wanted} form already", help="leave --to out to write the other form")
+    document, findings = _WRITERS[wanted](config)
+    told = [found for found in result.diagnostics if found.severity != "note"]
+    print_diagnostics(in_order([*told, *findings]), result.sources)
+    if any(found.severity == "error" for found in findings):
+        return 1
+    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    if output == "-":
+        click.echo(text, nl=False)
+    else:
+        write_text(output, text)
+    return 0

@@ -1,0 +1,155 @@
+"""A config of the layered form as a document of the hierarchical form, and what that form has no words for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quantizer.config.diagnostics import Diagnostic, Place
+from quantizer.config.hierarchical import ROLE_OF
+from quantizer.config.model import CAST_ONLY, ROLES, Config, QuantizationSpec, Role, Rule, Settings, Sourced
+from quantizer.config.spec_words import INTEGERS, METHODS, PARAMETERS
+from quantizer.config.types import RoundType, ScaleType
+from quantizer.config.wording import listed
+
+_KEY_OF = {role: key for key, role in ROLE_OF.items()}
+_BLOCKS = {"type": "layer_type_quant_config", "name": "layer_quant_config"}
+_HELP = "change it, or keep the layered form"
+
+Fields = Mapping[str, Sourced]
+
+
+def to_hierarchical(config: Config) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
+    """The document, and findings: an error for what cannot be said, a warning for what depends on the model."""
+    overall, tensor, *layers = config.rules
+    roles = [role for role in ROLES if role in (overall.roles or ())]
+    everywhere = {role: {**overall.fields[role], **tensor.fields.get(role, {})} for role in roles}
+    findings = [*_settings(config.settings), *_network(overall, roles)]
+    blocks: dict[str, dict[str, Any]] = {block: {} for block in _BLOCKS.values()}
+    excluded: list[str] = []
+    for rule in layers:
+        findings += _entry(rule, PARAMETERS & frozenset(roles))
+        if rule.roles:
+            level = {_KEY_OF[role]: _spec(rule.fields[role]) for role in ROLES if role in rule.roles}
+            blocks[_BLOCKS[rule.selector.kind]][rule.selector.text] = level
+        else:
+            excluded.append(rule.selector.text)
+    found = [*(f for role in roles for f in _unsayable(role, everywhere[role]))]
+    found += [f for rule in layers for role in rule.roles or () for f in _unsayable(role, rule.fields[role])]
+    document: dict[str, Any] = {
+        "global_quant_config": {
+            **{_KEY_OF[role]: _spec(everywhere[role]) for role in roles},
+            "target_device": config.settings.target_device,
+        }
+    }
+    document |= {block: levels for block, levels in blocks.items() if levels}
+    return document | ({"exclude": excluded} if excluded else {}), tuple(findings + found)
+
+
+def _settings(settings: Settings) -> Iterator[Diagnostic]:
+    """Switches that do something, and the DPU."""
+    for field in fields(Settings):
+        if field.name in ("places", "target_device"):
+            continue
+        value = getattr(settings, field.name)
+        if value != field.default:
+            text = f"the hierarchical form has no key for {field.name}"
+            yield Diagnostic("QZ124", text, settings.places.get(field.name), help=_HELP)
+    if settings.target_device == "DPU":
+        text = "the hierarchical form has no target_device DPU"
+        yield Diagnostic("QZ124", text, settings.places.get("target_device"), help=_HELP)
+
+
+def _network(overall: Rule, roles: list[Role]) -> Iterator[Diagnostic]:
+    """What the top of the file says of tensors that are no layer's own."""
+    flowing = [role for role in roles if role not in ("weights", "bias")]
+    if flowing:
+        text = f"in the hierarchical form {listed(flowing)} of layers with weights can be quantized, not of the network"
+        help_ = "take them out of quantizable_data_type at the top, and list them in entries for layer types"
+        yield Diagnostic("QZ124", text, overall.roles_place, help=help_)
+    elif roles:
+        text = "global_quant_config is about layers with weights of their own: those of norms that cannot fold, and \
+trained tensors in expressions, stay in float"
+        yield Diagnostic("QZ125", text, overall.roles_place, "warning", help="look at `quantizer plan` with both files")
+
+
+def _entry(rule: Rule, wider: frozenset[str]) -> Iterator[Diagnostic]:
+    """What a layer's entry says that a level cannot."""
+    selector = rule.selector
+    dropped = wider.difference(rule.roles or ())
+    if not selector.required:
+        text = f'{rule.label} has "required": false, and in the hierarchical form every selector has to match'
+        yield Diagnostic("QZ124", text, selector.place, help="remove the entry if its layers are not in the model")
+    if rule.roles and dropped:
+        text = (
+            f"{rule.label} leaves {listed(sorted(dropped))} in float, which in the hierarchical form only exclude does"
+        )
+        yield Diagnostic("QZ124", text, rule.roles_place, help="quantize them, too, or leave the whole layer in float")
+    if not rule.roles and selector.kind == "type":
+        text = f"{rule.label} leaves a layer type in float, and exclude has names only"
+        yield Diagnostic("QZ124", text, selector.place, help="write an entry for each layer's name")
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """Something about a spec that the hierarchical form has no word for."""
+
+    field: str
+    what: str
+
+
+def _limits(spec: QuantizationSpec) -> Iterator[_Limit]:
+    if spec.dtype == "float32":
+        yield _Limit("dtype", "datatype float32")
+    if spec.dtype != "int":
+        return
+    if _dtype(spec) is None:
+        yield _Limit("bit_width", f"{'' if spec.signed else 'un'}signed codes of {spec.bit_width} bits")
+    if spec.narrow_range and spec.signed and spec.symmetric:
+        yield _Limit("narrow_range", "narrow_range")
+    if spec.statistic != "max":
+        yield _Limit("statistic", f"calib_statistic_method {spec.statistic}")
+    if _observer(spec) is None:
+        yield _Limit("method", f"method {spec.method} with {spec.qscheme}")
+
+
+def _unsayable(role: Role, values: Fields) -> Iterator[Diagnostic]:
+    for limit in _limits(_of(values)):
+        place: Place | None = values[limit.field].place if limit.field in values else None
+        text = f"the hierarchical form cannot say {limit.what} ({role})"
+        yield Diagnostic("QZ124", text, place, help=_HELP)
+
+
+def _spec(values: Fields) -> dict[str, Any]:
+    """The spec in the form's words, every key written, so that nothing of a wider level shows through."""
+    spec = _of(values)
+    if spec.dtype in CAST_ONLY:
+        return {"dtype": spec.dtype}
+    return {
+        "dtype": _dtype(spec),
+        "observer_cls": _observer(spec),
+        "symmetric": spec.symmetric,
+        "scale_type": ScaleType(spec.scale_type).name,
+        "round_method": RoundType(spec.round_mode).name,
+        "qscheme": spec.qscheme,
+        "is_dynamic": False,
+        **({"percentage": spec.percentage} if spec.method == "percentile" else {}),
+    }
+
+
+def _of(values: Fields) -> QuantizationSpec:
+    return QuantizationSpec(**{name: sourced.value for name, sourced in values.items()})
+
+
+def _dtype(spec: QuantizationSpec) -> str | None:
+    """The word for an integer grid; codes from 0 to 2^b-1 have the unsigned one, where there is one."""
+    signed = spec.signed and spec.symmetric
+    words = [f"int{spec.bit_width}"] if signed else [f"uint{spec.bit_width}"]
+    words += [f"int{spec.bit_width}"] if not spec.symmetric else []
+    return next((word for word in words if word in INTEGERS), None)
+
+
+def _observer(spec: QuantizationSpec) -> str | None:
+    known = ((method, schemes[0], name) for name, (method, schemes) in METHODS.items())
+    return next((name for method, scheme, name in known if (method, scheme) == (spec.method, spec.qscheme)), None)

@@ -1,0 +1,178 @@
+"""A config of the hierarchical form as a document of the layered form, and what that form has no words for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from quantizer.config.diagnostics import Diagnostic
+from quantizer.config.layered import FIELDS
+from quantizer.config.model import CAST_ONLY, ROLES, Config, QuantizationSpec, Role, Rule, Settings, Sourced
+from quantizer.config.wording import listed
+
+WEIGHTED = (
+    *(f"conv{axes}d" for axes in (1, 2, 3)),
+    *(f"conv_transpose{axes}d" for axes in (1, 2, 3)),
+    "linear",
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
+    "embedding",
+)
+"""The operators with weights of their own, which is whom a global configuration is about."""
+
+Fields = Mapping[str, Sourced]
+
+_SAYABLE: Mapping[str, Callable[[Any, Role], bool]] = {
+    "dtype": lambda value, _: value == "int" or value in CAST_ONLY,
+    "round_mode": lambda value, _: value != "floor",
+    "qscheme": lambda value, role: value == "per_tensor" or (value == "per_channel" and role == "weights"),
+    "ch_axis": lambda value, _: value in (None, 0),
+    "is_dynamic": lambda value, _: not value,
+}
+"""For each field of a spec that has values the layered form lacks, whether it can say one."""
+
+_WORDS = {field: word for word, field in FIELDS.items()}
+
+
+def to_layered(config: Config) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
+    """The document, and findings: an error for what cannot be said, a warning for what depends on the model.
+
+    The network as a whole is left in float, and an entry per operator with weights stands for the global block.
+    """
+    everywhere, layers, excluded = _sorted(config)
+    findings = [
+        *(found for rule in (everywhere, *layers) for found in _unsayable(everywhere, rule)),
+        *_device(config.settings),
+        *_ambiguous(layers),
+        *_weaker(layers, excluded),
+    ]
+    entries = [
+        *(_entry({"layer_type": word, "required": False}, everywhere, everywhere) for word in WEIGHTED),
+        *(_entry({f"layer_{rule.selector.kind}": rule.selector.text}, everywhere, rule) for rule in layers),
+        *(
+            {"layer_name": rule.selector.text, "quantizable_data_type": [], "overall_quantize_config": _parameters({})}
+            for rule in excluded
+        ),
+    ]
+    switches = {name: getattr(config.settings, name) for name in _SWITCHES}
+    document = {
+        **switches,
+        "target_device": config.settings.target_device,
+        "quantizable_data_type": [],
+        "overall_quantize_config": _parameters({}),
+        "layer_quantize_config": [entry for entry in entries if entry],
+    }
+    return document, tuple(findings)
+
+
+_SWITCHES = (
+    "convert_relu6_to_relu",
+    "include_cle",
+    "include_bias_corr",
+    "keep_first_last_layer_accuracy",
+    "keep_add_layer_accuracy",
+)
+
+
+def _sorted(config: Config) -> tuple[Rule, list[Rule], list[Rule]]:
+    """The global rule, those for types and names, and those that exclude."""
+    kinds = {"weighted": 0, "type": 1, "name": 1, "exclude": 2}
+    groups: tuple[list[Rule], ...] = ([], [], [])
+    for rule in config.rules:
+        if rule.selector.kind in kinds:
+            groups[kinds[rule.selector.kind]].append(rule)
+    return groups[0][0], groups[1], groups[2]
+
+
+def _entry(selector: Mapping[str, Any], everywhere: Rule, rule: Rule) -> dict[str, Any] | None:
+    """An entry for one level with all that it inherits; None if it quantizes nothing."""
+    merged = _merged(everywhere, rule)
+    if not merged:
+        return None
+    integers = [role for role in merged if merged[role].get("dtype", Sourced("int")).value == "int"]
+    overall = {**_parameters(merged[integers[0]] if integers else next(iter(merged.values())))}
+    if "per_channel" in overall:
+        overall["per_channel"] = False
+    tensors = {role: _differing(_parameters(fields), overall) for role, fields in merged.items()}
+    return {
+        **selector,
+        "quantizable_data_type": list(merged),
+        "overall_quantize_config": overall,
+        "tensor_quantize_config": {role: block for role, block in tensors.items() if block},
+    }
+
+
+def _differing(block: Mapping[str, Any], overall: Mapping[str, Any]) -> dict[str, Any]:
+    return {word: value for word, value in block.items() if overall.get(word) != value}
+
+
+def _merged(everywhere: Rule, rule: Rule) -> dict[Role, dict[str, Sourced]]:
+    """The fields of each role that the level quantizes, with what it inherits."""
+    return {
+        role: {**everywhere.fields.get(role, {}), **rule.fields.get(role, {})}
+        for role in ROLES
+        if role in everywhere.adds | rule.adds
+    }
+
+
+def _parameters(fields: Fields) -> dict[str, Any]:
+    """A complete block in the layered form's words."""
+    spec = QuantizationSpec(**{name: sourced.value for name, sourced in fields.items()})
+    if spec.dtype in CAST_ONLY:
+        return {"datatype": spec.dtype}
+    values = {**spec.to_json(), "qscheme": spec.qscheme == "per_channel"}
+    idle = {"dtype", *(("percentage",) if spec.method != "percentile" else ())}
+    return {word: values[field] for field, word in _WORDS.items() if field not in idle}
+
+
+def _unsayable(everywhere: Rule, rule: Rule) -> Iterator[Diagnostic]:
+    for role, fields in _merged(everywhere, rule).items():
+        for name, sayable in _SAYABLE.items():
+            if name in fields and not sayable(fields[name].value, role):
+                text = f"the layered form cannot say {name} {fields[name].value} for {role}"
+                yield Diagnostic("QZ124", text, fields[name].place, help="change it, or keep the hierarchical form")
+        axis = fields.get("ch_axis")
+        if axis and axis.value == 0 and fields["qscheme"].value == "per_channel":
+            text = "per_channel means each layer's output channels: in transposed convolutions these are axis 1, not 0"
+            yield Diagnostic("QZ125", text, axis.place, "warning", help="look at `quantizer plan` with both files")
+
+
+def _device(settings: Settings) -> Iterator[Diagnostic]:
+    if settings.target_device not in ("CPU", "GPU"):
+        text = f"the layered form has no target_device {settings.target_device}"
+        yield Diagnostic("QZ124", text, settings.places.get("target_device"), help="write CPU or GPU")
+
+
+def _ambiguous(layers: list[Rule]) -> Iterator[Diagnostic]:
+    """Named layers that inherit from their type, which the file alone does not tell."""
+    types = [rule for rule in layers if rule.selector.kind == "type"]
+    for rule in layers:
+        for wider in types if rule.selector.kind == "name" else ():
+            inherited = [
+                f"{role}: {listed(missing)}"
+                for role, fields in wider.fields.items()
+                if (missing := sorted(set(fields) - set(rule.fields.get(role, {}))))
+            ]
+            if inherited:
+                text = (
+                    f"{rule.label} may inherit from {wider.label} ({'; '.join(inherited)}): that depends on the model"
+                )
+                help_ = "write these keys in the layer's configuration, too"
+                yield Diagnostic("QZ124", text, rule.selector.place, help=help_)
+
+
+def _weaker(layers: list[Rule], excluded: list[Rule]) -> Iterator[Diagnostic]:
+    """Excluded patterns, which in the layered form are weaker than an exact name."""
+    for rule in excluded:
+        strength = _strength(rule.selector.text)
+        for other in layers:
+            if other.selector.kind == "name" and _strength(other.selector.text) > strength:
+                text = f"in the layered form {other.label} would be stronger than {rule.label}"
+                yield Diagnostic("QZ124", text, rule.selector.place, help="exclude the layers by their exact names")
+
+
+def _strength(text: str) -> int:
+    """Of a name selector: a pattern, a module path, or a layer name, weakest first."""
+    return 0 if text.startswith("re:") or "*" in text or "?" in text else 2 if "::" in text else 1
