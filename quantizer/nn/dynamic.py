@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.numerics.blocks import BLOCK, Kernel
+from quantizer.numerics.blocks import BLOCK, fill
 from quantizer.numerics.fake_quantize import work_dtype
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import FloatGrid, Grid, QParams, qparams_from_range
 from quantizer.observers import NegativeValuesError, ObservationError, axis_of, grid_of, kernel_of
 from quantizer.observers.batch import Range, as_rows, extremes
+
+ROUND = 4 * BLOCK  # values whose ranges are found before they are quantized: a few blocks share the work on scales
 
 
 def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
@@ -42,26 +44,18 @@ def quantize_rows(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) -> Ten
     least = work_dtype(spec.quant_min, spec.quant_max) if spec.dtype == "int" else torch.float32
     work = torch.promote_types(rows.dtype, least)
     low, high = (rows.new_empty(len(rows), dtype=work) for _ in range(2))
-    height = max(1, BLOCK // max(1, rows.shape[1]))
+    height = max(1, ROUND // max(1, rows.shape[1]))
     for start in range(0, len(rows), height):
         here = slice(start, start + height)
-        low[here], high[here] = _quantize_block(rows[here], out[here], work, grid, kernel)
+        wide = rows[here].to(work)
+        low[here], high[here] = extremes(wide)
+        qparams = qparams_from_range(low[here], high[here], grid)
+        target = out[here] if out.dtype == work else wide
+        fill(target, wide, qparams.scale, qparams.zero_point, kernel, 0)
+        if target is wide:
+            out[here] = wide
     _check((low, high), grid)
     return out
-
-
-def _quantize_block(rows: Tensor, out: Tensor, work: torch.dtype, grid: Grid | FloatGrid, kernel: Kernel) -> Range:
-    """Write the quantized `rows` to `out`, and return their range."""
-    wide = rows.to(work)
-    target = out if out.dtype == work else wide
-    low, high = extremes(wide)
-    qparams = qparams_from_range(low, high, grid)
-    scale = qparams.scale.to(work)[:, None]
-    zero_point = 0 if grid.symmetric else qparams.zero_point.to(work)[:, None]
-    kernel(torch.div(wide, scale, out=target), zero_point).mul_(scale)
-    if target is wide:
-        out.copy_(wide)
-    return low, high
 
 
 def _check(found: Range, grid: Grid | FloatGrid) -> None:

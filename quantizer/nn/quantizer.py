@@ -28,8 +28,8 @@ class TensorQuantizer(nn.Module):
     Raises ValueError if a scale is needed and missing, or the axis it goes with.
     """
 
-    scale: Tensor | None
-    zero_point: Tensor | None
+    scale: Tensor  # None where it is not read, as the next
+    zero_point: Tensor
 
     def __init__(
         self,
@@ -58,7 +58,6 @@ class TensorQuantizer(nn.Module):
             return cast_round_trip_(x if self.inplace else x.clone(), self.spec.dtype)
         with torch.no_grad():
             if not self.spec.is_dynamic:
-                assert self.scale is not None and self.zero_point is not None  # the constructor saw to it
                 return place(x, self.spec, self.scale, self.zero_point, inplace=self.inplace)
             return x if x.numel() == 0 else self._dynamic(x)
 
@@ -75,7 +74,7 @@ class TensorQuantizer(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move with the model; but where that is cast (`half()`), the scale stays float32."""
         scale = self.scale
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if scale is not None and self.scale is not None and self.scale.dtype != scale.dtype:
             self.scale = scale.to(self.scale.device)
         return self

@@ -65,17 +65,20 @@ def cast_round_trip_(x: Tensor, name: str) -> Tensor:
     if row.mantissa is None:
         return x.copy_(x.to(row.storage))
     if x.dtype not in _EXPONENT_BITS:
-        return x.copy_(_round_(x.float(), row.mantissa, row.least))
-    return _round_(x, row.mantissa, row.least)
+        return x.copy_(_round_(x.float(), row))
+    return _round_(x, row)
 
 
-def _round_(x: Tensor, mantissa: int, least: int) -> Tensor:
-    """Round float32 or float64 to `mantissa` bits after each value's own binary point, or that of 2^least.
+def _round_(x: Tensor, row: FloatFormat) -> Tensor:
+    """Round float32 or float64 in the format's range to `mantissa` bits after the binary point of each value.
 
     With p the power of two below |x|, adding 1.5 * 2^(bits - mantissa) * p leaves a sum whose last bit is worth
     2^-mantissa * p, so the processor's own rounding, ties to even, is the one wanted; subtracting it is exact.
     """
+    assert row.mantissa is not None
     integers, mask, bits = _EXPONENT_BITS[x.dtype]
-    power = x.view(integers).bitwise_and(mask).view(x.dtype).clamp_(min=2.0**least)
-    shift = 1.5 * 2.0 ** (bits - mantissa)
+    shift = 1.5 * 2.0 ** (bits - row.mantissa)
+    if row.emax == row.least:  # values are evenly spaced
+        return x.add_(shift * 2.0**row.least).sub_(shift * 2.0**row.least)
+    power = x.view(integers).bitwise_and(mask).view(x.dtype).clamp_(min=2.0**row.least)
     return x.add_(power, alpha=shift).sub_(power, alpha=shift)

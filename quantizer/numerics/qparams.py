@@ -13,6 +13,7 @@ from quantizer.numerics.registry import lookup
 
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: 1 / scale stays finite
 LARGEST_VALUE = 2.0**128 - 2.0**105  # two steps below infinity, for the rounding of the scale itself to float32
+_MANTISSA = (1 << 52) - 1  # the bits of a float64's mantissa
 SCALE_MODES = ("floor", "even", "ceil")
 E8M0 = 2.0**-127, 2.0**127  # the scales that eight bits of exponent hold (OCP MX v1.0, 5.4.1)
 FINEST_POSITION = {True: 12, False: 15}  # by bit_width <= 8: the most fraction bits the DPU takes (pytorch_nndct 3.5)
@@ -106,13 +107,12 @@ class QParams:
 
 
 def power_of_two(step: Tensor) -> Tensor:
-    """Return the smallest power of two that is not below each `step` (float64, >= 0; 0 stays 0).
+    """Return the smallest power of two that is not below each `step` (float64, normal or 0; 0 stays 0).
 
     >>> power_of_two(torch.tensor([0.0, 0.25, 0.26, 3.0], dtype=torch.float64)).tolist()
     [0.0, 0.25, 0.5, 4.0]
     """
-    mantissa, exponent = torch.frexp(step)
-    return torch.ldexp(torch.where(mantissa == 0.5, mantissa, mantissa.sign()), exponent)
+    return _truncated(step, _MANTISSA)
 
 
 def step_from_range(low: Tensor, high: Tensor, grid: Grid | FloatGrid) -> Tensor:
@@ -162,12 +162,14 @@ def qparams_from_step(step: Tensor, low: Tensor, grid: Grid | FloatGrid) -> QPar
 
 def _shared_exponent(amax: Tensor, grid: FloatGrid) -> Tensor:
     """2^(e - emax), see FloatGrid; 0 for 0."""
-    mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
-    if grid.scale_mode == "ceil":
-        exponent = exponent + (mantissa > 0.5)
-    elif grid.scale_mode == "even" and grid.row.mantissa is not None:
-        exponent = exponent + (mantissa >= 1 - 0.5 ** (grid.row.mantissa + 2))
-    return torch.ldexp((mantissa > 0).double(), exponent - 1 - grid.row.emax)
+    half = 0 if grid.row.mantissa is None else 1 << (51 - grid.row.mantissa)
+    bump = {"floor": 0, "even": half, "ceil": _MANTISSA}[grid.scale_mode]
+    return _truncated(amax, bump).mul_(2.0**-grid.row.emax)
+
+
+def _truncated(x: Tensor, bump: int) -> Tensor:
+    """The power of two below each `x` (float64, normal or 0) after `bump` was added to the last bit of its mantissa."""
+    return ((x.view(torch.int64) + bump) & ~_MANTISSA).view(torch.float64)
 
 
 def _scale_bounds(grid: Grid | FloatGrid) -> tuple[float, float]:
