@@ -43,12 +43,18 @@ class Settled:
 
 
 def finetunable(node: Node, layer: Layer) -> bool:
-    """Whether the layer multiplies with integer weights coarse enough to gain from learned rounding."""
+    """Whether the layer multiplies with integer weights coarse enough to gain from learned rounding.
+
+    Each output channel must have one scale: groups of inputs are not what the solvers are about.
+    """
     if node.op not in LAYERS or "weights" not in layer.quantizers:
         return False
     spec = weight_quantizer(layer).spec
     depth = weight_matrix(layer, layer.get_parameter("weight")).shape[2]
-    return spec.dtype == "int" and spec.bit_width <= MOST_BITS and depth <= DEEPEST
+    rows = spec.qscheme == "per_tensor" or (
+        spec.qscheme == "per_channel" and spec.ch_axis == int("transpose" in node.op)
+    )
+    return spec.dtype == "int" and rows and spec.bit_width <= MOST_BITS and depth <= DEEPEST
 
 
 def fast_finetune(
@@ -112,7 +118,7 @@ class _Step:
 
     def settle(self, mode: str, seed: int) -> Settled:
         """Solve the layer, and keep of the solution what is better on all batches."""
-        shape = self.quantizer.scale.shape
+        shape = qparams_of(self.quantizer)[0].shape
         plain, before = self.layer.get_parameter("weight").detach().clone(), self.errors()
         problem = self.problem(torch.Generator().manual_seed(seed))
         integers, scale = SOLVERS[mode](problem)
@@ -134,7 +140,7 @@ class _Step:
         """The layer's least squares, over positions of its outputs drawn from all batches alike."""
         layer, quantizer = self.layer, self.quantizer
         weight = weight_matrix(layer, self.weight).float()
-        scale, zero_point = quantizer.scale.flatten(), quantizer.zero_point.flatten().float()
+        scale, zero_point = (found.flatten().float() for found in qparams_of(quantizer))
         unit = self.rows_of(torch.arange(scale.numel(), device=scale.device))
         plain = weight_matrix(layer, layer.get_parameter("weight")).float()
         inputs, targets = self.sampled(draw, weight.shape)
@@ -209,6 +215,12 @@ def fused_activation(graph: Graph, node: Node) -> Node | None:
 def weight_quantizer(layer: Layer) -> TensorQuantizer:
     """The quantizer of the layer's weight, which must have one."""
     return cast(TensorQuantizer, layer.quantizers["weights"])
+
+
+def qparams_of(quantizer: TensorQuantizer) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of a quantizer that has them, as those of weights do."""
+    assert quantizer.scale is not None and quantizer.zero_point is not None
+    return quantizer.scale, quantizer.zero_point
 
 
 def _put(layer: Layer, weight: Tensor, scale: Tensor) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from quantizer.engine.solution import Solution, with_weights
 from quantizer.graph.ir import Graph
+from quantizer.nn.load import quantizer_of
 from quantizer.nn.network import Network
-from quantizer.nn.quantizer import TensorQuantizer
 
 
 def quantized_network(graph: Graph, solution: Solution) -> Network:
     """A network with the quantizers, weights and bias corrections of `solution`. Parameters are quantized at once."""
     network = Network(with_weights(graph, solution.weights))
     for (name, role), (spec, scale, zero_point) in solution.tensors.items():
-        quantizer = TensorQuantizer(spec, scale, zero_point, inplace=writes_inplace(graph, name, role))
-        network.layers[name].attach(role, quantizer)
+        network.layers[name].attach(
+            role, quantizer_of(spec, scale, zero_point, inplace=writes_inplace(graph, name, role))
+        )
     for name, correction in solution.corrections.items():
         network.layers[name].correct_bias(correction)
     return network

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.algorithms.fast_finetune import Settled, fast_finetune
+from quantizer.algorithms.patches import LAYERS
 from quantizer.algorithms.values import Shelf
 from quantizer.algorithms.walk import Walk
 from quantizer.engine.attach import quantized_network
@@ -28,12 +29,16 @@ AfterLayer = Callable[[Mapping[str, Settled]], None]
 
 @dataclass(frozen=True)
 class Finetuned:
-    """What finetuning made of a solution, and the noise of the network's output over the calibration data."""
+    """What finetuning made of a solution, and the noise of the network's output over the calibration data.
+
+    `plain` counts layers whose quantized weights it does not learn: groups, floating-point formats, finer grids.
+    """
 
     solution: Solution
     layers: Mapping[str, Settled]
     before: Noise
     after: Noise
+    plain: int = 0
 
     @property
     def undone(self) -> bool:
@@ -44,13 +49,16 @@ class Finetuned:
     def summary(self) -> str:
         """One line: how much of the layers' errors is left, and what the output gained."""
         if not self.layers:
-            return "there is nothing to finetune: no layer has weights of 8 bits or fewer"
+            return (
+                "there is nothing to finetune: no layer has integer weights of at most 8 bits with a scale per channel"
+            )
         figures = f"output SQNR on the calibration data {self.before.sqnr_db:.2f} -> {self.after.sqnr_db:.2f} dB"
         if self.undone:
             return f"finetuning undone, as the output became worse: {figures}"
         changed = [layer.after / layer.before for layer in self.layers.values() if layer.after < layer.before]
         left = f"the median layer keeps {statistics.median(changed):.0%} of its error; " if changed else ""
-        return f"{len(changed)} of {len(self.layers)} layers finetuned; {left}{figures}"
+        rest = f"{self.plain} with weights in groups or other formats keep plain rounding; " if self.plain else ""
+        return f"{len(changed)} of {len(self.layers)} layers finetuned; {rest}{left}{figures}"
 
 
 def check_mode(mode: str | None, target_device: str) -> None:
@@ -89,7 +97,9 @@ def finetune(
     layers = fast_finetune(reference, quantized, mode, seed=seed, settled=settled, after_layer=after_layer)
     targets = list(reference.outputs())
     before, after = _noise(targets, outputs), _noise(targets, quantized.outputs())
-    made = Finetuned(finetuned(found, layers), layers, before, after)
+    quantized_weights = {name for name, role in found.tensors if role == "weights"}
+    rest = [node for node in graph.nodes if node.op in LAYERS and node.name in quantized_weights - layers.keys()]
+    made = Finetuned(finetuned(found, layers), layers, before, after, len(rest))
     return dataclasses.replace(made, solution=found) if made.undone else made
 
 

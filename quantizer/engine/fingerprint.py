@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from quantizer.config.model import Config
 from quantizer.config.resolved import resolved_document
 from quantizer.graph.ir import Graph
+from quantizer.plan.model import Plan
 
 
 def weights(graph: Graph) -> dict[str, str]:
@@ -34,6 +36,13 @@ def layers(graph: Graph) -> dict[str, str]:
 def config(value: Config) -> str:
     """A digest of what the config says, defaults written out; comments do not count."""
     return _text(resolved_document(value))
+
+
+def decisions(plan: Plan) -> str:
+    """A digest of what a plan decided: the settings, and the spec of each tensor. Where it was said does not count."""
+    settings = {key: value for key, value in asdict(plan.settings).items() if key != "places"}
+    specs = [[*key, tensor.spec.to_json()] for key, tensor in sorted(plan.tensors.items())]
+    return _text([settings, specs])
 
 
 def combined(digests: Mapping[str, str]) -> str:

@@ -23,12 +23,15 @@ from quantizer.engine.solution import Solution, with_weights
 from quantizer.errors import ResultError
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
+from quantizer.nn.load import GROUP_SCALES, qparams_of
 from quantizer.nn.network import Network
 
 FORMAT = 1
 INFO = "quant_info.json"
 WEIGHTS = "weights.safetensors"
 CORRECTIONS = "bias_corr.safetensors"
+ORIGINS = ("plan.json", "config.resolved.json")
+"""Where decisions come from, for people to read. Files that say the same differ in it, so no sum names these."""
 TESTED = (
     "report.json",
     "layers.csv",
@@ -84,12 +87,14 @@ def write_results(
     files = {
         WEIGHTS: write_tensors(folder / WEIGHTS, network.state_dict()),
         "statistics.safetensors": write_tensors(folder / "statistics.safetensors", calibration.state_dict()),
-        "plan.json": write_json(folder / "plan.json", plan.to_json()),
-        "config.resolved.json": write_json(folder / "config.resolved.json", resolved_document(config)),
         f"{graph.model}.py": write_bytes(folder / f"{graph.model}.py", emit(graph).encode()),
     }
+    for name, content in zip(ORIGINS, (plan.to_json(), resolved_document(config)), strict=True):
+        write_json(folder / name, content)
     if found.corrections:
         files[CORRECTIONS] = write_tensors(folder / CORRECTIONS, dict(found.corrections))
+    if groups := _group_scales(found, network):
+        files[GROUP_SCALES] = write_tensors(folder / GROUP_SCALES, groups)
     settings = {key: value for key, value in asdict(config.settings).items() if key != "places"}
     header = {
         "format": FORMAT,
@@ -99,7 +104,7 @@ def write_results(
         "threads": torch.get_num_threads(),
         "settings": settings,
         "batches": calibration.batches,
-        "config": fingerprint.config(config),
+        "config": fingerprint.decisions(plan),
         "weights": fingerprint.weights(original),
         "layers": fingerprint.layers(original),
         "files": files,
@@ -120,9 +125,22 @@ def _owned(folder: Path) -> list[str]:
     """quant_info.json, which goes first, and the files it names: what calibration wrote before, of any model."""
     try:
         files = read_json(folder / INFO)["header"]["files"]
-        return [INFO, CORRECTIONS, *(name for name in files if "/" not in name and "\\" not in name)]
+        named = [name for name in files if "/" not in name and "\\" not in name]
     except (ResultError, KeyError, TypeError):
-        return [INFO, CORRECTIONS]
+        named = []
+    return [INFO, CORRECTIONS, GROUP_SCALES, *ORIGINS, *named]
+
+
+def _group_scales(found: Solution, network: Network) -> dict[str, Tensor]:
+    """What is too much for quant_info.json, by `<module>.<role>.scale` and, where it says something, `.zero_point`."""
+    tensors = {}
+    for (layer, role), (spec, scale, zero_point) in found.tensors.items():
+        if spec.qscheme == "per_group" and not spec.is_dynamic:
+            name = f"{network.module_names[layer]}.{role}"
+            tensors[f"{name}.scale"] = scale
+            if spec.dtype == "int" and not spec.symmetric:
+                tensors[f"{name}.zero_point"] = zero_point
+    return tensors
 
 
 def _entry(
@@ -131,23 +149,26 @@ def _entry(
     """One tensor of quant_info.json."""
     layer, role = key
     planned = calibration.plan.tensors[key]
-    entry = planned.to_json() | {
+    entry = planned.decided() | {
         "module": network.module_names[layer],
         "inplace": writes_inplace(calibration.plan.graph, layer, role),
-        "scale": scale.tolist(),
-        "zero_point": zero_point.tolist(),
     }
-    if planned.spec.dtype == "int":
-        observer = calibration.observers[key]
-        entry |= {
-            "quant_min": planned.spec.quant_min,
-            "quant_max": planned.spec.quant_max,
-            "observed_min": torch.as_tensor(observer.low).tolist(),
-            "observed_max": torch.as_tensor(observer.high).tolist(),
-        }
-        if planned.spec.scale_type == "poweroftwo":
-            entry["position"] = (-torch.log2(scale)).round().to(torch.int32).tolist()
-    return entry
+    observer, spec = calibration.observers.get(key), planned.spec
+    if observer is None:
+        return entry
+    low, high = torch.as_tensor(observer.low), torch.as_tensor(observer.high)
+    if spec.qscheme == "per_group":
+        entry |= {"scales_in": GROUP_SCALES, "scale_shape": list(scale.shape)}
+        low, high = low.min(), high.max()
+    else:
+        entry["scale"] = scale.tolist()
+        if spec.dtype == "int":
+            entry["zero_point"] = zero_point.tolist()
+            if spec.scale_type == "poweroftwo":
+                entry["position"] = (-torch.log2(scale)).round().to(torch.int32).tolist()
+    if spec.dtype == "int":
+        entry |= {"quant_min": spec.quant_min, "quant_max": spec.quant_max}
+    return entry | {"observed_min": low.tolist(), "observed_max": high.tolist()}
 
 
 def read_info(folder: Path) -> QuantInfo:
@@ -182,12 +203,9 @@ def read_info(folder: Path) -> QuantInfo:
 
 def _solution(folder: Path, header: Mapping[str, Any], entries: Mapping[str, Any]) -> Solution:
     """The calibration itself, from quant_info.json and the tensor files it names."""
+    groups = read_tensors(folder / GROUP_SCALES) if GROUP_SCALES in header["files"] else {}
     tensors = {
-        (layer, role): (
-            QuantizationSpec(**entry["spec"]),
-            torch.tensor(entry["scale"], dtype=torch.float32),
-            torch.tensor(entry["zero_point"], dtype=torch.int32),
-        )
+        (layer, role): (QuantizationSpec(**entry["spec"]), *qparams_of(entry, role, groups))
         for layer, roles in entries.items()
         for role, entry in roles.items()
     }

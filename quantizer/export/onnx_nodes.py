@@ -25,6 +25,7 @@ _ROUNDINGS: dict[str, tuple[bool, tuple[tuple[str, float | None], ...]]] = {
     "half_up": (False, _HALF_UP),
     "half_down": (True, _HALF_DOWN),
     "std_round": (True, _HALF_UP),
+    "floor": (False, (("Floor", None),)),
 }
 """The modes of numerics.rounding that QuantizeLinear, which rounds half to even, is not: whether the magnitude is what
 is rounded, and the operators with their second operand.

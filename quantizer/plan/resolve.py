@@ -192,21 +192,27 @@ def _add(state: _Resolver, layer: str, role: str, group: Group, view: View) -> b
         return False
     spec, sources = axes.fitted(merged[0], view, role), merged[1]
     origins = {name: sources[name].origin if name in sources else "default" for name in _FIELDS if name != "ch_axis"}
-    impossible = [*axes.impossible(layer, role, spec, view, sources)]
+    settings = state.config.settings
     found = [
-        *checks.conflicting(layer, base, spec, sources, state.config.settings.target_device, state.config.form),
+        *checks.conflicting(layer, base, spec, sources, settings.target_device, state.config.form),
         *checks.under_float(base, spec, [rule for _, rule in rules]),
-        *impossible,
     ]
+    if not _is_refused(found):
+        found += axes.impossible(layer, role, spec, view, sources)
     state.findings += [f for f in found if not any(f.code == g.code and f.place == g.place for g in state.findings)]
     misfit = axes.misfit(layer, role, spec, view, sources)
     state.misfits += [misfit] if misfit else []
     _count(state, rules, base)
     if spec.dtype == "float32":
         return False
-    scales = _scales(spec, view) if is_parameter(role) and not impossible else 0
+    scales = _scales(spec, view) if is_parameter(role) and not _is_refused(found) else 0
     state.tensors[(layer, role)] = TensorPlan(layer, role, spec, origins, group.point, group.members, scales)
     return True
+
+
+def _is_refused(found: Iterable[Diagnostic]) -> bool:
+    """Whether a tensor cannot be as the config says."""
+    return any(finding.severity == "error" for finding in found)
 
 
 def _scales(spec: QuantizationSpec, view: View) -> int:

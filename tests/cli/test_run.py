@@ -54,7 +54,9 @@ def test_the_layer_entry_of_the_seed_takes_effect(calibrated: Path) -> None:
     tensors = json.loads((calibrated / "quant_info.json").read_text())["tensors"]
     activation, weights = tensors[CONV1_OUTPUT]["activation"], tensors[CONV1]["weights"]
     assert activation["spec"]["round_mode"] == "half_up"
-    assert activation["origins"]["round_mode"].startswith("example.json:")
+    planned = {row["name"]: row for row in json.loads((calibrated / "plan.json").read_text())["layers"]}
+    origins = planned[CONV1_OUTPUT]["tensors"]["activation"]["origins"]
+    assert origins["round_mode"].startswith("example.json:")
     assert CONV1 in activation["shared_with"]
     assert weights["spec"]["qscheme"] == "per_tensor"
     assert isinstance(weights["scale"], float)

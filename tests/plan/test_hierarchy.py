@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from hierarchies import Fields, hierarchy
 from toys import traced
 
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.model import Config, QuantizationSpec, Role, Rule, Selector, Settings, Sourced
+from quantizer.config.model import Config, QuantizationSpec, Settings
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
@@ -23,30 +24,6 @@ OTHER = ROOT + "Sequential[layer1]/Block[1]/Conv2d[conv1]/conv2d"
 INT8 = {"dtype": "int", "bit_width": 8}
 INT4 = {"dtype": "int", "bit_width": 4}
 TOKEN = INT8 | {"qscheme": "per_token", "is_dynamic": True}
-Fields = Mapping[Role, Mapping[str, Any]]
-
-
-def block(selector: Selector, label: str, fields: Fields) -> Rule:
-    """One QuantizationConfig: the tensors it has a spec for, and what these set."""
-    sourced = {role: {key: Sourced(value) for key, value in spec.items()} for role, spec in fields.items()}
-    return Rule(selector, label, fields=sourced, adds=frozenset(fields))
-
-
-def hierarchy(
-    everywhere: Fields,
-    types: Mapping[str, Fields] | None = None,
-    names: Mapping[str, Fields] | None = None,
-    exclude: tuple[str, ...] = (),
-) -> Config:
-    """The config that a file with these blocks becomes."""
-    rules = [
-        Rule(Selector("all"), "default", roles=frozenset()),
-        block(Selector("weighted"), "global_quant_config", everywhere),
-        *(block(Selector("type", key), f"layer_type_quant_config[{key}]", f) for key, f in (types or {}).items()),
-        *(block(Selector("name", key), f"layer_quant_config[{key}]", f) for key, f in (names or {}).items()),
-        *(Rule(Selector("exclude", key), f"exclude[{i}]", roles=frozenset()) for i, key in enumerate(exclude)),
-    ]
-    return Config(Settings(), tuple(rules), form="hierarchical")
 
 
 def planned(config: Config, toy: str = "residual") -> Plan:
