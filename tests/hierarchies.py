@@ -30,4 +30,4 @@ def hierarchy(
         *(block(Selector("name", key), f"layer_quant_config[{key}]", f) for key, f in (names or {}).items()),
         *(Rule(Selector("exclude", key), f"exclude[{i}]", roles=frozenset()) for i, key in enumerate(exclude)),
     ]
-    return Config(Settings(), tuple(rules), form="hierarchical")
+    return Config(Settings(), tuple(rules), document={"global_quant_config": {}}, form="hierarchical")

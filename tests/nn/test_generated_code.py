@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from generated import imported
+from hierarchies import Fields, hierarchy
 from toys import TOYS, built, leaves_equal, traced
 
 from configs import config, document, layer
+from quantizer.config.model import Config
 from quantizer.engine import calibrate
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.results import read_info, write_results
@@ -30,11 +32,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "asymmetric": document(overall={"symmetry": False, "signed": False, "bit_width": 4}),
     "bfloat16": document(overall={"datatype": "bfloat16"}),
 }
+INT4: dict[str, Any] = {"bit_width": 4, "qscheme": "per_group", "group_size": -1}
+DYNAMIC: dict[str, Any] = {"is_dynamic": True}
+MX: dict[str, Any] = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_type": "e8m0"}
+HIERARCHIES: dict[str, Fields] = {
+    "groups": {"weights": INT4, "bias": {"bit_width": 16}, "input": DYNAMIC},
+    "asymmetric groups": {"weights": INT4 | {"symmetric": False, "signed": False}},
+    "tokens": {"weights": {"qscheme": "per_channel"}, "input": DYNAMIC | {"qscheme": "per_token"}},
+    "fp8": {role: {"dtype": "fp8_e4m3"} for role in ("weights", "bias", "input", "activation")},
+    "mx": {"weights": MX, "input": MX | DYNAMIC},
+    "bfp16": {"weights": MX | {"dtype": "bfp16", "group_size": 8}, "activation": {"dtype": "float16"}},
+}
 
 
 def calibrated(folder: Path, name: str, content: dict[str, Any]) -> Graph:
     """The toy's planned graph, its results written to `folder`."""
-    settings = config(folder, content)
+    return written(folder, name, config(folder, content))
+
+
+def written(folder: Path, name: str, settings: Config) -> Graph:
+    """The toy's planned graph, its results for a config written to `folder`."""
     graph = run_passes(traced(name), settings.settings)
     network = Network(graph)
     calibration = calibrate.start(resolve(settings, graph, traced(name)))
@@ -64,6 +81,19 @@ def test_generated_code_equals_test_mode_bit_for_bit(name: str, settings: str, t
         args, kwargs = built(name).call(batch)
         with torch.no_grad():
             assert leaves_equal(generated(*args, **kwargs), plain(network(*args, **kwargs)))
+
+
+@pytest.mark.parametrize("kind", HIERARCHIES)
+@pytest.mark.parametrize("name", [name for name in TOYS if any(node.row.weight for node in traced(name).nodes)])
+def test_generated_code_equals_test_mode_in_every_format(name: str, kind: str, tmp_path: Path) -> None:
+    graph = written(tmp_path, name, hierarchy(HIERARCHIES[kind]))
+    network = quantized_network(graph, read_info(tmp_path).solution)
+    generated = imported(tmp_path / f"{graph.model}.py")
+    args, kwargs = built(name).call(2)
+    with torch.no_grad():
+        expected = plain(network(*args, **kwargs))
+        assert leaves_equal(generated(*args, **kwargs), expected)
+        assert not network.layers or not leaves_equal(plain(Network(graph)(*args, **kwargs)), expected)
 
 
 def test_quantizing_changes_the_output(tmp_path: Path) -> None:
