@@ -58,13 +58,14 @@ def attach(model: nn.Module, graph: Graph, solution: Solution) -> None:
             _quantize(use, quantizers[use.layer, use.role])
             done.add(id(use.parameter))
     for (name, role), quantizer in quantizers.items():
-        put(modules[graph.by_name[name].scope], role, quantizer)
+        path = graph.by_name[name].scope
+        put(modules[path], path, role, quantizer)
     keep_layers_called(model)
 
 
-def put(module: nn.Module, role: str, quantizer: TensorQuantizer) -> None:
+def put(module: nn.Module, path: str, role: str, quantizer: TensorQuantizer) -> None:
     """A quantizer in its role; one of a parameter only tells what was done to it."""
-    layer = make_quantizable(module)
+    layer = make_quantizable(module, path)
     if role == "activation":
         layer.attach(role, quantizer)
     else:

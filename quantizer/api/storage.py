@@ -99,7 +99,7 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         holder, _, original = owner.rpartition(".")
         setattr(modules[path], attribute, getattr(modules[holder], original))
     for (path, role), quantizer in quantizers.items():
-        put(modules[path], role, quantizer)
+        put(modules[path], path, role, quantizer)
     keep_layers_called(model)
 
 

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from quantizer.errors import DataError
 from quantizer.graph.ir import Graph
 from quantizer.nn.layer import Layer
+from quantizer.observers import ObservationError
 
 Watcher = Callable[[Tensor], None]
 
@@ -28,13 +29,23 @@ class InPlace(Layer):
     """
 
     float_class: ClassVar[type[nn.Module]]
+    path = ""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, between its quantizers."""
-        if "input" in self.quantizers:
-            args, kwargs = on_first(self.quantizers["input"], args, kwargs)
-        output = super().forward(*args, **kwargs)
-        return self.finish(output) if isinstance(output, Tensor) else output
+        """The module's own forward, between its quantizers.
+
+        Raises:
+            DataError: a dynamic tensor with NaN or infinity has no range; the layer is named.
+        """
+        role = "input"
+        try:
+            if role in self.quantizers:
+                args, kwargs = on_first(self.quantizers[role], args, kwargs)
+            output = super().forward(*args, **kwargs)
+            role = "output"
+            return self.finish(output) if isinstance(output, Tensor) else output
+        except ObservationError as error:
+            raise DataError(f"{role} of {self.path}: {error}", help="check the data and the weights") from error
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For copy and pickle, which cannot import a class that is made while a program runs."""
@@ -56,13 +67,14 @@ def _blank(cls: Any) -> InPlace:
     return made.__new__(made)
 
 
-def make_quantizable(module: nn.Module) -> InPlace:
-    """Give a module, in place, room for quantizers; what it computes does not change."""
+def make_quantizable(module: nn.Module, path: str) -> InPlace:
+    """Give the module at `path`, in place, room for quantizers; what it computes does not change."""
     if not isinstance(module, InPlace):
         cls: Any = type(module)
         module.__class__ = quantized_class(cls)
         module.quantizers = nn.ModuleDict()
         object.__setattr__(module, "_output", None)
+        object.__setattr__(module, "path", path)
     assert isinstance(module, InPlace)
     return module
 

@@ -1,0 +1,138 @@
+"""The dataclasses say what they cannot take, and say the same as a file of the hierarchical form."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api.specs import per_token, spec
+
+import quantizer
+from quantizer import (
+    AWQConfig,
+    Config,
+    DeviceType,
+    Dtype,
+    GPTQConfig,
+    PerChannelMinMaxObserver,
+    PerTensorMinMaxObserver,
+    PerTensorPercentileObserver,
+    QSchemeType,
+    QuantizationConfig,
+    QuantizationSpec,
+    SmoothQuantConfig,
+)
+from quantizer.config.diagnostics import ConfigError
+from quantizer.config.load import load_config
+from quantizer.errors import UsageError
+
+
+def everything() -> Config:
+    channels = spec(Dtype.int4, qscheme=QSchemeType.per_channel, observer_cls=PerChannelMinMaxObserver, ch_axis=0)
+    return Config(
+        QuantizationConfig(weight=channels, input_tensors=per_token(), target_device=DeviceType.GPU),
+        {"Linear": QuantizationConfig(bias=spec(Dtype.int32))},
+        {"*.fc1": QuantizationConfig(output_tensors=spec(observer_cls=PerTensorPercentileObserver, percentage=99.9))},
+        ["lm_head"],
+        [AWQConfig(), GPTQConfig(damp_percent=0.1)],
+        SmoothQuantConfig(alpha=0.5),
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message", "help_"),
+    [
+        (lambda: QuantizationSpec("int8"), "QuantizationSpec.dtype is 'int8', not a Dtype", "write Dtype.int8"),  # type: ignore[arg-type]
+        (lambda: spec(bits=4), "QuantizationSpec has no field 'bits'", "its fields are dtype"),
+        (lambda: spec(symetric=True), "QuantizationSpec has no field 'symetric'", "did you mean 'symmetric'?"),
+        (lambda: spec(is_dynamic=1), "QuantizationSpec.is_dynamic is 1, not a bool or None", None),
+        (lambda: spec(ch_axis=True), "QuantizationSpec.ch_axis is True, not an int or None", None),
+        (lambda: spec(qscheme="per_tensors"), "qscheme is 'per_tensors'", "write QSchemeType.per_tensor"),
+        (lambda: spec(observer_cls=int), "observer_cls is <class 'int'>, not a subclass of ObserverBase", None),
+        (lambda: PerTensorMinMaxObserver(), "is given as a class", "write PerTensorMinMaxObserver, without"),
+        (lambda: QuantizationConfig(weight=Dtype.int8), "QuantizationConfig.weight is Dtype.int8", None),  # type: ignore[arg-type]
+        (lambda: Config(spec()), "Config.global_quant_config is a QuantizationSpec", None),  # type: ignore[arg-type]
+        (lambda: Config(QuantizationConfig(), exclude="fc"), "Config.exclude is 'fc', not a list of str", None),  # type: ignore[arg-type]
+        (lambda: Config(QuantizationConfig(), {"fc": spec()}), "not a dict of str to QuantizationConfig", None),  # type: ignore[dict-item]
+        (lambda: Config(QuantizationConfig(), algo_config="awq"), "Config.algo_config is 'awq'", None),  # type: ignore[arg-type]
+    ],
+)
+def test_a_wrong_value_is_told_where_it_is_written(make: Any, message: str, help_: str | None) -> None:
+    with pytest.raises(UsageError) as caught:
+        make()
+    assert message in caught.value.message
+    assert (caught.value.help or "").startswith(help_ or "")
+
+
+def test_a_value_that_was_changed_later_is_checked_too() -> None:
+    config = everything()
+    config.global_quant_config.weight.dtype = "int4"  # type: ignore[union-attr, assignment]
+    with pytest.raises(UsageError, match=r"QuantizationSpec\.dtype is 'int4'"):
+        config.to_dict()
+
+
+def test_a_config_and_its_file_say_the_same(tmp_path: Path) -> None:
+    config = everything()
+    config.save(tmp_path / "config.json")
+    assert Config.load(tmp_path / "config.json") == config
+    assert Config.from_dict(config.to_dict()) == config
+    assert load_config(tmp_path / "config.json").require().form == "hierarchical"
+
+
+def test_what_is_none_is_not_written() -> None:
+    assert Config(QuantizationConfig(weight=QuantizationSpec(Dtype.fp4))).to_dict() == {
+        "global_quant_config": {"weight": {"dtype": "fp4"}},
+        "layer_type_quant_config": {},
+        "layer_quant_config": {},
+        "exclude": [],
+    }
+
+
+def test_spellings_of_other_versions_become_ours() -> None:
+    document = Config(QuantizationConfig(weight=spec())).to_dict()
+    document["layer_type_quant_config"] = {"Dense": {"weight": {"dtype": "int4", "dynamic": False}}}
+    read = Config.from_dict(document)
+    assert read.layer_type_quant_config == {
+        "Linear": QuantizationConfig(weight=QuantizationSpec(Dtype.int4, is_dynamic=False))
+    }
+
+
+def test_all_findings_of_a_dict_are_told_with_their_places() -> None:
+    document = Config(QuantizationConfig(weight=spec())).to_dict()
+    document["global_quant_config"]["weight"] |= {"dtype": "int7", "round_method": "up"}
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict(document)
+    places = {str(found.place) for found in caught.value.diagnostics}
+    assert {place.partition(":")[0] for place in places} >= {
+        "Config.global_quant_config.weight.dtype",
+        "Config.global_quant_config.weight.round_method",
+    }
+
+
+def test_a_layered_file_is_not_a_config_of_dataclasses() -> None:
+    with pytest.raises(UsageError, match="layered form"):
+        Config.load(Path(__file__).parents[2] / "configs" / "cpu_int8.json")
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot write"):
+        everything().save(tmp_path / "missing" / "config.json")
+
+
+def test_every_public_name_is_there_and_listed() -> None:
+    assert all(getattr(quantizer, name) for name in quantizer.__all__)
+    assert set(quantizer.__all__) <= set(dir(quantizer))
+    with pytest.raises(AttributeError, match="no attribute 'Confg'"):
+        _ = quantizer.Confg
+
+
+def test_the_dataclasses_need_no_torch(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(everything().to_dict()))
+    names = ", ".join(name for name in quantizer.__all__ if name != "ModelQuantizer")
+    code = f"import sys; from quantizer import {names}; Config.load({str(file)!r}); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
