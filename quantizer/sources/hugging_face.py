@@ -33,7 +33,9 @@ def load_hugging_face(folder: Path) -> nn.Module:
         )
     with user_errors(f"transformers, loading {folder},", ModelError):
         architectures = json.loads((folder / CONFIG).read_text("utf-8")).get("architectures") or ["AutoModel"]
-        model_class = getattr(importlib.import_module("transformers"), architectures[0])
+        transformers = importlib.import_module("transformers")
+        transformers.utils.logging.disable_progress_bar()  # it would also draw into a log file
+        model_class = getattr(transformers, architectures[0])
         logger.info("loading %s from %s", architectures[0], folder)
         module: nn.Module = model_class.from_pretrained(
             folder, local_files_only=True, use_safetensors=True, dtype="auto"

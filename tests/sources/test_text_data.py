@@ -1,0 +1,172 @@
+"""Text as data: which tokens a window has, which of them count, and texts and tokenizers that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from quantizer.errors import DataError, QuantizerError, UsageError
+from quantizer.sources.batches import Batch
+from quantizer.sources.data import Reading, load_batches
+from quantizer.sources.text import TextData, Windows
+from quantizer.sources.tokenizer import as_encode, load_tokenizer
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class Bytes:
+    """A token for each byte."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+class LanguageModel(nn.Module):
+    """Takes tokens by name, as transformers' models do, and knows the 256 bytes."""
+
+    config = SimpleNamespace(vocab_size=256)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return input_ids
+
+
+def by_bytes(seq_len: int, stride: int | None = None) -> Reading:
+    return Reading(windows=Windows(lambda: as_encode(Bytes(), "bytes"), seq_len, stride))
+
+
+def batches(spec: str, seq_len: int, stride: int | None = None, **options: Any) -> list[Batch]:
+    return list(load_batches(spec, reading=by_bytes(seq_len, stride), **options))
+
+
+def refusal(spec: str, reading: Reading | None = None, **options: Any) -> str:
+    with pytest.raises(QuantizerError) as caught:
+        list(load_batches(spec, reading=reading or by_bytes(4), **options))
+    assert isinstance(caught.value, DataError | UsageError)
+    return f"{caught.value.message} | {caught.value.help}"
+
+
+def words(ids: Tensor) -> list[str]:
+    return ["".join("_" if token == -100 else chr(token) for token in row) for row in ids.tolist()]
+
+
+def test_windows_follow_each_other_and_are_their_own_targets() -> None:
+    Path("a.txt").write_text("abcdefghijk")
+    first, second = batches("a.txt", 4)
+    assert [words(batch.args[0]) for batch in (first, second)] == [["abcd"], ["efgh"]], "ijk fills no window"
+    assert torch.equal(first.target, first.args[0])
+    assert torch.equal(first.raw[1], first.target)
+
+
+def test_overlapping_windows_score_each_token_once() -> None:
+    Path("a.txt").write_text("abcdefghijk")
+    first, second = batches("a.txt", 4, 2, batch_size=3)
+    assert words(torch.cat([first.args[0], second.args[0]])) == ["abcd", "cdef", "efgh", "ghij"]
+    assert words(torch.cat([first.target, second.target])) == ["abcd", "__ef", "__gh", "__ij"]
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(st.integers(2, 9), st.data())
+def test_every_token_but_the_first_counts_once_where_windows_overlap(seq_len: int, data: st.DataObject) -> None:
+    stride = data.draw(st.integers(1, seq_len - 1))
+    length = data.draw(st.integers(seq_len, 60))
+    text = [chr(97 + index) for index in range(length)]
+    path = Path("text.txt")
+    path.write_text("".join(text))
+    windows = Windows(lambda: lambda text: [ord(letter) for letter in text], seq_len, stride)
+    found = list(TextData([path], "text", windows).batches(data.draw(st.integers(1, 4))))
+    targets = torch.cat([batch.target[:, 1:] for batch in found]).flatten()  # the first has nothing before it
+    scored = [chr(token) for token in targets.tolist() if token != -100]
+    last = (length - seq_len) // stride * stride + seq_len
+    assert scored == text[1:last]
+
+
+def test_a_model_that_names_its_tokens_gets_them_by_name() -> None:
+    Path("a.txt").write_text("abcd")
+    (batch,) = batches("a.txt", 4, module=LanguageModel())
+    assert words(batch.kwargs["input_ids"]) == ["abcd"]
+    assert set(batch.raw) == {"input_ids", "labels"}
+
+
+def test_files_of_a_folder_come_in_order_with_an_empty_line_between() -> None:
+    Path("d").mkdir()
+    for name, text in {"b.txt": "cd", "a.txt": "\ufeffab", "notes.md": "no text"}.items():
+        (Path("d") / name).write_text(text, "utf-8")
+    assert [words(batch.args[0]) for batch in batches("d", 3)] == [["ab\n"], ["\ncd"]]
+    assert [words(batch.args[0]) for batch in batches("d/*.txt", 3)] == [["ab\n"], ["\ncd"]]
+
+
+def test_texts_that_cannot_be_used() -> None:
+    Path("short.txt").write_text("abc")
+    assert "short.txt has 3 tokens, fewer than a window of 4 | give a longer text, or --seq_len 3" in refusal(
+        "short.txt"
+    )
+    Path("empty.txt").write_text(" \n")
+    assert "empty.txt is empty" in refusal("empty.txt")
+    Path("latin.txt").write_bytes("abcd\xe9fgh".encode("latin-1"))
+    assert "latin.txt is not UTF-8 text: byte 0xe9 at offset 4 | save it as UTF-8" in refusal("latin.txt")
+    Path("a.npy").touch()
+    assert ". holds tensor files and texts | name one kind, for example *.npy" in refusal(".")
+
+
+def test_a_tokenizer_is_never_guessed_and_must_be_the_models() -> None:
+    Path("a.txt").write_text("abcd")
+    assert "a.txt is text, and there is no tokenizer" in refusal("a.txt", Reading())
+    Path("a.txt").write_text("abcé")
+    module = LanguageModel()
+    module.config = SimpleNamespace(vocab_size=128)
+    assert "the tokenizer gives token 195, and the model knows 128 tokens" in refusal("a.txt", module=module)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "stride", "said"), [(1, None, "two tokens"), (4, 5, "from 1 to"), (4, 0, "from 1")]
+)
+def test_lengths_that_make_no_windows(seq_len: int, stride: int | None, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Windows(None, seq_len, stride)
+
+
+def test_what_is_no_tokenizer() -> None:
+    Path("tokenizer.json").write_text("{}")
+    Path("bare").mkdir()
+    for spec, said in {"bare": "the folder bare holds no tokenizer", "missing": "there is no file or folder"}.items():
+        with pytest.raises(DataError, match=said):
+            load_tokenizer(spec)
+    with pytest.raises(DataError, match="without encode"):
+        as_encode(len, "tokenizer() of net.py")
+    with pytest.raises(DataError, match="returns a str, not a list of token ids"):
+        as_encode(SimpleNamespace(encode=str.upper), "tokenizer() of net.py")("abc")
+    with pytest.raises(DataError, match=r"encode\(\) of net raised UnicodeEncodeError"):
+        as_encode(SimpleNamespace(encode=lambda text: list(text.encode("ascii"))), "net")("é")
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("tokenizer.json").write_text("{}")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(".")
+    assert caught.value.message == "tokenizer.json needs the package tokenizers, which is missing"
+
+
+def test_a_tokenizers_stored_limit_does_not_cut_the_text() -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="needs quantizer[llm]")
+    words_only = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words_only.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words_only.enable_truncation(3)
+    words_only.enable_padding(length=8)
+    words_only.save("tokenizer.json")
+    assert load_tokenizer(".")("a b a b a") == load_tokenizer("tokenizer.json")("a b a b a") == [0, 1, 0, 1, 0]
+    Path("tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot be read as a tokenizer"):
+        load_tokenizer(".")
