@@ -15,7 +15,10 @@ from typing import Any
 
 from quantizer.api.fields import check, checked
 from quantizer.api.observers import ObserverBase
+from quantizer.api.reading import Reader
 from quantizer.atomic import replace_file
+from quantizer.config.document import Document
+from quantizer.config.load import check_document, load_config
 from quantizer.config.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
 from quantizer.errors import UsageError
 
@@ -142,9 +145,8 @@ class Config:
         Raises:
             ConfigError: with all findings, if it cannot be used.
         """
-        from quantizer.api.reading import config_of
-
-        return config_of(document, "Config")
+        read: Config = _READER.read(check_document(Document.of(document, cls.__name__)))
+        return read
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a config file.
@@ -164,10 +166,13 @@ class Config:
 
         Raises:
             ConfigError: with all findings and their places, if it cannot be used.
+            UsageError: it is of the layered form.
         """
-        from quantizer.api.reading import config_of_file
+        read: Config = _READER.read(load_config(path))
+        return read
 
-        return config_of_file(path)
+
+_READER = Reader(Config, {algorithm().name: algorithm for algorithm in (SmoothQuantConfig, AWQConfig, GPTQConfig)})
 
 
 def _to_json(value: Any) -> Any:
