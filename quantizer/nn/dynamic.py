@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -61,8 +63,8 @@ def quantize_rows(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) -> Ten
 def _check(found: Range, grid: Grid | FloatGrid) -> None:
     """Raise ObservationError for ranges that no scale exists for."""
     low, high = found
-    broken = int((~(low.isfinite() & high.isfinite())).sum())
-    if broken:
+    if not (math.isfinite(low.min()) and math.isfinite(high.max())):
+        broken = int((~(low.isfinite() & high.isfinite())).sum())
         where = "this tensor holds" if len(low) == 1 else f"{broken} of {len(low)} rows of this tensor hold"
         raise ObservationError(f"{where} NaN or infinity, and a range found at run time needs finite values.")
     if isinstance(grid, Grid) and grid.nonnegative and bool((low < 0).any()):

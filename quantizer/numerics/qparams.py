@@ -15,7 +15,7 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: 1 / scale stays finit
 LARGEST_VALUE = 2.0**128 - 2.0**105  # two steps below infinity, for the rounding of the scale itself to float32
 _MANTISSA = (1 << 52) - 1  # the bits of a float64's mantissa
 SCALE_MODES = ("floor", "even", "ceil")
-E8M0 = 2.0**-127, 2.0**127  # the scales that eight bits of exponent hold (OCP MX v1.0, 5.4.1)
+SMALLEST_SHARED = 2.0**-127  # of the scales that eight bits of exponent hold (OCP MX v1.0, 5.4.1)
 FINEST_POSITION = {True: 12, False: 15}  # by bit_width <= 8: the most fraction bits the DPU takes (pytorch_nndct 3.5)
 
 
@@ -95,7 +95,7 @@ class FloatGrid:
     @property
     def finest(self) -> float:
         """The least power-of-two scale."""
-        return SMALLEST_SCALE
+        return SMALLEST_SHARED if self.scale_type == "e8m0" else SMALLEST_SCALE
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def qparams_from_step(step: Tensor, low: Tensor, grid: Grid | FloatGrid) -> QPar
     `step` and `low` are float64 of one shape. A step of 0 (nothing but zeros) gives scale 1, or the finest power of
     two; other scales are kept in [2^-126, largest float32 / largest code], so that neither 1 / scale nor any code times
     scale is infinite. Power-of-two scales of integers are at least 2^-12 up to 8 bits, else 2^-15; those of type e8m0
-    lie in [2^-127, 2^127]. The zero point is rounded to even, lies on the grid, and is 0 for symmetric grids.
+    at least 2^-127. The zero point is rounded to even, lies on the grid, and is 0 for symmetric grids.
     """
     least, most = _scale_bounds(grid)
     if grid.scale_type != "float":
@@ -175,8 +175,6 @@ def _truncated(x: Tensor, bump: int) -> Tensor:
 def _scale_bounds(grid: Grid | FloatGrid) -> tuple[float, float]:
     """The least and the largest scale that the grid may have."""
     largest = LARGEST_VALUE / grid.span
-    if grid.scale_type == "e8m0":
-        return E8M0
     if grid.scale_type == "float":
         return SMALLEST_SCALE, largest
     mantissa, exponent = math.frexp(largest)

@@ -8,6 +8,7 @@ sample's stride has no divisor in common with the row's length, so it cannot run
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +22,7 @@ from quantizer.numerics.layout import flat_view
 BINS = 2048  # per sign; the resolution of TensorRT's and pytorch_nndct's calibrators
 SAMPLE = 1 << 17
 SAMPLE_PER_ROW = 1 << 12
+NARROW = 16
 
 Range = tuple[Tensor, Tensor]
 
@@ -51,9 +53,17 @@ def extremes(rows: Tensor) -> Range:
     low, high = rows.new_empty(len(rows)), rows.new_empty(len(rows))
     for start in range(0, len(rows), height):
         here = slice(start, start + height)
-        torch.amin(rows[here], 1, out=low[here])
-        torch.amax(rows[here], 1, out=high[here])
+        torch.amin(_narrowed(rows[here], torch.minimum), 1, out=low[here])
+        torch.amax(_narrowed(rows[here], torch.maximum), 1, out=high[here])
     return low, high
+
+
+def _narrowed(rows: Tensor, pick: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Rows too narrow for torch's fast reduction are folded by its fast elementwise operators."""
+    while rows.shape[1] <= NARROW and rows.shape[1] % 2 == 0:
+        half = rows.shape[1] // 2
+        rows = pick(rows[:, :half], rows[:, half:])
+    return rows
 
 
 def stride_for(length: int, limit: int) -> int:

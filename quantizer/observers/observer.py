@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -106,7 +107,7 @@ class Observer:
             raise ObservationError(f"The tensor of shape {tuple(x.shape)} has no values.")
         rows = as_rows(x, self.spec.qscheme, self._axis, self.spec.group_size)
         low, high = (end.double().cpu() for end in extremes(rows))
-        if not (low.isfinite() & high.isfinite()).all():
+        if not (math.isfinite(low.min()) and math.isfinite(high.max())):
             raise NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
         if isinstance(self._grid, Grid) and self._grid.nonnegative and bool((low < 0).any()):
             raise NegativeValuesError(
@@ -118,7 +119,7 @@ class Observer:
     def _stacked(self) -> Tensor:
         if not self._batches:
             raise UnobservedError("No values were observed, so there is no range and no scale.")
-        return torch.stack(self._batches)
+        return torch.stack(self._batches) if len(self._batches) > 1 else self._batches[0][None]
 
     def _shaped(self, row: Tensor) -> Tensor:
         return row if self._shape is None else row.view(self._shape)

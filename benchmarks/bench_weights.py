@@ -1,0 +1,71 @@
+"""W5: what it costs to quantize a weight, range, scale and fake quantization, as a ratio to copying it.
+
+`python benchmarks/bench_weights.py [rounds]`; a 4096x4096 float32 weight, both into memory that is there, two threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from measure import ratios, report
+from torch import Tensor
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.observers import Observer
+
+CHANNELS = QuantizationSpec(qscheme="per_channel", ch_axis=0)
+GROUPS = QuantizationSpec(bit_width=4, qscheme="per_group", ch_axis=1, group_size=128)
+BLOCKS = QuantizationSpec("fp4", qscheme="per_group", ch_axis=1, group_size=32, scale_type="e8m0")
+WEIGHTS = {
+    "int8 tensor": QuantizationSpec(),
+    "int8 channel": CHANNELS,
+    "uint8 channel": replace(CHANNELS, symmetric=False),
+    "int4 g128": GROUPS,
+    "uint4 g128": replace(GROUPS, symmetric=False),
+    "fp8 channel": replace(CHANNELS, dtype="fp8_e4m3"),
+    "mxfp4": BLOCKS,
+    "mxint8": replace(BLOCKS, dtype="mx_int8"),
+}
+ROWS = {
+    "int8 token": QuantizationSpec(qscheme="per_token", ch_axis=-1, is_dynamic=True),
+    "fp8 token": QuantizationSpec("fp8_e4m3", qscheme="per_token", ch_axis=-1, is_dynamic=True),
+    "mxfp4": replace(BLOCKS, is_dynamic=True),
+}
+TARGET = 3.0
+
+
+def main() -> None:
+    """Measure both and print."""
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
+    torch.set_num_threads(2)
+    weight, copied = torch.randn(4096, 4096), torch.empty(4096, 4096)
+    copy = functools.partial(copied.copy_, weight)
+    work = {name: functools.partial(static, spec, weight.clone()) for name, spec in WEIGHTS.items()}
+    show("W5 weights: range, scale and fake quantization, ratio to copy_", copy, work, rounds)
+    dynamic = {
+        name: functools.partial(TensorQuantizer(spec, inplace=True), weight.clone()) for name, spec in ROWS.items()
+    }
+    show("W5 dynamic: the same of activations at run time, ratio to copy_", copy, dynamic, rounds)
+
+
+def show(title: str, base: Callable[[], object], parts: dict[str, Callable[[], object]], rounds: int) -> None:
+    """Measure the parts in turns and print them beside the target."""
+    report(title, ratios(base, parts, rounds), dict.fromkeys(parts, TARGET), {})
+
+
+def static(spec: QuantizationSpec, weight: Tensor) -> Tensor:
+    """What calibration and the network do to one weight, in place."""
+    observer = Observer(spec)
+    observer.observe(weight)
+    found = observer.qparams()
+    quantized: Tensor = TensorQuantizer(spec, found.scale, found.zero_point, inplace=True)(weight)
+    return quantized
+
+
+if __name__ == "__main__":
+    main()

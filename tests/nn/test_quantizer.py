@@ -1,0 +1,176 @@
+"""TensorQuantizer on every format and granularity, static and dynamic."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch.export import Dim, export
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.observers import NegativeValuesError, ObservationError, Observer
+
+FORMATS = {
+    "int8": QuantizationSpec(),
+    "uint4": QuantizationSpec(bit_width=4, symmetric=False),
+    "int2": QuantizationSpec(bit_width=2),
+    "int16_pof2": QuantizationSpec(bit_width=16, scale_type="poweroftwo"),
+    "int32": QuantizationSpec(bit_width=32),
+    "int8_floor": QuantizationSpec(round_mode="floor"),
+    "fp8_e4m3": QuantizationSpec("fp8_e4m3"),
+    "fp8_e5m2": QuantizationSpec("fp8_e5m2", scale_type="poweroftwo"),
+    "mxfp4": QuantizationSpec("fp4", scale_type="e8m0", scale_mode="even"),
+    "mxfp6": QuantizationSpec("fp6_e2m3", scale_type="e8m0"),
+    "bfp16": QuantizationSpec("bfp16", scale_type="e8m0", scale_mode="even"),
+}
+CUTS = [
+    ("per_tensor", None, None),
+    ("per_channel", 0, None),
+    ("per_channel", -2, None),
+    ("per_group", -1, 8),
+    ("per_group", 1, 3),
+    ("per_group", 2, -1),
+    ("per_group", 0, 3),  # the last group is shorter
+    ("per_token", -1, None),
+    ("per_token", 1, None),
+]
+ALL = [pytest.param(name, cut, id=f"{name}-{cut[0]}-{cut[1]}") for name, cut in product(FORMATS, CUTS)]
+
+
+def values(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) + 0.2
+
+
+def spec_of(name, cut):
+    qscheme, axis, group = cut
+    return replace(FORMATS[name], qscheme=qscheme, ch_axis=axis, group_size=group)
+
+
+def static(spec, x, **kwargs):
+    observer = Observer(spec)
+    observer.observe(x)
+    found = observer.qparams()
+    return TensorQuantizer(spec, found.scale, found.zero_point, **kwargs)
+
+
+def dynamic(spec, **kwargs):
+    return TensorQuantizer(replace(spec, is_dynamic=True), **kwargs)
+
+
+@pytest.mark.parametrize(("name", "cut"), ALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_dynamic_is_static_calibrated_on_the_tensor_at_hand(name, cut, dtype):
+    spec, x = spec_of(name, cut), values(4, 6, 16).to(dtype)
+    expected = static(spec, x)(x)
+    assert (expected.dtype, expected.shape) == (dtype, x.shape)
+    assert torch.equal(dynamic(spec)(x), expected)
+    assert torch.equal(dynamic(spec, inplace=True)(x.clone()), expected)
+    assert torch.equal(static(spec, x, inplace=True)(x.clone()), expected)
+
+
+@pytest.mark.parametrize(("name", "cut"), [row for row in ALL if row.values[1][1] is not None])
+def test_every_index_of_the_scale_is_quantized_by_itself(name, cut):
+    """One row of `to_rows` alone, per tensor, gives the same values."""
+    spec, x = spec_of(name, cut), values(4, 6, 16)
+    y = dynamic(spec)(x)
+    qscheme, axis, group = cut
+    alone = dynamic(FORMATS[name])
+    for one, other in ((x, y), (x.transpose(0, 1), y.transpose(0, 1))) if axis == -1 else ((x, y),):
+        pairs = zip(pieces(one, qscheme, axis, group), pieces(other, qscheme, axis, group), strict=True)
+        assert all(torch.equal(alone(piece), found) for piece, found in pairs)
+
+
+def pieces(x, qscheme, axis, group):
+    """What each scale is for, by indexing alone."""
+    if qscheme == "per_channel":
+        return list(x.unbind(axis))
+    lines = x.movedim(axis, -1).reshape(-1, x.shape[axis])
+    return [part for line in lines for part in line.split(line.numel() if group in (None, -1) else group)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_group_of_the_whole_axis_is_a_channel_of_the_other(name):
+    weight = values(8, 32)
+    channels = replace(FORMATS[name], qscheme="per_channel", ch_axis=0)
+    groups = replace(FORMATS[name], qscheme="per_group", ch_axis=1, group_size=-1)
+    assert torch.equal(static(channels, weight)(weight), static(groups, weight)(weight))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_token_does_not_depend_on_its_batch_mates(name):
+    quantizer, x = dynamic(replace(FORMATS[name], qscheme="per_token", ch_axis=-1)), values(3, 700, 64)
+    loud = x.clone()
+    loud[1:] *= 50
+    loud[0, 1:] *= 50
+    assert torch.equal(quantizer(loud)[0, 0], quantizer(x)[0, 0])
+    assert torch.equal(quantizer(x[:1, :1])[0, 0], quantizer(x)[0, 0])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_zeros_stay_zeros(name):
+    for cut in CUTS:
+        assert not dynamic(spec_of(name, cut))(torch.zeros(3, 5, 8)).any()
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "strided", "transposed"])
+@pytest.mark.parametrize("cut", [("per_token", 1, None), ("per_token", -1, None), ("per_tensor", None, None)])
+def test_every_layout_gives_the_same(layout, cut):
+    x = values(2, 8, 6, 10)
+    other = {
+        "channels_last": x.to(memory_format=torch.channels_last),
+        "strided": torch.stack([x, x + 9], -1)[..., 0],
+        "transposed": x.transpose(1, 3).contiguous().transpose(1, 3),
+    }[layout]
+    assert torch.equal(dynamic(spec_of("int8", cut))(other), dynamic(spec_of("int8", cut))(x))
+    assert torch.equal(dynamic(spec_of("int8", cut), inplace=True)(other.clone()), dynamic(spec_of("int8", cut))(x))
+
+
+@pytest.mark.parametrize("cut", [("per_tensor", None, None), ("per_token", -1, None), ("per_group", -1, 8)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_an_error_at_run_time(cut, value):
+    x = values(3, 16)
+    x[1, 2] = value
+    for name in FORMATS:
+        with pytest.raises(ObservationError, match="NaN or infinity"):
+            dynamic(spec_of(name, cut))(x)
+
+
+def test_negative_values_need_a_sign():
+    unsigned = QuantizationSpec(signed=False, qscheme="per_token", ch_axis=-1)
+    assert dynamic(unsigned)(torch.tensor([[0.0, 255.0]])).tolist() == [[0, 255]]
+    with pytest.raises(NegativeValuesError, match="make it signed"):
+        dynamic(unsigned)(torch.tensor([[0.0, -1.0]]))
+
+
+def test_what_has_no_values_or_is_not_floating_point_passes():
+    quantizer = dynamic(spec_of("int8", ("per_token", -1, None)))
+    assert quantizer(torch.empty(0, 4)).shape == (0, 4)
+    codes = torch.tensor([1, 2])
+    assert quantizer(codes) is codes
+    assert quantizer("text") == "text"
+
+
+def test_a_static_quantizer_needs_scales_and_an_axis():
+    with pytest.raises(ValueError, match="needs a scale and a zero point"):
+        TensorQuantizer(QuantizationSpec())
+    with pytest.raises(ValueError, match="per_token needs ch_axis"):
+        TensorQuantizer(QuantizationSpec(qscheme="per_token", is_dynamic=True))
+    assert TensorQuantizer(QuantizationSpec(dtype="bfloat16"))(torch.tensor([1.001])).item() == 1
+
+
+@pytest.mark.parametrize("name", ["int8", "uint4", "fp8_e4m3", "mxfp4", "bfp16"])
+@pytest.mark.parametrize("cut", [("per_tensor", None, None), ("per_token", -1, None), ("per_group", -1, 6)])
+def test_a_traced_program_gives_the_same_for_any_batch(name, cut):
+    quantizer = dynamic(spec_of(name, cut))
+    program = export(quantizer, (values(4, 3, 16),), dynamic_shapes=({0: Dim.DYNAMIC},)).module()
+    x = values(7, 3, 16, seed=1)
+    assert torch.equal(program(x), quantizer(x))
+
+
+@pytest.mark.parametrize("name", ["int8", "uint4", "fp8_e4m3", "mxfp4"])
+@pytest.mark.parametrize("cut", [("per_channel", 0, None), ("per_group", -1, 8), ("per_group", 0, 3)])
+def test_a_traced_program_has_the_static_values(name, cut):
+    x = values(4, 3, 16)
+    quantizer = static(spec_of(name, cut), x)
+    assert torch.equal(export(quantizer, (x,)).module()(x), quantizer(x))
