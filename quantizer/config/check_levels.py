@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.document import pointer_to
-from quantizer.config.hierarchical import Hierarchical, Level
+from quantizer.config.hierarchical import ROLE_OF, Hierarchical, Level
 from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role, Sourced
 from quantizer.config.rules import Conflict, conflicts
 from quantizer.config.spec_words import (
@@ -24,23 +25,23 @@ from quantizer.config.spec_words import (
     scheme,
 )
 
+_LEVELS = ("global_quant_config", "layer_type_quant_config", "layer_quant_config")
+
 
 def check_levels(levels: Hierarchical) -> Iterator[Diagnostic]:
     """Findings on a file whose structure is sound, or on the sound part of it."""
     scopes = list(_scopes(levels))
     for scope in scopes:
-        yield from _broken_rules(scope, levels.settings.target_device)
+        yield from _broken_rules(levels, scope)
         yield from _observer(scope)
-        yield from _elements(scope)
+        yield from _elements(levels, scope)
         yield from _unsigned(scope)
         yield from _read_otherwise(scope)
     yield from _idle(scopes)
     yield from _devices(levels)
     yield from _patterns(levels)
     yield from _reserved(levels)
-    if not scopes and (place := levels.levels[0].selector.place):
-        help_ = 'for example "weight": {"dtype": "int8"}'
-        yield Diagnostic("QZ123", "no tensor has a specification: nothing is quantized", place, "warning", help=help_)
+    yield from _nothing(levels)
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,12 @@ def _scopes(levels: Hierarchical) -> Iterator[_Scope]:
             yield _Scope(role, level.over(levels.wider(level), role))
 
 
-def _broken_rules(scope: _Scope, device: str) -> Iterator[Diagnostic]:
+def _broken_rules(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
     merged = normalized(scope.raw, scope.role)
     spec = QuantizationSpec(**{name: sourced.value for name, sourced in merged.items()})
-    for conflict in conflicts(spec, scope.role, device, "hierarchical"):
-        yield _conflict(conflict, scope, merged)
+    for conflict in conflicts(spec, scope.role, levels.settings.target_device, "hierarchical"):
+        if conflict.fields[0] in merged or not levels.is_wrong(conflict.fields[0]):
+            yield _conflict(conflict, scope, merged)
 
 
 def _conflict(conflict: Conflict, scope: _Scope, merged: Mapping[str, Sourced]) -> Diagnostic:
@@ -96,8 +98,9 @@ def _observer(scope: _Scope) -> Iterator[Diagnostic]:
         )
 
 
-def _elements(scope: _Scope) -> Iterator[Diagnostic]:
-    if said(scope.raw, "dtype") == "mx" and "mx_element_dtype" not in scope.raw:
+def _elements(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
+    key = "mx_element_dtype"
+    if said(scope.raw, "dtype") == "mx" and key not in scope.raw and not levels.is_wrong(key):
         text = "a key is missing here: mx_element_dtype"
         yield Diagnostic("QZ105", text, scope.place("dtype"), help='for example "mx_element_dtype": "fp4"')
 
@@ -219,6 +222,21 @@ def _patterns(levels: Hierarchical) -> Iterator[Diagnostic]:
             except (re.error, RecursionError, OverflowError) as error:
                 message = f"this is not a regular expression: {error}"
                 yield Diagnostic("QZ104", message, selector.place, help="the syntax is that of Python's re module")
+
+
+def _nothing(levels: Hierarchical) -> Iterator[Diagnostic]:
+    """A file without any spec, right or wrong."""
+    value, place = levels.document.value, levels.levels[0].selector.place
+    stated = [level for block in _LEVELS for level in _configurations(value, block) if ROLE_OF.keys() & level.keys()]
+    if place and not any(level[key] is not None for level in stated for key in ROLE_OF.keys() & level.keys()):
+        help_ = 'for example "weight": {"dtype": "int8"}'
+        yield Diagnostic("QZ123", "no tensor has a specification: nothing is quantized", place, "warning", help=help_)
+
+
+def _configurations(value: Mapping[str, Any], block: str) -> list[Mapping[str, Any]]:
+    found = value.get(block)
+    levels = [found] if block == "global_quant_config" else [*found.values()] if isinstance(found, dict) else []
+    return [level for level in levels if isinstance(level, dict)]
 
 
 def _reserved(levels: Hierarchical) -> Iterator[Diagnostic]:

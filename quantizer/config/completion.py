@@ -8,6 +8,7 @@ from typing import Any
 
 from quantizer.config.document import Document
 from quantizer.config.form import form_of, is_hierarchical
+from quantizer.config.hierarchical import SPEC_KEYS
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest
 
@@ -18,10 +19,10 @@ def missing_keys(value: Mapping[str, Any], pointer: str) -> dict[str, Any]:
     """The required keys that the object at `pointer` lacks, each with the value to write.
 
     At the top the values are those of the preset for the file's device; in a layer entry, of the top's overall block.
-    The hierarchical form requires two keys only: the global configuration, and each spec's dtype.
+    The hierarchical form requires few keys: the global configuration, each spec's dtype, each algorithm's name.
     """
     if is_hierarchical(value):
-        return {"dtype": "int8"} if pointer else {"global_quant_config": {"weight": {"dtype": "int8"}}}
+        return _hierarchical_keys(value, pointer)
     schema = load_resource("schemas", "layered.schema.json")
     preset = load_resource("configs", "dpu.json" if value.get("target_device") == "DPU" else "default.json")
     *_, last = pointer.split("/")
@@ -41,6 +42,17 @@ def missing_keys(value: Mapping[str, Any], pointer: str) -> dict[str, Any]:
     # A misspelt key is there: it is told as unknown, and not a second time as missing.
     misspelt = {closest(key, missing) for key in here if key not in known and not key.startswith("//")}
     return {key: default for key, default in missing.items() if key not in misspelt}
+
+
+def _hierarchical_keys(value: Mapping[str, Any], pointer: str) -> dict[str, Any]:
+    if not pointer:
+        return {"global_quant_config": {"weight": {"dtype": "int8"}}}
+    block = pointer.split("/")[1]
+    names = {"algo_config": "awq", "pre_quant_opt_config": "smoothquant"}
+    wanted = {"name": names[block]} if block in names else {"dtype": "int8"}
+    known = {*SPEC_KEYS, "name"}
+    misspelt = {closest(key, wanted) for key in _at(value, pointer) if key not in known}
+    return {key: default for key, default in wanted.items() if key not in misspelt}
 
 
 def paste(members: Mapping[str, Any]) -> str:

@@ -61,6 +61,11 @@ class Hierarchical:
     settings: Settings
     levels: tuple[Level, ...]
     excludes: tuple[Selector, ...]
+    ignored: frozenset[str] = frozenset()
+
+    def is_wrong(self, key: str) -> bool:
+        """Whether a value of this key is wrong somewhere, so that its absence here says nothing."""
+        return any(pointer.endswith(f"/{key}") for pointer in self.ignored)
 
     def wider(self, level: Level) -> Level | None:
         """The global level, unless the level is that itself."""
@@ -101,7 +106,8 @@ def translate(document: Document, ignored: Collection[str] = ()) -> Hierarchical
     `ignored` are pointers whose values are wrong: they are left out, so that the rest can be checked.
     """
     translator = _Translator(document, frozenset(ignored))
-    return Hierarchical(document, translator.settings(), tuple(translator.levels()), tuple(translator.excludes()))
+    levels, excludes = tuple(translator.levels()), tuple(translator.excludes())
+    return Hierarchical(document, translator.settings(), levels, excludes, translator.ignored)
 
 
 class _Translator(View):

@@ -20,7 +20,6 @@ TYPE_WORDS = {
     "array": "a list [ … ]",
     "object": "an object { … }",
 }
-_LAYERED_BLOCKS = ("overall_quantize_config", "tensor_quantize_config", "layer_quantize_config")
 _BOOLEANS = {
     "true": "true",
     "false": "false",
@@ -93,17 +92,19 @@ def _example(key: str, schema: Mapping[str, Any]) -> str:
 @cache
 def _owners(form: Form) -> Mapping[str, str]:
     """Each option word, and the key that it is an option of."""
-    owners = {
-        word: key
-        for keys in _blocks(form).values()
-        for key, entry in keys.items()
-        for word in entry.get("enum", ())
-        if isinstance(word, str)
-    }
+    owners: dict[str, str] = {}
+    for keys in _blocks(form).values():
+        for key, entry in keys.items():
+            for word in filter(_is_word, entry.get("enum", ())):
+                owners.setdefault(word, key)
     if form == "hierarchical":
         return owners
     roles = load_resource("schemas", "layered.schema.json")["definitions"]["quantizable_data_type"]["items"]["enum"]
     return {**owners, **dict.fromkeys(roles, "quantizable_data_type")}
+
+
+def _is_word(option: Any) -> bool:
+    return isinstance(option, str)
 
 
 @cache
@@ -115,7 +116,8 @@ def _homes(form: Form) -> Mapping[str, frozenset[str]]:
         homes["tensor_quantize_config"] = frozenset(blocks["tensor_quantize_config"]["properties"])
         homes["an entry of layer_quantize_config"] = frozenset(blocks["layer_entry"]["properties"])
         return homes | {"the hierarchical form, and a file has one form": HIERARCHICAL_KEYS}
-    return homes | {"the layered form, and a file has one form": frozenset(_LAYERED_BLOCKS)}
+    layered = frozenset(load_resource("schemas", "layered.schema.json")["properties"]) - {"target_device"}
+    return homes | {"the layered form, and a file has one form": layered}
 
 
 def _blocks(form: Form) -> Mapping[str, Mapping[str, Any]]:

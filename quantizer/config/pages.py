@@ -8,33 +8,74 @@ from functools import cache
 from typing import Any
 
 from quantizer.config.codes import CODES, all_codes
+from quantizer.config.form import Form
 from quantizer.config.layered import FIELDS
 from quantizer.config.resources import load_resource
 from quantizer.config.rules import spec_rules
+from quantizer.config.spec_words import FIELDS_OF_KEYS
+
+FORMS: tuple[Form, ...] = ("layered", "hierarchical")
+
+_PLACES: Mapping[Form, Mapping[str, str]] = {
+    "layered": {
+        "the top level": "",
+        "an overall block, or a tensor's block": "parameters",
+        "an entry of layer_quantize_config": "layer_entry",
+    },
+    "hierarchical": {
+        "the top level": "",
+        "global_quant_config, or the configuration of a type or a layer": "level",
+        "a tensor's specification": "spec",
+    },
+}
+"""Where keys stand: the block in words, and its definition in the schema ("" is the file itself)."""
+
+_FIELDS: Mapping[Form, Mapping[str, str]] = {"layered": FIELDS, "hierarchical": FIELDS_OF_KEYS}
 
 
 def key_names() -> tuple[str, ...]:
-    """Every key of the layered form that has a page."""
-    return tuple(_keys())
+    """Every key that has a page, those of the layered form first."""
+    return tuple(dict.fromkeys(key for form in FORMS for key in _keys(form)))
 
 
 def key_page(key: str) -> str:
-    """The page of a config key in Markdown: what it does, options, default, example, conflicts."""
-    entry, where = _keys()[key]
-    parts = [f"# {key}", entry["description"], entry["markdownDescription"], f"Where: {where}."]
+    """The page of a config key in Markdown: what it does, options, default, example, conflicts; for each form."""
+    pages = {form: list(_key_sections(key, form)) for form in FORMS if key in _keys(form)}
+    title = f"# {key}"
+    if len(pages) == 1:
+        return "\n\n".join([title, *next(iter(pages.values()))]) + "\n"
+    both = [section for form, sections in pages.items() for section in (f"## In the {form} form", *sections)]
+    return "\n\n".join([title, "Both file forms have this key.", *both]) + "\n"
+
+
+def example_name(key: str, form: Form) -> str:
+    """The name of the key's worked example; a key of both forms has two."""
+    return f"{key} {form}" if form == "hierarchical" and key in _keys("layered") else key
+
+
+def example_names() -> tuple[str, ...]:
+    """Every worked example that there has to be."""
+    return tuple(example_name(key, form) for form in FORMS for key in _keys(form))
+
+
+def _key_sections(key: str, form: Form) -> Iterator[str]:
+    entry, where = _keys(form)[key]
+    yield entry["description"]
+    yield entry["markdownDescription"]
+    yield f"Where: {where}."
     if "enum" in entry and "enumDescriptions" in entry:
         rows = zip(entry["enum"], entry["enumDescriptions"], strict=True)
-        parts.append("\n".join(f"- `{json.dumps(option)}`: {meaning}" for option, meaning in rows))
-    elif entry.get("type") == "boolean":
-        parts.append("Options: `true`, `false`.")
+        yield "\n".join(f"- `{json.dumps(option)}`: {meaning}" for option, meaning in rows)
+    elif "boolean" in entry.get("type", ""):
+        yield "Options: `true`, `false`."
     if "default" in entry:
-        parts.append(f"Default: `{json.dumps(entry['default'])}`.")
+        yield f"Default: `{json.dumps(entry['default'])}`."
     example = json.dumps({key: entry["examples"][0]}, indent=2, ensure_ascii=False)[2:-2].replace("\n  ", "\n").strip()
-    parts.append(f"Example:\n\n```json\n{example}\n```")
-    rules = [f"- [{code}](../rules.md#{code.lower()}): {rule['title']}" for code, rule in _rules_of(key).items()]
+    yield f"Example:\n\n```json\n{example}\n```"
+    rules = [f"- [{code}](../rules.md#{code.lower()}): {rule['title']}" for code, rule in _rules_of(key, form).items()]
     if rules:
-        parts.append("Restrictions and conflicts:\n\n" + "\n".join(rules))
-    return "\n\n".join([*parts, *_worked_example(key)]) + "\n"
+        yield "Restrictions and conflicts:\n\n" + "\n".join(rules)
+    yield from _worked_example(example_name(key, form))
 
 
 def code_page(code: str) -> str:
@@ -45,7 +86,8 @@ def code_page(code: str) -> str:
 def contents() -> str:
     """Every code and every key, a line each, with its title or description."""
     rows = {code: entry.title for code, entry in all_codes().items()}
-    rows |= {key: entry["description"] for key, (entry, _) in _keys().items()}
+    for form in FORMS:
+        rows |= {key: entry["description"] for key, (entry, _) in _keys(form).items() if key not in rows}
     width = max(map(len, rows))
     return "".join(f"{name:<{width}}  {meaning}\n" for name, meaning in rows.items())
 
@@ -59,9 +101,9 @@ def rules_page() -> str:
     return "\n\n".join([intro, *map(_code_section, all_codes())]) + "\n"
 
 
-def _worked_example(key: str) -> Iterator[str]:
+def _worked_example(name: str) -> Iterator[str]:
     """A change of one ready config, the commands to see its effect, and what they print before and after it."""
-    example = load_resource("schemas", "worked_examples.json")[key]
+    example = load_resource("schemas", "worked_examples.json")[name]
     both = f" with `{_inner(example['both'])}`" if "both" in example else ""
     yield "## Worked example"
     yield f"A copy of `{example['config']}`{both}, as `changed.json`, in which is set"
@@ -96,28 +138,23 @@ def _message(code: str) -> str | None:
     return next(iter(rule["then"]["properties"].values()))["errorMessage"] if rule else None
 
 
-def _rules_of(key: str) -> Mapping[str, Mapping[str, Any]]:
-    field = FIELDS.get(key, key)
+def _rules_of(key: str, form: Form) -> Mapping[str, Mapping[str, Any]]:
+    field = _FIELDS[form].get(key, key)
     return {
         code: rule
         for code, rule in spec_rules().items()
-        if rule.get("form") != "hierarchical"
-        and (field in rule["then"]["properties"] or field in rule["if"]["properties"])
+        if rule.get("form", form) == form and (field in rule["then"]["properties"] or field in rule["if"]["properties"])
     }
 
 
 @cache
-def _keys() -> Mapping[str, tuple[Mapping[str, Any], str]]:
-    schema = load_resource("schemas", "layered.schema.json")
+def _keys(form: Form) -> Mapping[str, tuple[Mapping[str, Any], str]]:
+    """The keys of a form that have a page: each with its entry in the schema, and in words where it may stand."""
+    schema = load_resource("schemas", f"{form}.schema.json")
     definitions = schema["definitions"]
-    places = {
-        "the top level": schema["properties"],
-        "an overall block, or a tensor's block": definitions["parameters"]["properties"],
-        "an entry of layer_quantize_config": definitions["layer_entry"]["properties"],
-    }
     found: dict[str, tuple[Mapping[str, Any], str]] = {}
-    for where, keys in places.items():
-        for key, entry in keys.items():
+    for where, block in _PLACES[form].items():
+        for key, entry in (definitions[block] if block else schema)["properties"].items():
             resolved = {**definitions.get(entry.get("$ref", "").rpartition("/")[2], {}), **entry}
             if key in found:
                 found[key] = (found[key][0], f"{found[key][1]}, or {where}")

@@ -101,11 +101,10 @@ def _wrong_value(document: Document, error: ValidationError, schema: dict[str, A
     else:
         message = f"{quoted(value)} is out of range for {key}"
         remark = _range(schema)
-    remedy = (
-        help_for_value(key, value, schema, form_of(document))
-        if keyword != "uniqueItems"
-        else f"name each {schema['items']['title']} once"
-    )
+    remedy = schema.get("help")
+    if keyword == "uniqueItems":
+        remedy = f"name each {schema['items']['title']} once"
+    remedy = remedy or help_for_value(key, value, schema, form_of(document))
     return Diagnostic(_BY_KEYWORD[keyword], message, document.place(pointer_to(*path)), remark=remark, help=remedy)
 
 

@@ -10,6 +10,14 @@ from quantizer.config.types import RoundType, ScaleType
 
 Block = Mapping[str, Sourced]
 
+FIELDS_OF_KEYS: Mapping[str, str] = {
+    "round_method": "round_mode",
+    "observer_cls": "method",
+    "scale_format": "scale_type",
+    "scale_calculation_mode": "scale_mode",
+}
+"""The field of `QuantizationSpec` that a key decides, where its name differs."""
+
 INTEGERS = {
     f"{sign}int{bits}": (bits, not sign)
     for sign, widths in (("", (2, 3, 4, 8, 16, 32)), ("u", (4, 8, 16)))

@@ -19,6 +19,26 @@ def test_written_config_is_valid_for_the_device(device: str, tmp_path: Path) -> 
     assert result.require().settings.target_device == device
 
 
+@pytest.mark.parametrize("strategy", ["weight_only", "static", "dynamic"])
+@pytest.mark.parametrize("device", ["CPU", "GPU"])
+def test_strategies_have_the_hierarchical_form(strategy: str, device: str, tmp_path: Path) -> None:
+    path = tmp_path / "net.json"
+    assert run_command(["init", "--strategy", strategy, "--device", device, "-o", str(path)]) == 0
+    result = load_config(path)
+    assert result.diagnostics == ()
+    config = result.require()
+    assert (config.form, config.settings.target_device) == ("hierarchical", device)
+    everywhere = config.rules[1]
+    assert everywhere.adds == ({"weights"} if strategy == "weight_only" else {"weights", "input"})
+    dynamic = {role: fields["is_dynamic"].value for role, fields in everywhere.fields.items() if role == "input"}
+    assert dynamic == {"weight_only": {}, "static": {"input": False}, "dynamic": {"input": True}}[strategy]
+
+
+def test_the_dpu_has_no_strategies(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["init", "--strategy", "static", "--device", "DPU", "-o", "-"]) == 2
+    assert "layered form" in capsys.readouterr().err
+
+
 def test_nothing_is_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "net.json"
     path.write_text("mine")

@@ -1,4 +1,4 @@
-"""`quantizer schema`: prints or locates the two schemas."""
+"""`quantizer schema`: prints or locates the three schemas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quantizer.config import resources
 from quantizer.errors import QuantizerError
 
 
-@pytest.mark.parametrize("name", ["layered", "quantization_spec"])
+@pytest.mark.parametrize("name", ["layered", "hierarchical", "quantization_spec"])
 def test_print_and_path_are_the_same_schema(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["schema", name]) == 0
     printed = json.loads(capsys.readouterr().out)

@@ -21,12 +21,25 @@ from quantizer.config.load import check_document
 from quantizer.config.read import parse_document, read_document
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+HIERARCHICAL = ("weight_int4_group", "dynamic_int8", "mxfp4")
 WORDS = ["half_up", "percentile", "poweroftwo", "median", "DPU", "weights", "bfloat16", True, 8, 0.5, None, [], {}, "x"]
-MAY_BE = {"onnx_opset_version": {8}, "percentage": {8, 0.5}, "datatype": {"bfloat16"}}
+MAY_BE = {
+    "onnx_opset_version": {8},
+    "percentage": {8, 0.5},
+    "datatype": {"bfloat16"},
+    "dtype": {"bfloat16"},
+    "scale_type": {"poweroftwo"},
+    "round_method": {"half_up"},
+    "group_size": {8},
+}
+NULLABLE = {
+    *("input_tensors", "weight", "target_device", "is_dynamic", "observer_cls", "qscheme", "ch_axis", "group_size"),
+    *("symmetric", "round_method", "scale_type", "mx_element_dtype"),
+}
 
 
 def members() -> Iterator[Any]:
-    for name in ("example", "dpu", "mixed_precision"):
+    for name in ("example", "dpu", "mixed_precision", *HIERARCHICAL):
         document = read_document(CONFIGS / f"{name}.json")
         for pointer in document.keys:
             if not pointer.endswith(("/$schema", "//", "~1~1")):
@@ -71,8 +84,12 @@ def fits(key: str, word: Any, now: Any) -> bool:
     """Whether `word` is a legal value of `key`, so that no error is due."""
     if word in ({}, []):
         return isinstance(now, type(word))
+    if key in NULLABLE and word is None:
+        return True
     if isinstance(now, bool) or isinstance(word, bool):
         return isinstance(now, bool) and isinstance(word, bool)
+    if key == "ch_axis" and word == 8:
+        return False
     if key in ("layer_type", "layer_name"):
         return isinstance(word, str) or word is None
     options = {
@@ -125,3 +142,35 @@ def test_any_json_value_gives_diagnostics_only(value: dict[str, Any]) -> None:
     assert all(found.place for found in result.diagnostics)
     fixed = check_document(parse_document(Text("net.json", completed(document))))
     assert "QZ105" not in {found.code for found in fixed.diagnostics}
+
+
+HIERARCHICAL_LIKE = st.recursive(
+    st.sampled_from([*WORDS, "int4", "mx", "per_group", "per_token", "PerChannelMinMaxObserver", "e8m0", "awq", "re:("])
+    | st.integers(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    *("layer_type_quant_config", "layer_quant_config", "exclude", "algo_config", "weight"),
+                    *("input_tensors", "dtype", "axis", "ch_axis", "qscheme", "group_size", "is_dynamic", "dynamic"),
+                    *("observer_cls", "symmetric", "round_method", "scale_format", "name", "Dense", "target_device"),
+                ]
+            ),
+            inner,
+            max_size=6,
+        )
+    ),
+    max_leaves=20,
+)
+
+
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(HIERARCHICAL_LIKE, HIERARCHICAL_LIKE)
+def test_any_value_in_the_hierarchical_form_gives_diagnostics_only(value: Any, rest: Any) -> None:
+    document = {**(rest if isinstance(rest, dict) else {}), "global_quant_config": {"weight": value}}
+    result = check_document(parse_document(Text("net.json", json.dumps(document))))
+    dotted = check_document(Document.of(document, "Config"))
+    assert (result.config is None) == any(found.severity == "error" for found in result.diagnostics)
+    assert sorted(found.code for found in dotted.diagnostics) == sorted(found.code for found in result.diagnostics)
+    assert all(found.place for found in result.diagnostics)

@@ -21,20 +21,21 @@ from quantizer.config.rules import conflicts, spec_rules
 
 ROOT = Path(__file__).parents[2]
 LAYERED = json.loads((ROOT / "schemas" / "layered.schema.json").read_text("utf-8"))
+HIERARCHICAL = json.loads((ROOT / "schemas" / "hierarchical.schema.json").read_text("utf-8"))
 SPEC = json.loads((ROOT / "schemas" / "quantization_spec.schema.json").read_text("utf-8"))
 DPU = QuantizationSpec(
     method="diffs", round_mode="std_round", narrow_range=True, scale_type="poweroftwo", statistic="modal"
 )
 
 
-@pytest.mark.parametrize("schema", [LAYERED, SPEC], ids=["layered", "quantization_spec"])
+@pytest.mark.parametrize("schema", [LAYERED, HIERARCHICAL, SPEC], ids=["layered", "hierarchical", "quantization_spec"])
 def test_schema_is_draft_07_without_one_of(schema: dict[str, Any]) -> None:
     Draft7Validator.check_schema(schema)
     assert "oneOf" not in json.dumps(schema)
 
 
 def test_codes_are_unique_and_complete() -> None:
-    rules = [rule["code"] for rule in SPEC["then"]["allOf"]]
+    rules = [rule["code"] for rule in (*SPEC["then"]["allOf"], *SPEC["allOf"])]
     assert len(set(rules)) == len(rules)
     assert not set(rules) & set(CODES)
     assert list(all_codes()) == sorted(all_codes())
