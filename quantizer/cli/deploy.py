@@ -11,12 +11,28 @@ from quantizer.cli.outcome import Outcome
 from quantizer.engine.files import write_json
 from quantizer.engine.results import QuantInfo
 from quantizer.errors import ModelError, QuantizerError, ResultError, UsageError
-from quantizer.export import EXPORTERS, FOLDER, export
+from quantizer.export import EXPORTERS, FOLDER, check, export
 from quantizer.export.deployment import Deployment, Verification
 from quantizer.graph.ir import Graph
 from quantizer.sources.data import Batches
 
 logger = logging.getLogger(__name__)
+
+
+def require_one(options: RunOptions, graph: Graph, info: QuantInfo) -> None:
+    """Refuse before the run what no target of `--deploy` can express; one that can is written all the same.
+
+    Raises:
+        UsageError: why the first of them cannot.
+    """
+    refusals = []
+    for target in dict.fromkeys(options.deploy):
+        try:
+            check(target, graph, info.solution, info.settings.onnx_opset_version)
+        except UsageError as refusal:
+            refusals.append(refusal)
+    if options.deploy and len(refusals) == len(set(options.deploy)):
+        raise refusals[0]
 
 
 def deploy(options: RunOptions, outcome: Outcome, graph: Graph, info: QuantInfo, batches: Batches) -> Outcome:

@@ -13,7 +13,7 @@ import torch
 from rich.console import RenderableType
 
 from quantizer.cli import runlog, session
-from quantizer.cli.deploy import deploy
+from quantizer.cli.deploy import deploy, require_one
 from quantizer.cli.exact import require_dpu, run_exact
 from quantizer.cli.gates import parse_gate
 from quantizer.cli.options import RunOptions
@@ -163,6 +163,7 @@ def run_test(options: RunOptions) -> Outcome:
         if read is not None:
             results.check_plan(info, read.config, session.make_plan(read, original, quiet=True).tensors)
         graph = session.apply_passes(original, info.settings)
+        require_one(options, graph, info)
         if options.exact:
             require_wide(graph, info.solution)
         if options.inspect:

@@ -13,7 +13,9 @@ from quantizer.errors import UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from quantizer.engine.solution import Solution
     from quantizer.export.deployment import Deployment, Verification
+    from quantizer.graph.ir import Graph
 
 FOLDER = "export"
 
@@ -48,6 +50,17 @@ def require_extras(targets: Iterable[str]) -> None:
                 f"--deploy {target} needs {', '.join(missing)}, which this Python does not have",
                 help=f"pip install 'quantizer[{EXPORTERS[target].extra}]'",
             )
+
+
+def check(target: str, graph: Graph, solution: Solution, opset: int) -> None:
+    """Refuse a network that a target cannot express, as far as can be told without running it.
+
+    Raises:
+        UsageError: why, with all tensors it holds for.
+    """
+    module = importlib.import_module(EXPORTERS[target].function.partition(":")[0])
+    if hasattr(module, "check"):
+        module.check(graph, solution, opset)
 
 
 def export(target: str, deployment: Deployment, path: Path) -> Verification:

@@ -10,7 +10,6 @@ from onnx import NodeProto, TensorProto, helper
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.errors import UsageError
 from quantizer.export.onnx_tensors import Carrier, carrier_of, codes_tensor, float_tensor
 from quantizer.graph.ir import Graph
 from quantizer.numerics.formats import FLOAT_FORMATS
@@ -19,6 +18,10 @@ _CASTS = {
     "float16": TensorProto.FLOAT16,
     "bfloat16": TensorProto.BFLOAT16,
 }
+FLOATS = {"fp8_e4m3": TensorProto.FLOAT8E4M3FN, "fp8_e5m2": TensorProto.FLOAT8E5M2}
+"""The scaled formats that QuantizeLinear has."""
+FLOATS_FROM = 19
+"""The first operator set that has them."""
 _HALF_UP = (("Mul", 2.0), ("Floor", None), ("Mul", 0.5), ("Ceil", None))
 _HALF_DOWN = (("Mul", 2.0), ("Ceil", None), ("Mul", 0.5), ("Floor", None))
 _ROUNDINGS: dict[str, tuple[bool, tuple[tuple[str, float | None], ...]]] = {
@@ -67,47 +70,45 @@ class Quantization:
     scale: Tensor
     zero_point: Tensor
 
-    def refused(self, why: str, help_: str) -> UsageError:
-        """The error that this cannot be said in ONNX."""
-        return UsageError(f"--deploy onnx: {self.role} of {self.layer} {why}", help=help_)
 
-
-def check(wanted: Quantization, graph: Graph, opset: int) -> None:
-    """Refuse an activation that ONNX cannot quantize as test mode does.
-
-    Raises:
-        UsageError: naming the layer and what to change.
-    """
+def refusal(wanted: Quantization, graph: Graph, opset: int) -> tuple[str, str] | None:
+    """Why ONNX cannot quantize an activation as test mode does, and what to change; None if it can."""
     spec, dtype = wanted.spec, graph.by_name[wanted.layer].dtype
     if dtype is not None and dtype.is_floating_point and dtype != torch.float32:
-        raise wanted.refused(f"is {dtype}", "compute it in float32, or leave it float")
-    if spec.dtype != "int":
-        if spec.dtype not in (*_CASTS, "float32"):
-            raise wanted.refused(f"is {spec.dtype}, which has no exact form", "use int, float16 or bfloat16 there")
-    elif spec.ch_axis is not None:
-        raise wanted.refused("is quantized per channel", "set per_channel to false there")
-    elif spec.bit_width > 16:
-        raise wanted.refused(
-            f"has {spec.bit_width} bits, and QuantizeLinear has 16 at most", "set its bit_width to 16 or less"
-        )
-    elif carrier_of(spec, opset) is None:
-        raise wanted.refused(
-            f"has {spec.bit_width} bits, which operator set {opset} lacks", "set onnx_opset_version to 21 or -1"
-        )
+        return f"is {dtype}", "compute it in float32, or leave it float"
+    if not spec.is_scaled:
+        return None
+    if spec.is_dynamic:
+        return "has a dynamic range", "set is_dynamic to false there, or use --deploy pt2"
+    if spec.dtype in FLOATS:
+        if opset < FLOATS_FROM:
+            return f"is {spec.dtype}, which operator set {opset} lacks", "set onnx_opset_version to 21 or -1"
+    elif spec.dtype != "int":
+        return f"is {spec.dtype}, which has no exact form", "use another format there, or --deploy pt2"
+    if spec.ch_axis is not None:
+        return "is quantized per channel", "set per_channel to false there"
+    if spec.dtype == "int" and spec.bit_width > 16:
+        return f"has {spec.bit_width} bits, and QuantizeLinear has 16 at most", "set its bit_width to 16 or less"
+    if spec.dtype == "int" and carrier_of(spec, opset) is None:
+        return f"has {spec.bit_width} bits, which operator set {opset} lacks", "set onnx_opset_version to 21 or -1"
+    return None
 
 
 def quantize_activation(wanted: Quantization, x: str, y: str, opset: int) -> Emission:
-    """Nodes from value `x` to value `y`; `wanted` has passed `check`.
+    """Nodes from value `x` to value `y`; `refusal` has nothing against it.
 
     An integer grid becomes QuantizeLinear and DequantizeLinear. A grid that its integer type does not end at is clipped
     before; a rounding mode other than half_even is applied before, after which QuantizeLinear meets no half-way point.
     """
     spec, emission = wanted.spec, Emission(f"{wanted.layer}.{wanted.role}")
-    if spec.dtype != "int":
+    if not spec.is_scaled:
         _cast(emission, spec.dtype, x, y)
         return emission
+    if spec.dtype != "int":
+        _float(emission, wanted, x, y)
+        return emission
     carrier = carrier_of(spec, opset)
-    assert carrier is not None  # `check` saw to it
+    assert carrier is not None  # `refusal` saw to it
     scale = emission.constant("scale", wanted.scale)
     low, high = spec.quant_min - int(wanted.zero_point), spec.quant_max - int(wanted.zero_point)
     if spec.round_mode != "half_even":
@@ -121,6 +122,20 @@ def quantize_activation(wanted: Quantization, x: str, y: str, opset: int) -> Emi
     codes = emission.add("QuantizeLinear", x, scale, zero_point)
     emission.add("DequantizeLinear", codes, scale, zero_point, output=y)
     return emission
+
+
+def _float(emission: Emission, wanted: Quantization, x: str, y: str) -> None:
+    """QuantizeLinear to an 8-bit format; what lies outside is cut off before, as runtimes differ in what they make of
+    it.
+    """
+    data_type, largest = FLOATS[wanted.spec.dtype], FLOAT_FORMATS[wanted.spec.dtype].largest
+    scale = emission.constant("scale", wanted.scale)
+    bounds = (emission.constant(part, sign * largest * wanted.scale) for part, sign in (("low", -1), ("high", 1)))
+    x = emission.add("Clip", x, *bounds)
+    zero = TensorProto(name=f"{emission.name}.zero_point", data_type=data_type, dims=[], raw_data=b"\0")
+    emission.initializers.append(zero)
+    codes = emission.add("QuantizeLinear", x, scale, zero.name)
+    emission.add("DequantizeLinear", codes, scale, zero.name, output=y)
 
 
 def _cast(emission: Emission, dtype: str, x: str, y: str) -> None:

@@ -19,11 +19,13 @@ from torch.utils import _pytree as pytree
 import quantizer
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.engine.files import write_bytes
+from quantizer.engine.solution import Solution
 from quantizer.errors import ModelError, UsageError
 from quantizer.export.deployment import Deployment, Verification, tensor_leaves, verify
-from quantizer.export.onnx_nodes import Emission, Quantization, check, quantize_activation
+from quantizer.export.onnx_nodes import Emission, Quantization, quantize_activation, refusal
 from quantizer.export.onnx_weights import quantize_parameter
 from quantizer.export.program import exported
+from quantizer.graph.ir import Graph
 from quantizer.graph.trace import quiet
 from quantizer.nn.network import Network
 
@@ -39,22 +41,9 @@ def export(deployment: Deployment, path: Path) -> Verification:
 
     The bytes depend on network and calibration alone. The file is run by ONNX Runtime, unoptimized, to verify it.
     """
+    check(deployment.graph, deployment.solution, deployment.opset)
     opset = OPSET if deployment.opset == -1 else deployment.opset
-    if opset not in OPSETS:
-        raise UsageError(
-            f"--deploy onnx writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}",
-            help="set onnx_opset_version to one of these, or to -1",
-        )
-    size = sum(4 * tensor.numel() for tensor in deployment.graph.tensors.values())
-    if size > LARGEST:
-        raise UsageError(
-            f"--deploy onnx: {deployment.graph.model} has {size / 2**30:.1f} GB of parameters, and the format holds 2",
-            help="use --deploy pt2 or safetensors",
-        )
-    wanted = [Quantization(layer, role, *found) for (layer, role), found in deployment.solution.tensors.items()]
-    for activation in wanted:
-        if not is_parameter(activation.role):
-            check(activation, deployment.graph, opset)
+    wanted = _quantizations(deployment.solution)
     network = deployment.network()
     model = _translate(deployment, _Flat(network, deployment, wanted), opset)
     _lower(model, network, wanted, opset)
@@ -64,6 +53,39 @@ def export(deployment: Deployment, path: Path) -> Verification:
     verification = verify("outputs", deployment.expected, _run(content, deployment))
     write_bytes(path, content)
     return verification
+
+
+def check(graph: Graph, solution: Solution, opset: int) -> None:
+    """Refuse a network that this target cannot express; needs no run of it. `opset` is -1 to let the exporter choose.
+
+    Raises:
+        UsageError: the reason, with all tensors it holds for.
+    """
+    opset = OPSET if opset == -1 else opset
+    if opset not in OPSETS:
+        raise UsageError(
+            f"--deploy onnx writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}",
+            help="set onnx_opset_version to one of these, or to -1",
+        )
+    size = sum(4 * tensor.numel() for tensor in graph.tensors.values())
+    if size > LARGEST:
+        raise UsageError(
+            f"--deploy onnx: {graph.model} has {size / 2**30:.1f} GB of parameters, and the format holds 2",
+            help="use --deploy pt2 or safetensors",
+        )
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for wanted in _quantizations(solution):
+        found = None if is_parameter(wanted.role) else refusal(wanted, graph, opset)
+        if found is not None:
+            reasons.setdefault(found, []).append(f"{wanted.role} of {wanted.layer}")
+    if reasons:
+        texts = [f"{', '.join(names)} {why}" for (why, _), names in reasons.items()]
+        helps = dict.fromkeys(help_ for _, help_ in reasons)
+        raise UsageError(f"--deploy onnx: {'; '.join(texts)}", help="; ".join(helps))
+
+
+def _quantizations(solution: Solution) -> list[Quantization]:
+    return [Quantization(layer, role, *found) for (layer, role), found in solution.tensors.items()]
 
 
 class _Mark(nn.Module):

@@ -5,49 +5,61 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantizer.config.model import QuantizationSpec
 from quantizer.export.onnx_nodes import Emission, Quantization
 from quantizer.export.onnx_tensors import INT32, Carrier, carrier_of
 from quantizer.numerics.fake_quantize import quantize
+from quantizer.numerics.granularity import from_rows, to_rows
+
+BLOCKS = 21
+"""The first operator set whose DequantizeLinear has a block_size."""
 
 
 def quantize_parameter(wanted: Quantization, values: Tensor, name: str, opset: int) -> Emission | None:
     """Codes, scale, zero point and the node that makes `values` of them under `name`; None where floats have to stay.
 
-    Floats stay, exact as they are, in floating-point formats and where float32 cannot compute the value from the code:
-    in grids beyond 24 bits. `values` lie on the grid already.
+    Floats stay, exact as they are, in floating-point formats, in groups before operator set 21, and where float32
+    cannot compute the value from the code: in grids beyond 24 bits. `values` lie on the grid already.
     """
     spec = wanted.spec
     carrier = _carrier(wanted, opset)
     if carrier is None:
         return None
-    codes = quantize(
-        values, wanted.scale, wanted.zero_point, spec.quant_min, spec.quant_max, "half_even", ch_axis=spec.ch_axis
-    )
-    if not torch.equal(_dequantized(wanted, codes), values):
+    cut = spec.qscheme, spec.ch_axis, spec.group_size
+    scale, zero_point = wanted.scale.reshape(-1), wanted.zero_point.reshape(-1)
+    rows = quantize(to_rows(values, *cut), scale, zero_point, spec.quant_min, spec.quant_max, "half_even", ch_axis=0)
+    # As DequantizeLinear computes it: in float32.
+    restored = (rows.to(torch.int64) - zero_point[:, None]).to(torch.float32) * scale[:, None]
+    codes = from_rows(rows, tuple(values.shape), *cut)
+    if not torch.equal(from_rows(restored, tuple(values.shape), *cut), values):
         return None
     emission = Emission(f"{wanted.layer}.{wanted.role}")
-    inputs = [emission.codes("codes", codes, carrier), emission.constant("scale", wanted.scale)]
+    inputs = [emission.codes("codes", codes, carrier), emission.constant("scale", _placed(wanted.scale, spec))]
     if carrier is not INT32:
-        inputs.append(emission.codes("zero_point", wanted.zero_point, carrier))
-    axis = {} if spec.ch_axis is None else {"axis": spec.ch_axis}
-    emission.add("DequantizeLinear", *inputs, output=name, **axis)
+        inputs.append(emission.codes("zero_point", _placed(wanted.zero_point, spec), carrier))
+    emission.add("DequantizeLinear", *inputs, output=name, **_attributes(spec, values))
     return emission
 
 
+def _placed(scales: Tensor, spec: QuantizationSpec) -> Tensor:
+    """Scales of groups where ONNX has them: along the axis that is cut."""
+    return scales.movedim(-1, spec.ch_axis) if spec.qscheme == "per_group" and spec.ch_axis is not None else scales
+
+
+def _attributes(spec: QuantizationSpec, values: Tensor) -> dict[str, int]:
+    if spec.ch_axis is None:
+        return {}
+    if spec.qscheme != "per_group":
+        return {"axis": spec.ch_axis}
+    whole = spec.group_size in (None, -1)
+    return {"axis": spec.ch_axis, "block_size": values.shape[spec.ch_axis] if whole else int(spec.group_size or 0)}
+
+
 def _carrier(wanted: Quantization, opset: int) -> Carrier | None:
-    """The type of the codes; DequantizeLinear takes 32-bit ones without a zero point."""
-    if wanted.spec.dtype != "int":
+    """The type of the codes; DequantizeLinear takes 32-bit ones without a zero point, and groups from set 21 on."""
+    if wanted.spec.dtype != "int" or (wanted.spec.qscheme == "per_group" and opset < BLOCKS):
         return None
     narrow = carrier_of(wanted.spec, opset)
     if narrow is not None or wanted.zero_point.any() or wanted.spec.quant_max > INT32.high:
         return narrow
     return INT32
-
-
-def _dequantized(wanted: Quantization, codes: Tensor) -> Tensor:
-    """(code - zero_point) * scale as DequantizeLinear computes it: in float32."""
-    shape = [1] * codes.ndim
-    if wanted.spec.ch_axis is not None:
-        shape[wanted.spec.ch_axis] = -1
-    zero_point, scale = wanted.zero_point.reshape(shape), wanted.scale.reshape(shape)
-    return (codes.to(torch.int64) - zero_point).to(torch.float32) * scale

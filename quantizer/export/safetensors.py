@@ -17,8 +17,10 @@ from quantizer.engine.solution import with_weights
 from quantizer.errors import ResultError
 from quantizer.export.deployment import Deployment, Verification, verify
 from quantizer.nn.network import Network
+from quantizer.numerics.fake_cast import float_kernel
 from quantizer.numerics.fake_quantize import dequantize, quantize
 from quantizer.numerics.formats import FLOAT_FORMATS
+from quantizer.numerics.granularity import from_rows, to_rows
 
 FORMAT = 1
 CORRECTION = ".bias_correction"
@@ -29,8 +31,9 @@ METADATA = "quantizer"
 def export(deployment: Deployment, path: Path) -> Verification:
     """Write every parameter under `<layer>.<parameter>`; a quantized one as codes, with `.scale` and `.zero_point`.
 
-    Codes take the smallest integer dtype that holds the grid, so 4-bit codes take a byte each. Activations have
-    `<layer>.<role>.scale` and `.zero_point` only. `<layer>.bias_correction` is added to the layer's bias, or is the
+    Codes take the smallest dtype that holds the grid, so 4-bit codes take a byte each; scales have the shape of
+    `granularity.scale_shape`. Activations have `<layer>.<role>.scale` and `.zero_point` only, dynamic ones neither, and
+    floating-point formats have no zero point. `<layer>.bias_correction` is added to the layer's bias, or is the
     bias where there is none. The metadata's `quantizer` is JSON: `format`, `model`, `specs`, the `QuantizationSpec` of
     each quantized tensor by its name, and `dtypes`, in which test mode computes with each quantized parameter. The
     parameters of `load` equal test mode's.
@@ -62,9 +65,8 @@ def load(path: Path) -> dict[str, Tensor]:
             parameters[name] = tensor
             continue
         dtype: torch.dtype = getattr(torch, described.get("dtypes", {}).get(name, "float32"))
-        if spec.dtype == "int":
-            scale, zero_point, work = tensors[f"{name}.scale"], tensors[f"{name}.zero_point"], _work(spec, dtype)
-            tensor = dequantize(tensor, scale, zero_point, spec.ch_axis, work)
+        if spec.is_scaled:
+            tensor = _restored(tensor, spec, tensors[f"{name}.scale"], tensors.get(f"{name}.zero_point"), dtype)
         parameters[name] = tensor.to(dtype)
     for name in [name for name in parameters if name.endswith(CORRECTION)]:
         bias, correction = f"{name.removesuffix(CORRECTION)}.bias", parameters.pop(name)
@@ -85,8 +87,9 @@ def _contents(deployment: Deployment) -> tuple[dict[str, Tensor], dict[str, Any]
     for (layer, role), (spec, scale, zero_point) in deployment.solution.tensors.items():
         name = f"{layer}.{parameter_name(role)}"
         specs[name] = spec.to_json()
-        if spec.dtype == "int":
-            tensors |= {f"{name}.scale": scale, f"{name}.zero_point": zero_point}
+        if spec.is_scaled and not spec.is_dynamic:
+            tensors |= {f"{name}.scale": scale}
+            tensors |= {f"{name}.zero_point": zero_point} if spec.dtype == "int" else {}
         if is_parameter(role):
             dtypes[name] = str(tensors[name].dtype).removeprefix("torch.")
             tensors[name] = _stored(tensors[name], spec, scale, zero_point)
@@ -95,12 +98,34 @@ def _contents(deployment: Deployment) -> tuple[dict[str, Tensor], dict[str, Any]
 
 
 def _stored(parameter: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor) -> Tensor:
-    """A parameter's codes, or its values in the floating-point format of its spec."""
-    if spec.dtype != "int":
+    """A parameter's codes, or its values in the floating-point format of its spec before they are scaled."""
+    if not spec.is_scaled:
         row = FLOAT_FORMATS[spec.dtype]
         largest = min(row.largest, torch.finfo(parameter.dtype).max)
         return parameter.clamp(-largest, largest).to(row.storage)
-    return quantize(parameter, scale, zero_point, spec.quant_min, spec.quant_max, spec.round_mode, ch_axis=spec.ch_axis)
+    cut = spec.qscheme, spec.ch_axis, spec.group_size
+    rows = to_rows(parameter, *cut)
+    if spec.dtype == "int":
+        each, low, high = (scale.reshape(-1), zero_point.reshape(-1)), spec.quant_min, spec.quant_max
+        codes = quantize(rows, *each, low, high, spec.round_mode, ch_axis=0)
+    else:
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        codes = float_kernel(spec.dtype)(wide / scale.reshape(-1, 1), 0).to(FLOAT_FORMATS[spec.dtype].storage)
+    return from_rows(codes, tuple(parameter.shape), *cut)
+
+
+def _restored(
+    codes: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The inverse of `_stored`, up to a cast to the parameter's dtype."""
+    cut = spec.qscheme, spec.ch_axis, spec.group_size
+    if zero_point is not None:
+        each = scale.reshape(-1), zero_point.reshape(-1)
+        values = dequantize(to_rows(codes, *cut), *each, 0, _work(spec, dtype))
+    else:
+        work = torch.promote_types(dtype, torch.float32)
+        values = to_rows(codes.to(work), *cut) * scale.reshape(-1, 1)
+    return from_rows(values, tuple(codes.shape), *cut)
 
 
 def _parameters(network: Network) -> dict[str, Tensor]:

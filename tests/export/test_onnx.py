@@ -157,7 +157,7 @@ def refusal(given: Deployment, tmp_path: Path) -> QuantizerError:
         (QuantizationSpec(bit_width=20), -1, "has 20 bits, and QuantizeLinear has 16 at most", "bit_width"),
         (QuantizationSpec(bit_width=16), 20, "has 16 bits, which operator set 20 lacks", "onnx_opset_version"),
         (QuantizationSpec(qscheme="per_channel", ch_axis=1), -1, "is quantized per channel", "per_channel"),
-        (QuantizationSpec(dtype="fp8_e4m3"), -1, "is fp8_e4m3, which has no exact form", "bfloat16"),
+        (QuantizationSpec(dtype="fp6_e2m3"), -1, "is fp6_e2m3, which has no exact form", "another format"),
     ],
 )
 def test_what_onnx_cannot_say_is_refused(
