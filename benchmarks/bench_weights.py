@@ -45,9 +45,11 @@ def main() -> None:
     torch.set_num_threads(2)
     weight, copied = torch.randn(4096, 4096), torch.empty(4096, 4096)
     copy = functools.partial(copied.copy_, weight)
-    work = {name: functools.partial(static, spec, weight.clone()) for name, spec in WEIGHTS.items()}
+    work: dict[str, Callable[[], object]] = {
+        name: functools.partial(static, spec, weight.clone()) for name, spec in WEIGHTS.items()
+    }
     show("W5 weights: range, scale and fake quantization, ratio to copy_", copy, work, rounds)
-    dynamic = {
+    dynamic: dict[str, Callable[[], object]] = {
         name: functools.partial(TensorQuantizer(spec, inplace=True), weight.clone()) for name, spec in ROWS.items()
     }
     show("W5 dynamic: the same of activations at run time, ratio to copy_", copy, dynamic, rounds)

@@ -148,11 +148,10 @@ def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
     mode = lookup(ROUND_MODES, round_mode, "rounding mode")
 
     def kernel(x: Tensor, zero_point: int | Tensor) -> Tensor:
-        low, high = quant_min - zero_point, quant_max - zero_point
-        if isinstance(low, int):
-            return mode(x.clamp_(low, high))
-        torch.maximum(x, low, out=x)  # clamp_ with tensors is nine times slower
-        return mode(torch.minimum(x, high, out=x))  # type: ignore[arg-type]
+        if isinstance(zero_point, int):
+            return mode(x.clamp_(quant_min - zero_point, quant_max - zero_point))
+        torch.maximum(x, quant_min - zero_point, out=x)  # clamp_ with tensors is nine times slower
+        return mode(torch.minimum(x, quant_max - zero_point, out=x))
 
     return kernel
 

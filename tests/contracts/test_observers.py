@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.nn.quantizer import place
 from quantizer.numerics.fake_quantize import fake_quantize
+from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.rounding import NEAREST, ROUND_MODES
 from quantizer.observers import METHODS, NonFiniteError, ObservationError, Observer, UnobservedError
+from quantizer.observers.methods import INTEGER_ONLY
 
 SYMMETRIC_ONLY = ("mse", "entropy")  # restrictions of the config format
 POWER_OF_TWO_ONLY = ("diffs",)
@@ -33,6 +36,24 @@ def specs(bit_widths, round_modes):
         )
         if (symmetric or method not in SYMMETRIC_ONLY) and (scale_type != "float" or method not in POWER_OF_TWO_ONLY)
     ]
+
+
+def scaled_specs():
+    """Floating-point formats and groups, with every method that can go with them."""
+    cuts = [("per_tensor", None, None), ("per_channel", 0, None), ("per_group", 1, 7), ("per_group", 0, 2)]
+    kinds = [
+        {"bit_width": 4},
+        {"bit_width": 4, "symmetric": False},
+        {"dtype": "fp8_e4m3"},
+        {"dtype": "fp6_e3m2", "scale_type": "poweroftwo"},
+        {"dtype": "fp4", "scale_type": "e8m0", "scale_mode": "even"},
+        {"dtype": "bfp16", "scale_type": "e8m0"},
+    ]
+    for method, kind, (qscheme, ch_axis, group_size) in product(METHODS, kinds, cuts):
+        spec = QuantizationSpec(**kind, method=method, qscheme=qscheme, ch_axis=ch_axis, group_size=group_size)
+        integer = spec.dtype == "int" and (spec.symmetric or method not in SYMMETRIC_ONLY)
+        if method != "diffs" and (integer or (spec.dtype != "int" and method not in INTEGER_ONLY)):
+            yield pytest.param(spec, id=f"{label(spec)}-{spec.dtype}-{ch_axis}")
 
 
 def label(spec):
@@ -182,3 +203,32 @@ def test_the_tensor_itself_is_left_alone(spec):
     kept = x.clone()
     observed(spec, [x])
     assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("spec", list(scaled_specs()))
+def test_groups_and_scaled_formats_have_a_scale_for_every_row(spec):
+    x = batches(1)[0]
+    qparams = observed(spec, [x]).qparams()
+    shape = scale_shape(tuple(x.shape), spec.qscheme, spec.ch_axis, spec.group_size)
+    assert (qparams.scale.dtype, qparams.scale.shape) == (torch.float32, shape)
+    assert (qparams.zero_point.dtype, qparams.zero_point.shape) == (torch.int32, shape)
+    assert spec.symmetric is False or not qparams.zero_point.any()
+    if spec.scale_type != "float":
+        assert (torch.frexp(qparams.scale).mantissa == 0.5).all()
+    y = place(x, spec, qparams.scale, qparams.zero_point)
+    assert y.shape == x.shape
+    assert (y - x).square().mean() < 0.05 * x.square().mean()
+    again = Observer(spec)
+    again.load_state_dict(observed(spec, [x]).state_dict())
+    assert torch.equal(again.qparams().scale.flatten(), qparams.scale.flatten())
+
+
+@pytest.mark.parametrize("method", ["percentile", "mse"])
+def test_many_rows_give_what_each_gives_alone(method):
+    """Rows are taken some thousands at a time."""
+    x = torch.randn(5000, 8, generator=torch.Generator().manual_seed(0))
+    spec = QuantizationSpec(bit_width=3, qscheme="per_group", ch_axis=1, group_size=8, method=method, percentage=80.0)
+    scale = observed(spec, [x]).qparams().scale
+    for row in (0, 2499, 2500, 4999):
+        alone = observed(replace(spec, qscheme="per_tensor"), [x[row]]).qparams().scale
+        assert scale[row, 0] == alone
