@@ -92,7 +92,8 @@ def _entry(selector: Mapping[str, Any], everywhere: Rule, rule: Rule) -> dict[st
     if not merged:
         return None
     integers = [role for role in merged if merged[role].get("dtype", Sourced("int")).value == "int"]
-    overall = {**_parameters(merged[integers[0]] if integers else next(iter(merged.values())))}
+    overall = _parameters(merged[integers[0]] if integers else next(iter(merged.values())))
+    overall.pop("percentage", None)  # the roles that have one say so themselves
     if "per_channel" in overall:
         overall["per_channel"] = False
     tensors = {role: _differing(_parameters(fields), overall) for role, fields in merged.items()}

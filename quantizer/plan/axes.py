@@ -66,11 +66,13 @@ def input_view(graph: Graph, node: Node, source: str) -> View:
 
 def fitted(spec: QuantizationSpec, view: View, role: str) -> QuantizationSpec:
     """The spec for one tensor: axes filled in and counted from the front, and nothing left that it does not read."""
-    if is_parameter(role) or not spec.is_scaled:
+    if not spec.is_scaled:
+        return QuantizationSpec(dtype=spec.dtype)
+    if is_parameter(role):
         spec = dataclasses.replace(spec, is_dynamic=False)  # a parameter's range is found once, and stays
     defaults = {"per_channel": view.channels, "per_group": view.features, "per_token": view.features}
     axis = defaults.get(spec.qscheme) if spec.ch_axis is None else spec.ch_axis
-    if not spec.is_scaled or spec.qscheme not in defaults or axis is None:
+    if spec.qscheme not in defaults or axis is None:
         return dataclasses.replace(spec, qscheme="per_tensor", ch_axis=None, group_size=None)
     if view.rank is not None and -view.rank <= axis < view.rank:
         axis %= view.rank

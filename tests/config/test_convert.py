@@ -1,0 +1,224 @@
+"""One file form turned into the other: the plan is the same where both can say it, and what cannot be said is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toys import traced
+
+from configs import SETTINGS, document, layer
+from quantizer.cli.main import run_command
+from quantizer.config.document import Document
+from quantizer.config.load import check_document, load_config
+from quantizer.config.model import Config
+from quantizer.config.to_hierarchical import to_hierarchical
+from quantizer.config.to_layered import WEIGHTED, to_layered
+from quantizer.graph.ops import OPS
+from quantizer.graph.passes import run_passes
+from quantizer.plan.model import Plan
+from quantizer.plan.resolve import resolve
+
+ROOT = Path(__file__).parents[2]
+INT8 = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
+INPUT = {"dtype": "int8", "qscheme": "per_tensor", "symmetric": False}
+BIAS = {"dtype": "int32", "qscheme": "per_tensor"}
+
+
+def config(value: dict[str, Any]) -> Config:
+    return check_document(Document.of(value, "Config")).require()
+
+
+def plan(value: dict[str, Any], toy: str) -> Plan:
+    found = config(value)
+    return resolve(found, run_passes(traced(toy), found.settings), traced(toy))
+
+
+def codes(findings: Any) -> list[str]:
+    return [found.code for found in findings if found.severity == "error"]
+
+
+SAYABLE: dict[str, dict[str, Any]] = {
+    "weights": {"global_quant_config": {"weight": INT8}},
+    "every role": {
+        "global_quant_config": {"weight": INT8, "input_tensors": INPUT, "output_tensors": INPUT, "bias": BIAS}
+    },
+    "a type": {
+        "global_quant_config": {"weight": INT8, "target_device": "GPU"},
+        "layer_type_quant_config": {"Linear": {"weight": {"dtype": "int4"}, "input_tensors": INPUT}},
+    },
+    "a name": {
+        "global_quant_config": {"weight": INT8},
+        "layer_quant_config": {"conv1": {"weight": {"dtype": "int4", "symmetric": False}, "output_tensors": INPUT}},
+    },
+    "excluded": {"global_quant_config": {"weight": INT8, "bias": BIAS}, "exclude": ["fc", "layer1.*"]},
+    "methods": {
+        "global_quant_config": {
+            "weight": {"dtype": "int4", "observer_cls": "PerTensorMSEObserver", "scale_type": "pof2"},
+            "input_tensors": {"dtype": "int8", "observer_cls": "PerTensorPercentileObserver", "percentage": 99.9},
+            "output_tensors": {"dtype": "bfloat16"},
+        }
+    },
+    "only a layer": {"global_quant_config": {}, "layer_quant_config": {"fc": {"weight": {"dtype": "uint4"}}}},
+    "bfloat16": {"global_quant_config": {"weight": {"dtype": "bfloat16"}}},
+}
+
+
+@pytest.mark.parametrize("name", SAYABLE)
+def test_the_layered_file_gives_the_same_plan(name: str) -> None:
+    written, findings = to_layered(config(SAYABLE[name]))
+    assert codes(findings) == []
+    ours, theirs = plan(SAYABLE[name], "residual"), plan(written, "residual")
+    assert {key: tensor.spec for key, tensor in theirs.tensors.items()} == {
+        key: tensor.spec for key, tensor in ours.tensors.items()
+    }
+    assert ours.tensors
+
+
+@pytest.mark.parametrize("name", SAYABLE)
+def test_the_layered_file_is_valid_without_warnings(name: str) -> None:
+    written, _ = to_layered(config(SAYABLE[name]))
+    assert check_document(Document.of(written, "Config")).diagnostics == ()
+
+
+def test_the_entries_are_those_of_layers_with_weights() -> None:
+    weighted = {name for name, op in OPS.items() if op.weight}
+    assert set(WEIGHTED) == weighted - {"channel_scale", "parameter"}
+
+
+BACK: dict[str, dict[str, Any]] = {
+    "types": document(
+        layer(type="torch.nn.Linear", roles=["weights", "activation"], bit_width=4),
+        layer(type="torch.nn.Conv2d", roles=["weights"], tensor={"weights": {"per_channel": True}}),
+        quantizable_data_type=[],
+    ),
+    "names": document(
+        layer("fc", roles=["weights", "input"], symmetry=False, signed=False),
+        layer("conv1", roles=["bias"], method="percentile", percentage=99.5),
+        quantizable_data_type=[],
+    ),
+    "weights": document(layer("fc", roles=[]), quantizable_data_type=["weights"], overall={"round_mode": "std_round"}),
+}
+
+
+@pytest.mark.parametrize("name", BACK)
+def test_the_hierarchical_file_gives_the_same_plan(name: str) -> None:
+    written, findings = to_hierarchical(config(BACK[name]))
+    assert codes(findings) == []
+    ours, theirs = plan(BACK[name], "residual"), plan(written, "residual")
+    assert {key: tensor.spec for key, tensor in theirs.tensors.items()} == {
+        key: tensor.spec for key, tensor in ours.tensors.items()
+    }
+    assert ours.tensors
+
+
+TO_LAYERED: dict[str, tuple[dict[str, Any], str]] = {
+    "groups": ({"weight": {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 32}}, "per_group"),
+    "dynamic": ({"input_tensors": {"dtype": "int8", "is_dynamic": True}}, "is_dynamic"),
+    "fp8": ({"weight": {"dtype": "fp8_e4m3"}}, "fp8_e4m3"),
+    "axis": ({"weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 1}}, "ch_axis 1"),
+    "channels of an input": (
+        {"input_tensors": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 1}},
+        "per_channel for input",
+    ),
+    "floor": ({"weight": {"dtype": "int8", "round_method": "floor"}}, "floor"),
+    "device": ({"weight": INT8, "target_device": "IPU"}, "IPU"),
+}
+
+
+@pytest.mark.parametrize("name", TO_LAYERED)
+def test_what_the_layered_form_cannot_say(name: str) -> None:
+    level, message = TO_LAYERED[name]
+    _, findings = to_layered(config({"global_quant_config": level}))
+    errors = [found for found in findings if found.severity == "error"]
+    assert message in errors[0].message
+    assert str(errors[0].place).startswith("Config.global_quant_config.")
+    assert set(codes(findings)) == {"QZ124"}
+
+
+def test_a_layer_that_inherits_from_its_type_depends_on_the_model() -> None:
+    blocks = {
+        "global_quant_config": {"weight": INT8},
+        "layer_type_quant_config": {"Linear": {"weight": {"dtype": "int4", "round_method": "half_up"}}},
+        "layer_quant_config": {"fc": {"weight": {"dtype": "int8"}}},
+    }
+    _, findings = to_layered(config(blocks))
+    assert codes(findings) == ["QZ124"]
+    blocks["layer_quant_config"]["fc"]["weight"]["round_method"] = "half_even"
+    assert codes(to_layered(config(blocks))[1]) == []
+
+
+def test_an_excluded_pattern_is_weaker_than_a_name_in_the_layered_form() -> None:
+    blocks = {"global_quant_config": {"weight": INT8}, "layer_quant_config": {"fc": {"bias": BIAS}}, "exclude": ["f*"]}
+    assert codes(to_layered(config(blocks))[1]) == ["QZ124"]
+
+
+TO_HIERARCHICAL: dict[str, tuple[dict[str, Any], str]] = {
+    "activations of the network": (document(), "input, activation of layers with weights"),
+    "a switch": (document(quantizable_data_type=["weights"], include_cle=True), "no key for include_cle"),
+    "a statistic": (document(quantizable_data_type=["weights"], overall={"calib_statistic_method": "mean"}), "mean"),
+    "a method": (document(quantizable_data_type=["weights"], overall={"method": "entropy"}), "method entropy"),
+    "bits": (document(quantizable_data_type=["weights"], overall={"bit_width": 5}), "signed codes of 5 bits"),
+    "a narrow range": (document(quantizable_data_type=["weights"], overall={"narrow_range": True}), "narrow_range"),
+    "percentile per channel": (
+        document(
+            quantizable_data_type=["weights"],
+            tensor={"weights": {"per_channel": True, "method": "percentile"}},
+        ),
+        "percentile with per_channel",
+    ),
+    "a layer that may be absent": (
+        document(layer("fc", required=False), quantizable_data_type=["weights"]),
+        '"required": false',
+    ),
+    "a role that a layer leaves out": (
+        document(layer("fc", roles=["bias"]), quantizable_data_type=["weights"]),
+        "leaves weights in float",
+    ),
+    "a type in float": (
+        document(layer(type="torch.nn.Linear", roles=[]), quantizable_data_type=["weights"]),
+        "leaves a layer type in float",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TO_HIERARCHICAL)
+def test_what_the_hierarchical_form_cannot_say(name: str) -> None:
+    content, message = TO_HIERARCHICAL[name]
+    _, findings = to_hierarchical(config(content))
+    errors = [found for found in findings if found.severity == "error"]
+    assert any(message in found.message for found in errors)
+    assert all(found.code == "QZ124" and found.place for found in errors)
+
+
+def test_the_dpu_has_the_layered_form_only() -> None:
+    _, findings = to_hierarchical(load_config(ROOT / "configs" / "dpu.json").require())
+    assert "the hierarchical form has no target_device DPU" in {found.message for found in findings}
+
+
+def test_the_command_writes_the_other_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / "a.json", tmp_path / "b.json"
+    source.write_text(json.dumps(SAYABLE["a type"]))
+    assert run_command(["convert", str(source), "-o", str(target)]) == 0
+    assert load_config(target).require().form == "layered"
+    assert run_command(["convert", str(source)]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(target.read_text())
+
+
+def test_the_command_writes_nothing_that_is_not_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "b.json"
+    assert run_command(["convert", str(ROOT / "configs" / "static_fp8.json"), "-o", str(target)]) == 1
+    assert not target.exists()
+    assert "static_fp8.json:6:16: error QZ124: the layered form cannot say dtype fp8_e4m3" in capsys.readouterr().err
+
+
+def test_the_command_refuses_what_it_cannot_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "a.json"
+    source.write_text(json.dumps({**SETTINGS}))
+    assert run_command(["convert", str(source)]) == 2
+    assert "QZ105" in capsys.readouterr().err
+    source.write_text(json.dumps(SAYABLE["weights"]))
+    assert run_command(["convert", str(source), "--to", "hierarchical"]) == 2
+    assert "already" in capsys.readouterr().err
