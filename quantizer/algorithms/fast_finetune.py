@@ -21,6 +21,7 @@ from quantizer.errors import DataError
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.numerics.rounding import NEAREST
 
 SOLVERS: dict[str, Callable[[RoundingProblem], tuple[Tensor, Tensor]]] = {"adaround": adaround, "adaquant": adaquant}
 """By the name on the command line: each gives integers [groups, rows, depth] without zero point, and scales [units]."""
@@ -45,7 +46,8 @@ class Settled:
 def finetunable(node: Node, layer: Layer) -> bool:
     """Whether the layer multiplies with integer weights coarse enough to gain from learned rounding.
 
-    Each output channel must have one scale: groups of inputs are not what the solvers are about.
+    Each output channel must have one scale: groups of inputs are not what the solvers are about. Weights that are
+    rounded down stay so: a code times its scale may be rounded down to the code below.
     """
     if node.op not in LAYERS or "weights" not in layer.quantizers:
         return False
@@ -54,7 +56,8 @@ def finetunable(node: Node, layer: Layer) -> bool:
     rows = spec.qscheme == "per_tensor" or (
         spec.qscheme == "per_channel" and spec.ch_axis == int("transpose" in node.op)
     )
-    return spec.dtype == "int" and rows and spec.bit_width <= MOST_BITS and depth <= DEEPEST
+    integer = spec.dtype == "int" and spec.round_mode in NEAREST
+    return integer and rows and spec.bit_width <= MOST_BITS and depth <= DEEPEST
 
 
 def fast_finetune(
