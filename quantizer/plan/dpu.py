@@ -217,6 +217,8 @@ def _unfit(spec: QuantizationSpec) -> str:
         return f"{spec.bit_width} bits" if spec.dtype == "int" else f"the datatype {spec.dtype}"
     if not (spec.symmetric and spec.signed):
         return "a grid that is not signed and symmetric"
+    if spec.is_dynamic:
+        return "a dynamic range"
     return "" if spec.scale_type == "poweroftwo" and spec.ch_axis is None else "no single power-of-two scale"
 
 

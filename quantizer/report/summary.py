@@ -37,11 +37,24 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
 
 
 def describe_spec(spec: QuantizationSpec) -> str:
-    """`int8 per_channel maxmin half_even` in one line; "poweroftwo" and "asymmetric" where they hold."""
-    if spec.dtype != "int":
+    """The grid, its scales, how their range is found and the rounding in one line; what is usual goes without saying.
+
+    >>> describe_spec(QuantizationSpec(qscheme="per_channel", ch_axis=0))
+    'int8 per_channel maxmin half_even'
+    >>> describe_spec(QuantizationSpec(dtype="fp4", qscheme="per_group", group_size=32, scale_type="e8m0"))
+    'fp4 per_group 32 e8m0 floor'
+    """
+    if not spec.is_scaled:
         return spec.dtype
-    sign = "int" if spec.signed and spec.symmetric else "uint"
-    words = [f"{sign}{spec.bit_width}", spec.qscheme, spec.method, spec.round_mode]
+    integer = spec.dtype == "int"
+    name = f"{'int' if spec.signed and spec.symmetric else 'uint'}{spec.bit_width}" if integer else spec.dtype
+    words = [name, spec.qscheme]
+    words += [str(spec.group_size)] if spec.qscheme == "per_group" and spec.group_size != -1 else []
+    words += ["dynamic"] if spec.is_dynamic else []
+    if spec.scale_type == "e8m0":
+        return " ".join([*words, "e8m0", spec.scale_mode])
+    words += [] if spec.is_dynamic else [spec.method]
+    words += [spec.round_mode] if integer else []
     words += ["asymmetric"] if not spec.symmetric else []
     words += ["poweroftwo"] if spec.scale_type == "poweroftwo" else []
     return " ".join(words)
