@@ -1,4 +1,5 @@
-"""How long `quantizer --help` and `quantizer validate` take, as ratios to `import torch` in a fresh process.
+"""How long `quantizer --help`, `quantizer validate` and importing the API take, as ratios to `import torch`, each in a
+fresh process.
 
 `python benchmarks/bench_startup.py [rounds]`
 """
@@ -13,16 +14,21 @@ from pathlib import Path
 from measure import Part, ratios, report
 
 CONFIG = Path(__file__).parents[1] / "configs" / "example.json"
-TARGET = 1 / 3
+TARGETS = {"--help": 1 / 3, "validate": 1 / 3, "import": 1.1}
+API = "from quantizer import Config, ModelQuantizer"
 
 
 def main() -> None:
     """Measure and print."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     python = (sys.executable, "-m", "quantizer")
-    parts: dict[str, Part] = {"--help": run(*python, "--help"), "validate": run(*python, "validate", str(CONFIG))}
+    parts: dict[str, Part] = {
+        "--help": run(*python, "--help"),
+        "validate": run(*python, "validate", str(CONFIG)),
+        "import": run(sys.executable, "-c", API),
+    }
     found = ratios(run(sys.executable, "-c", "import torch"), parts, rounds)
-    report("start-up, ratio to python -c 'import torch'", found, dict.fromkeys(found, TARGET), {})
+    report("start-up, ratio to python -c 'import torch'", found, TARGETS, {})
 
 
 def run(*command: str) -> functools.partial[object]:

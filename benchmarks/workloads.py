@@ -1,4 +1,4 @@
-"""The fixed work of every benchmark: ResNet-18 with settled batch statistics, colour noise with photos' spectrum."""
+"""The fixed work of every benchmark: ResNet-18 on colour noise with photos' spectrum, a small LLaMA on Zipf tokens."""
 
 from __future__ import annotations
 
@@ -84,3 +84,95 @@ def resnet18(seed: int = 0) -> ResNet18:
         for batch in images(20, 10, seed=99):
             model(batch)
     return model.eval()
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding (arXiv 2104.09864) of heads of `width`."""
+
+    def __init__(self, width: int, length: int = 1024) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(0, width, 2) / width))
+        self.register_buffer("cos", torch.cat([angles, angles], dim=-1).cos(), persistent=False)
+        self.register_buffer("sin", torch.cat([angles, angles], dim=-1).sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, heads, T, width] to the same, turned by its positions."""
+        length, (left, right) = x.shape[-2], x.chunk(2, dim=-1)
+        return x * self.cos[:length] + torch.cat([-right, left], dim=-1) * self.sin[:length]  # type: ignore[index]
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.rotary = heads, Rotary(hidden // heads)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, T, hidden] to the same."""
+        q, k, v = (
+            projection(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = nn.functional.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a gated feed-forward part, each after a norm and around a shortcut."""
+
+    def __init__(self, hidden: int, inter: int, heads: int) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(hidden, 1e-6), nn.RMSNorm(hidden, 1e-6)
+        self.self_attn = Attention(hidden, heads)
+        self.gate_proj, self.up_proj = nn.Linear(hidden, inter, bias=False), nn.Linear(hidden, inter, bias=False)
+        self.down_proj = nn.Linear(inter, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, T, hidden] to the same."""
+        x = x + self.self_attn(self.input_layernorm(x))
+        y = self.post_attention_layernorm(x)
+        return x + self.down_proj(nn.functional.silu(self.gate_proj(y)) * self.up_proj(y))  # type: ignore[no-any-return]
+
+
+class Llama(nn.Module):
+    """A LLaMA (arXiv 2302.13971) that is small enough for a CPU."""
+
+    def __init__(self, vocabulary: int = 8000, hidden: int = 512, inter: int = 1408, layers: int = 4) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocabulary, hidden)
+        self.layers = nn.Sequential(*(DecoderLayer(hidden, inter, heads=8) for _ in range(layers)))
+        self.norm = nn.RMSNorm(hidden, 1e-6)
+        self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids [N, T] to logits [N, T, vocabulary]."""
+        return self.lm_head(self.norm(self.layers(self.embed_tokens(tokens))))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def llama(seed: int = 0) -> Llama:
+    """Seeded, in eval mode: inputs that correlate, and a few outlier channels, as trained models have them."""
+    torch.manual_seed(seed)
+    model = Llama().eval()
+    generator = torch.Generator().manual_seed(seed + 1)
+    vocabulary, hidden = model.embed_tokens.weight.shape
+    basis, _ = torch.linalg.qr(torch.randn(hidden, hidden, generator=generator))
+    spectrum = torch.arange(1, hidden + 1).float().pow(-0.6)
+    noise = torch.randn(vocabulary, hidden, generator=generator)
+    model.embed_tokens.weight.copy_(noise * spectrum / spectrum.norm() * hidden**0.5 @ basis.T)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.copy_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
+            parameter[torch.randperm(hidden, generator=generator)[:5]] *= 8
+        elif "proj" in name:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
+    return model
+
+
+def tokens(count: int = 32, length: int = 256, vocabulary: int = 8000, seed: int = 2) -> list[Tensor]:
+    """`count` sequences as [1, length]; how often each token occurs follows Zipf's law."""
+    frequency = torch.arange(1, vocabulary + 1).float().reciprocal()
+    drawn = torch.multinomial(frequency, count * length, True, generator=torch.Generator().manual_seed(seed))
+    return list(torch.split(drawn.view(count, length), 1))
