@@ -1,0 +1,62 @@
+"""docs/hierarchical.md: each file in it is read, and each command prints the lines that the page shows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from quantizer.cli.main import run_command
+from quantizer.config.load import load_config
+from quantizer.config.resources import load_resource
+from quantizer.config.spellings import KEYS, TYPES, VALUES
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "hierarchical.md").read_text("utf-8")
+FILES = re.findall(r"As `(\w+\.json)`:\n\n```json\n(.*?)```", PAGE, flags=re.DOTALL)
+BLOCKS = re.findall(r"\n```\n(\$ quantizer .*?)\n```", PAGE, flags=re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in FILES:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    for name in ("examples", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    return tmp_path
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.partition("\n")[0][2:40])
+def test_commands_print_what_the_page_shows(block: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if "digits" in block:
+        pytest.importorskip("sklearn", reason="the digits come from scikit-learn; needs quantizer[examples]")
+    if "net.json" in block and "init" not in block:
+        run_command(["init", "--strategy", "dynamic", "-o", "net.json"])
+    for part in block.split("$ quantizer ")[1:]:
+        command, *expected = part.strip().splitlines()
+        capsys.readouterr()
+        run_command(shlex.split(command))
+        printed = _plain("".join(capsys.readouterr()))
+        assert [line for line in expected if _plain(line).strip() not in printed] == []
+
+
+def _plain(text: str) -> str:
+    """Columns one space apart."""
+    return re.sub(r" +", " ", text)
+
+
+def test_files_are_valid_but_for_the_misspelt_one(folder: Path) -> None:
+    assert [name for name, _ in FILES if load_config(name).config is None] == ["typo.json"]
+
+
+def test_every_spelling_and_every_silent_key_is_named() -> None:
+    words = {*KEYS, *TYPES, *(word for table in VALUES.values() for word in table if "_e" not in word)}
+    classes = {word for word in VALUES["observer_cls"] if word.startswith("Per") or word == "Placeholder"}
+    schema = load_resource("schemas", "hierarchical.schema.json")
+    properties = {**schema["properties"], **schema["definitions"]["spec"]["properties"]}
+    silent = {key for key, entry in properties.items() if entry.get("code") == "QZ118"}
+    assert {word for word in (words - classes) | silent if f"`{word}`" not in PAGE} == set()
