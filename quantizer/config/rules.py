@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
-
-from jsonschema import Draft7Validator
+from typing import TYPE_CHECKING, Any
 
 from quantizer.config.diagnostics import Severity
 from quantizer.config.model import QuantizationSpec, Role
 from quantizer.config.resources import load_resource
+
+if TYPE_CHECKING:
+    from jsonschema import Draft7Validator
 
 _CONTEXT = ("tensor", "target_device")
 
@@ -66,6 +67,8 @@ def conflicts(spec: QuantizationSpec, role: Role, device: str, form: str = "laye
 @cache
 def _validators(integers: bool, form: str) -> tuple[tuple[Mapping[str, Any], Draft7Validator], ...]:
     """The rules that are about the kind of format and the form, compiled."""
+    from jsonschema import Draft7Validator  # takes as long to import as a fifteenth of torch
+
     schema = load_resource("schemas", "quantization_spec.schema.json")
     rules = [*(schema["then"]["allOf"] if integers else ()), *schema["allOf"]]
     held = [rule for rule in rules if rule.get("form", form) == form]

@@ -8,12 +8,7 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from itertools import islice
-from typing import Any
-
-from jsonschema import Draft7Validator
-from jsonschema.exceptions import ValidationError
-from jsonschema.protocols import Validator
-from jsonschema.validators import extend
+from typing import TYPE_CHECKING, Any
 
 from quantizer.config.completion import missing_keys, paste
 from quantizer.config.diagnostics import Diagnostic
@@ -22,6 +17,10 @@ from quantizer.config.form import Form, form_of
 from quantizer.config.hints import TYPE_WORDS, help_for_key, help_for_value
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import listed, quoted
+
+if TYPE_CHECKING:
+    from jsonschema.exceptions import ValidationError
+    from jsonschema.protocols import Validator
 
 MAX_FINDINGS = 1000
 """A file with more is not a config with mistakes but something else; the first ones say so."""
@@ -52,12 +51,17 @@ def check_structure(document: Document) -> list[Diagnostic]:
 
 @cache
 def _validator(form: Form) -> Validator:
+    from jsonschema import Draft7Validator
+    from jsonschema.validators import extend
+
     checker: type[Validator] = extend(Draft7Validator, {"uniqueItems": _unique_items})  # type: ignore[no-untyped-call]
     return checker(load_resource("schemas", f"{form}.schema.json"))
 
 
 def _unique_items(_: Validator, wanted: bool, items: Any, schema: Any) -> Iterator[ValidationError]:
     """Each repeated item; jsonschema's own check compares all pairs, which a long list turns into minutes."""
+    from jsonschema.exceptions import ValidationError
+
     seen: set[str] = set()
     for index, item in enumerate(items if wanted and isinstance(items, list) else ()):
         text = json.dumps(item, sort_keys=True)
