@@ -22,6 +22,8 @@ from quantizer.plan.model import Plan, RuleMatch, TensorPlan
 NO_RULES = "operator without quantization rules"
 EXCLUDED = "excluded"
 LEFT_FLOAT = "the config leaves it float"
+ENTRIES = ("input", "quant_stub")
+"""Operators whose output is what a config calls the network's input."""
 _FIELDS = tuple(f.name for f in dataclasses.fields(QuantizationSpec))
 
 
@@ -102,7 +104,7 @@ def _plan_activation(state: _Resolver, node: Node, where: Layout, kept: Mapping[
         reason = "keep_first_last_layer_accuracy"
     if reason is None and _keeps_weights_grid(state, node):
         reason = "keeps the grid of its weights"
-    role: Role = "input" if node.op in ("input", "quant_stub") else "activation"
+    role: Role = "input" if node.op in ENTRIES else "activation"
     if reason is not None or not _add(state, node.name, role, group, axes.output_view(state.graph, group)):
         state.floats[node.name] = reason or (EXCLUDED if _is_excluded(state, group.members) else LEFT_FLOAT)
 
@@ -177,7 +179,8 @@ def _plan_inputs(state: _Resolver, node: Node, where: Layout, kept: Mapping[str,
 def _is_on_grid(state: _Resolver, where: Layout, name: str, spec: QuantizationSpec) -> bool:
     """Whether a node's values come from a quantizer with this spec already; moved values keep but one scale for all."""
     point = grid_of(state.graph, where, name) or name
-    producer = state.tensors.get((point, "activation")) or state.tensors.get((point, "input"))
+    made = "input" if state.graph.by_name[point].op in ENTRIES else "activation"
+    producer = state.tensors.get((point, made))
     same = producer is not None and producer.spec == spec
     return same and (point == name or (spec.qscheme == "per_tensor" and not spec.is_dynamic))
 

@@ -264,3 +264,9 @@ def test_an_embedding_that_only_the_global_block_reaches_is_told_once() -> None:
 def test_a_model_without_weights_is_an_error() -> None:
     (found,) = findings(planned(hierarchy({"weights": INT8}), "two_batches"), "QZ402")
     assert found.message.startswith("global_quant_config reaches no layer")
+
+
+def test_the_input_of_a_layer_is_not_taken_for_its_output() -> None:
+    plan = planned(hierarchy({"input": INT8}), "attention")
+    readers = {layer for layer, _ in plan.tensors}
+    assert readers == {node.name for node in plan.graph.nodes if node.op == "linear"}

@@ -1,0 +1,183 @@
+"""What calibration finds and writes for groups, scaled formats and dynamic ranges, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hierarchies import Fields, hierarchy
+from safetensors.torch import load_file
+from toys import built, traced
+
+from quantizer.algorithms.bias_correction import correct_biases
+from quantizer.algorithms.walk import Walk
+from quantizer.config.model import Config
+from quantizer.engine import calibrate
+from quantizer.engine.attach import quantized_network
+from quantizer.engine.calibrate import Calibration
+from quantizer.engine.finetune import finetune
+from quantizer.engine.results import read_info, write_results
+from quantizer.errors import DataError, ModelError, ResultError
+from quantizer.graph.ir import Graph
+from quantizer.graph.passes import run_passes
+from quantizer.nn.network import Network
+from quantizer.plan.model import Plan
+from quantizer.plan.resolve import resolve
+from quantizer.sources.batches import Batch
+
+GROUPS: dict[str, Any] = {"bit_width": 4, "qscheme": "per_group", "group_size": 2}
+DYNAMIC: dict[str, Any] = {"is_dynamic": True}
+FC = "Residual::Residual/Linear[fc]/linear"
+INFO, SCALES = "quant_info.json", "qparams.safetensors"
+
+
+def planned(fields: Fields, name: str = "residual", graph: Graph | None = None, **more: Any) -> Plan:
+    config = hierarchy(fields, **more)
+    graph = graph or run_passes(traced(name), config.settings)
+    return resolve(config, graph, traced(name))
+
+
+def batch(name: str = "residual") -> Batch:
+    return Batch(*built(name).call(4), None, None)
+
+
+def calibrated(plan: Plan, name: str = "residual") -> Calibration:
+    calibration = calibrate.start(plan)
+    calibrate.run(calibration, Network(plan.graph), [batch(name)] if plan.needs_data else [])
+    return calibration
+
+
+def write(folder: Path, fields: Fields, **more: Any) -> dict[str, Any]:
+    """The content of quant_info.json."""
+    calibration = calibrated(planned(fields, **more))
+    config = hierarchy(fields, **more)
+    write_results(folder, traced("residual"), config, calibration, calibrate.solution(calibration), {})
+    content: dict[str, Any] = json.loads((folder / INFO).read_text())
+    return content
+
+
+def test_layers_that_read_one_value_alike_share_an_observer() -> None:
+    plan = planned({"input": {}}, "attention")
+    calibration = calibrated(plan, "attention")
+    readers = [key for key, tensor in plan.tensors.items() if "Linear[" in key[0]]
+    assert len({plan.tensors[key].source for key in readers}) == 1 < len(readers)
+    assert len({id(calibration.observers[key]) for key in readers}) == 1
+    kept = {key.rpartition("|")[0] for key in calibration.state_dict()}
+    assert len(kept) == len({id(observer) for observer in calibration.observers.values()})
+    again = calibrate.start(plan)
+    again.load_state_dict(calibration.state_dict())
+    before, after = calibrate.solution(calibration).tensors, calibrate.solution(again).tensors
+    assert {key: float(scale) for key, (_, scale, _) in before.items()} == {
+        key: float(scale) for key, (_, scale, _) in after.items()
+    }
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        GROUPS,
+        {"dtype": "bfloat16"},
+        {"dtype": "fp8_e4m3"},
+        {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_type": "e8m0"},
+    ],
+    ids=lambda spec: spec.get("dtype", "int") + spec.get("qscheme", ""),
+)
+def test_weights_that_are_not_finite_are_named(spec: dict[str, Any], value: float) -> None:
+    graph = run_passes(traced("residual"), hierarchy({}).settings)
+    path = graph.by_name[FC].params["weight"]
+    broken = graph.tensors[path].clone()
+    broken[0, 1] = value
+    plan = planned({"weights": spec}, graph=graph.replaced(tensors={**graph.tensors, path: broken}), exclude=("conv1",))
+    with pytest.raises(ModelError, match=r"weights of Residual::Residual/Linear\[fc\]/linear: [01] NaN"):
+        calibrate.start(plan)
+
+
+@pytest.mark.parametrize("spec", [{}, DYNAMIC, {"dtype": "float16"}, DYNAMIC | {"qscheme": "per_token"}], ids=str)
+def test_activations_that_are_not_finite_are_named_with_their_batch(spec: dict[str, Any]) -> None:
+    plan = planned({"weights": {}, "input": spec})
+    good, bad = batch(), batch()
+    bad.args[0][0, 0, 0, 0] = math.nan
+    with pytest.raises(DataError, match=r"batch 1: input of Residual::Residual/Conv2d\[conv1\]/conv2d: 1 NaN"):
+        calibrate.run(calibrate.start(plan), Network(plan.graph), [good, bad])
+
+
+def test_a_plan_without_ranges_that_stay_takes_no_batches() -> None:
+    plan = planned({"weights": GROUPS, "input": DYNAMIC}, exclude=("conv1",))
+    calibrate.run(calibrate.start(plan), Network(plan.graph), [])
+    with pytest.raises(DataError, match="no batches"):
+        needing = planned({"weights": {}, "input": {}})
+        calibrate.run(calibrate.start(needing), Network(needing.graph), [])
+
+
+def test_scales_of_groups_lie_in_a_file_of_their_own(tmp_path: Path) -> None:
+    content = write(tmp_path, {"weights": GROUPS | {"symmetric": False, "signed": False}}, exclude=("conv1",))
+    entry = content["tensors"][FC]["weights"]
+    assert (entry["scales_in"], entry["scale_shape"]) == (SCALES, [5, 2])
+    assert not {"scale", "zero_point"} & entry.keys()
+    assert isinstance(entry["observed_min"], float) and isinstance(entry["observed_max"], float)
+    assert SCALES in content["header"]["files"]
+    stored, solution = load_file(tmp_path / SCALES), read_info(tmp_path).solution
+    _, scale, zero_point = solution.tensors[FC, "weights"]
+    assert torch.equal(stored[f"{entry['module']}.weights.scale"], scale)
+    assert torch.equal(stored[f"{entry['module']}.weights.zero_point"], zero_point)
+    (tmp_path / SCALES).write_bytes(b"")
+    with pytest.raises(ResultError, match="was changed after calibration"):
+        read_info(tmp_path)
+
+
+def test_dynamic_tensors_have_no_scale_and_floats_no_zero_point(tmp_path: Path) -> None:
+    content = write(tmp_path, {"weights": {"dtype": "fp8_e4m3"}, "input": DYNAMIC})
+    tensors = content["tensors"][FC]
+    assert not {"scale", "zero_point", "observed_min", "quant_min"} & tensors["input"].keys()
+    assert "scale" in tensors["weights"] and not {"zero_point", "quant_min"} & tensors["weights"].keys()
+
+
+def test_origins_are_told_in_the_plan_alone(tmp_path: Path) -> None:
+    content = write(tmp_path, {"weights": {}})
+    assert "origins" not in content["tensors"][FC]["weights"]
+    assert "origins" in (tmp_path / "plan.json").read_text()
+    assert not {"plan.json", "config.resolved.json"} & content["header"]["files"].keys()
+    (tmp_path / "plan.json").unlink()
+    assert read_info(tmp_path).solution.tensors
+
+
+def test_another_calibration_removes_the_scales_of_groups(tmp_path: Path) -> None:
+    write(tmp_path, {"weights": GROUPS}, exclude=("conv1",))
+    assert (tmp_path / SCALES).exists()
+    write(tmp_path, {"weights": {}})
+    assert not (tmp_path / SCALES).exists()
+
+
+def test_finetuning_leaves_groups_and_floats_as_they_are_and_says_so() -> None:
+    plan = planned(
+        {"weights": GROUPS, "input": DYNAMIC}, names={"fc": {"weights": {"qscheme": "per_channel"}}}, exclude=("conv1",)
+    )
+    found = calibrate.solution(calibrated(plan))
+    made = finetune(plan.graph, found, lambda: [batch()], "adaround", seed=0, settled={}, after_layer=lambda _: None)
+    assert set(made.layers) == {FC} and made.plain == 4
+    if not made.undone:
+        assert "4 with weights in groups or other formats keep plain rounding" in made.summary
+
+
+@pytest.mark.parametrize("weights", [GROUPS, {"dtype": "fp4"}, {"qscheme": "per_channel", "bit_width": 3}], ids=str)
+def test_biases_are_corrected_whatever_the_weights_are(weights: dict[str, Any]) -> None:
+    config = hierarchy({"weights": weights, "input": DYNAMIC | {"qscheme": "per_token"}}, exclude=("conv1",))
+    settings = dataclasses.replace(config.settings, include_bias_corr=True)
+    corrected = Config(settings, config.rules, form="hierarchical")
+    plan = resolve(corrected, run_passes(traced("residual"), settings), traced("residual"))
+    calibration = calibrated(plan)
+    found = calibrate.solution(calibration)
+    network = quantized_network(plan.graph, found)
+    corrections = correct_biases(Walk(network, [batch()]), calibration.means)
+    assert corrections.keys() == set(plan.corrected) and FC in corrections
+    with torch.no_grad():
+        call = batch()
+        want, got = (net(*call.args, **call.kwargs).mean(0) for net in (Network(plan.graph), network))
+    assert torch.allclose(want, got, atol=1e-5)
