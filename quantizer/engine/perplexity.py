@@ -46,7 +46,7 @@ class TokenLoss:
         Raises:
             DataError: a token is not in the vocabulary.
         """
-        rows, targets = logits.flatten(0, 1), following.flatten().to(logits.device)
+        rows, targets = logits.detach().flatten(0, 1), following.flatten().to(logits.device)
         if int(targets.max()) >= rows.shape[1]:
             raise DataError(
                 f"token {int(targets.max())} is a target, and the model's output has {rows.shape[1]} classes",
