@@ -30,7 +30,7 @@ class Bigram(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         weight = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))
-        self.table = nn.Embedding(VOCABULARY, VOCABULARY, _weight=weight)
+        self.table = nn.Embedding.from_pretrained(weight)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.table(input_ids)
