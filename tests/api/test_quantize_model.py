@@ -30,8 +30,15 @@ from quantizer import (
     ScaleType,
 )
 from quantizer.config.diagnostics import ConfigError
+from quantizer.config.document import Document
+from quantizer.config.load import check_document
+from quantizer.engine import calibrate
+from quantizer.engine.attach import quantized_network
 from quantizer.errors import DataError, ModelError, UsageError
+from quantizer.graph.passes import run_passes
+from quantizer.graph.trace import trace
 from quantizer.nn import Layer
+from quantizer.plan.resolve import resolve
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 
@@ -81,6 +88,16 @@ def test_weights_have_the_golden_values() -> None:
     layer.weight.data = torch.tensor([[1.27, -0.634, 0.006]])
     quantized(layer, weight=spec())
     torch.testing.assert_close(layer.weight.data, torch.tensor([[1.27, -0.63, 0.01]]))
+
+
+def test_a_trace_of_the_model_with_the_same_config_computes_the_same() -> None:
+    levels = QuantizationConfig(weight=spec(), input_tensors=per_token())
+    config = check_document(Document.of(Config(levels).to_dict(), "Config")).require()
+    graph = trace(tiny_lm(), (tokens(),))
+    plan = resolve(config, run_passes(graph, config.settings), graph)
+    network = quantized_network(plan.graph, calibrate.solution(calibrate.start(plan)))
+    in_place = quantized(tiny_lm(), weight=spec(), input_tensors=per_token())
+    assert same(network(tokens()), in_place(tokens()))
 
 
 def test_none_inherits_from_the_wider_level() -> None:
