@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import fnmatch
 import re
 from dataclasses import dataclass
 
@@ -99,11 +100,14 @@ def _by_name(text: str, graph: Graph, original: Graph) -> Match:
     inside = [node.name for node in original.nodes if node.scope == text or node.scope.startswith(f"{text}.")]
     if inside and not text.startswith("re:"):
         return _survivors(inside, "path", graph)
-    pattern = _pattern(text)
-    if pattern is None:
+    patterns = _patterns(text)
+    if patterns is None:
         return Match((), RANKS.index("name"))
-    names = [n.name for n in original.nodes if any(map(pattern.fullmatch, (n.name, *_modules(n.scope))))]
-    return _survivors(names, "pattern", graph)
+    of_names, of_paths = patterns
+    found = [
+        n.name for n in original.nodes if of_names.fullmatch(n.name) or any(map(of_paths.fullmatch, _modules(n.scope)))
+    ]
+    return _survivors(found, "pattern", graph)
 
 
 def _modules(scope: str) -> list[str]:
@@ -116,16 +120,20 @@ def _modules(scope: str) -> list[str]:
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
-def _pattern(text: str) -> re.Pattern[str] | None:
-    """The regular expression of `re:…` or of a glob; brackets are literal there, as layer names have them."""
+def _patterns(text: str) -> tuple[re.Pattern[str], re.Pattern[str]] | None:
+    """For layer names and for module paths, the regular expressions of `re:…` or of a glob.
+
+    Layer names have brackets, so there they stand for themselves; in a module path `[0-3]` is a set, as in a shell.
+    """
     if text.startswith("re:"):
         try:
-            return re.compile(text[3:])
+            return (re.compile(text[3:]),) * 2
         except re.error:
             return None
-    if "*" not in text and "?" not in text:
+    if not any(sign in text for sign in "*?["):
         return None
-    return re.compile(re.escape(text).replace(r"\*", ".*").replace(r"\?", "."))
+    literal = re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
+    return re.compile(literal), re.compile(fnmatch.translate(text))
 
 
 def _survivors(names: list[str], rank: str, graph: Graph, note: str | None = None) -> Match:

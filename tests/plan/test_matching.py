@@ -44,6 +44,7 @@ NAMES = [
         f"Sequential[layer1]/Block[{index}]/Conv2d[conv2]/conv2d" for index in (0, 1)
     ]),
     ("layer1.?.conv2", "pattern", [f"Sequential[layer1]/Block[{index}]/Conv2d[conv2]/conv2d" for index in (0, 1)]),
+    ("layer1.[0-3].conv2", "pattern", [f"Sequential[layer1]/Block[{index}]/Conv2d[conv2]/conv2d" for index in (0, 1)]),
     (r"re:layer1\.[01]\.conv2", "pattern", [
         f"Sequential[layer1]/Block[{index}]/Conv2d[conv2]/conv2d" for index in (0, 1)
     ]),
