@@ -61,7 +61,7 @@ __all__ = [
     "SmoothQuantConfig",
 ]  # not nn: a star import must not hide torch.nn
 _HOMES = ("quantizer.config.types", "quantizer.api.observers", "quantizer.api.config", "quantizer.api.model_quantizer")
-"""The modules that have the public names, cheapest first; only the last imports torch."""
+"""The modules that have the public names, cheapest first; none imports torch."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,43 +1,25 @@
-"""Quantizes a model in place, as a `Config` says. The command line does the same to a traced copy."""
+"""The door of the Python API. What it calls is imported at the first call, so that importing the API is cheap."""
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import nn
-
-from quantizer.api import storage
-from quantizer.api.attach import attach
 from quantizer.api.config import Config
-from quantizer.config.diagnostics import ConfigError, Diagnostic
-from quantizer.config.document import Document
-from quantizer.config.load import check_document
-from quantizer.config.model import Config as InternalConfig
-from quantizer.config.roles import is_parameter
-from quantizer.engine import calibrate
-from quantizer.errors import DataError, ModelError, UsageError
-from quantizer.graph.modules import left_out, module_graph
-from quantizer.nn.inplace import InPlace, ModuleTree
-from quantizer.plan.model import Plan
-from quantizer.plan.resolve import resolve
-from quantizer.sources.batches import Batch, as_batch, positional_inputs
+from quantizer.errors import UsageError
 
-logger = logging.getLogger(__name__)
-Model = TypeVar("Model", bound=nn.Module)
+if TYPE_CHECKING:
+    from torch import nn
+
+Model = TypeVar("Model", bound="nn.Module")
 
 
 class ModelQuantizer:
     """`ModelQuantizer(config).quantize_model(model, dataloader)`: weight-only, static or dynamic, as the config says.
 
     Linear, convolutions, transposed convolutions, embeddings, recurrent layers and their subclasses are quantized;
-    what else has weights stays float and is logged.
+    what else has weights stays float and is logged. The command line does the same to a traced copy of the model.
     """
 
     def __init__(self, config: Config) -> None:
@@ -59,30 +41,9 @@ class ModelQuantizer:
             ModelError: NaN or Inf in weights; weights without values; a model that is quantized already.
             DataError: a static config without batches, or with batches that the model cannot take or that give NaN.
         """
-        _check_model(model)
-        result = check_document(Document.of(self.config.to_dict(), "Config"))
-        config = result.require()
-        graph = module_graph(model)
-        plan = resolve(config, graph, graph)
-        findings = (*result.diagnostics, *plan.diagnostics)
-        if any(finding.severity == "error" for finding in findings):
-            raise ConfigError(findings)
-        _tell(plan, findings)
-        for remark in left_float(model, config, plan):
-            logger.warning("%s", remark)
-        tree = ModuleTree(model, graph)
-        _check_forwards(plan, tree)
-        calibration = calibrate.start(plan)
-        if plan.needs_data:
-            if dataloader is None:
-                raise DataError(
-                    f"no dataloader, but {_first_static(plan)} has a static scale, which is found on data",
-                    help="give quantize_model(model, dataloader) some batches, or set is_dynamic=True",
-                )
-            with evaluating(model):
-                calibrate.run(calibration, tree, _batches(dataloader, model))
-            calibration = _without_unreached(calibration, tree)
-        attach(model, graph, calibrate.solution(calibration))
+        from quantizer.api.in_place import quantize
+
+        quantize(model, self.config, dataloader)
         return model
 
     @staticmethod
@@ -93,108 +54,14 @@ class ModelQuantizer:
     @staticmethod
     def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         """Write a quantized model's state; see `storage.save`."""
+        from quantizer.api import storage
+
         storage.save(model, folder)
 
     @staticmethod
     def load(model: Model, folder: str | os.PathLike[str]) -> Model:
         """Make a float model of the same architecture the quantized one that was saved; see `storage.load`."""
+        from quantizer.api import storage
+
         storage.load(model, folder)
         return model
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; every module gets its own mode back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model is a {type(model).__name__}, not a torch.nn.Module")
-    for path, module in model.named_modules():
-        if isinstance(module, InPlace):
-            raise ModelError(f"{path or 'the model'} is quantized already", help="start from the float model")
-
-
-def _check_forwards(plan: Plan, tree: ModuleTree) -> None:
-    """Quantizers stand in a class's forward; one that an instance was given instead would pass them by."""
-    for layer, role in plan.tensors:
-        if not is_parameter(role) and "forward" in vars(tree.layers[layer]):
-            raise ModelError(
-                f"{layer} has a forward beside its class's, which would pass the quantizer of its {role} by",
-                help="remove what replaced it (accelerate: remove_hook_from_module), or exclude the layer",
-            )
-
-
-def _batches(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
-    """The user's items as batches, on the model's device."""
-    try:
-        items = iter(dataloader)
-    except TypeError:
-        raise DataError(f"dataloader is a {type(dataloader).__name__}, which gives no batches") from None
-    inputs = positional_inputs(model)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    for index, item in enumerate(items):
-        try:
-            yield as_batch(item, inputs).to(device)
-        except DataError as error:
-            raise DataError(f"batch {index} {error.message}", help=error.help) from error
-
-
-def _first_static(plan: Plan) -> str:
-    found = next(tensor for tensor in plan.tensors.values() if tensor.is_calibrated)
-    return f"the {found.role} of {found.layer}"
-
-
-def _without_unreached(calibration: calibrate.Calibration, tree: ModuleTree) -> calibrate.Calibration:
-    """The calibration without activations of layers that no batch reached: they become weight-only, with a warning."""
-    tensors = calibration.plan.tensors
-    silent = [key for key, tensor in tensors.items() if tensor.is_calibrated and key[0] not in tree.reached]
-    for layer in dict.fromkeys(layer for layer, _ in silent):
-        logger.warning("%s was not reached by the calibration data: its activations stay float", layer)
-    kept = {key: tensor for key, tensor in tensors.items() if key not in silent}
-    observers = {key: observer for key, observer in calibration.observers.items() if key in kept}
-    return dataclasses.replace(
-        calibration, plan=dataclasses.replace(calibration.plan, tensors=kept), observers=observers
-    )
-
-
-def _tell(plan: Plan, findings: Iterable[Diagnostic]) -> None:
-    """Log what the config does to the model: counts and notes as information, the rest as warnings."""
-    for finding in findings:
-        level = logging.INFO if finding.severity == "note" else logging.WARNING
-        where = f"{finding.place}: " if finding.place else ""
-        logger.log(level, "%s%s%s", where, finding.message, f" ({finding.help})" if finding.help else "")
-    for rule in plan.rules:
-        layers = [name for name in rule.layers if plan.graph.by_name[name].params]
-        logger.info("%s: %d layers, %d tensors set", rule.label, len(layers), rule.took_effect)
-
-
-def left_float(model: nn.Module, config: InternalConfig, plan: Plan) -> Iterator[str]:
-    """What stays float although the config may be read otherwise, a sentence each."""
-    counts = Counter(left_out(model, plan.graph).values())
-    if counts:
-        told = ", ".join(f"{name} ({count})" for name, count in sorted(counts.items()))
-        yield f"left float, as there are no quantization rules for them: {told}"
-    wanted = [
-        (role, name)
-        for rule, found in zip(config.rules, plan.rules, strict=True)
-        for role in rule.adds
-        for name in found.layers
-        if (name, role) not in plan.tensors
-    ]
-    unread = [name for role, name in wanted if role == "input" and not plan.graph.by_name[name].inputs]
-    tuples = [name for role, name in wanted if role == "activation" and plan.graph.by_name[name].dtype is None]
-    for names, reason in (
-        (unread, "attention reads its projections' weights itself, so their inputs stay float"),
-        (tuples, "what recurrent layers and attention return is not quantized"),
-    ):
-        layers = [name for name in dict.fromkeys(names) if plan.of_layer(name)]
-        if layers:
-            yield f"{reason}: {layers[0]}" + (f" and {len(layers) - 1} more" if layers[1:] else "")
