@@ -103,7 +103,11 @@ def _number(raw: Block) -> dict[str, Sourced]:
 def _scale(raw: Block) -> dict[str, Sourced]:
     if is_block(raw):
         fields = {"scale_type": _mapped(raw.get("scale_format", raw["dtype"]), "e8m0")}
-        return fields | ({"scale_mode": raw["scale_calculation_mode"]} if "scale_calculation_mode" in raw else {})
+        if "scale_calculation_mode" in raw:
+            fields["scale_mode"] = raw["scale_calculation_mode"]
+        elif said(raw, "dtype") == "bfp16":  # its exponent is one up where the largest value would round beyond it
+            fields["scale_mode"] = _mapped(raw["dtype"], "even")
+        return fields
     stated = raw.get("scale_type")
     return {"scale_type": _mapped(stated, ScaleType[stated.value].value)} if stated else {}
 

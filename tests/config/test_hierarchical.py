@@ -222,7 +222,7 @@ def test_mx_is_an_element_format_with_a_shared_exponent(element: str) -> None:
 
 def test_other_block_formats() -> None:
     assert spec(dtype="bfp16", ch_axis=-1) == QuantizationSpec(
-        dtype="bfp16", scale_type="e8m0", qscheme="per_group", ch_axis=-1, group_size=8
+        dtype="bfp16", scale_type="e8m0", scale_mode="even", qscheme="per_group", ch_axis=-1, group_size=8
     )
     newer = spec(dtype="fp4", qscheme="per_group", ch_axis=-1, group_size=32, scale_format="e8m0")
     assert newer == spec(dtype="mx", mx_element_dtype="fp4", ch_axis=-1)
