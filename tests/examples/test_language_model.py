@@ -18,7 +18,6 @@ GATES = {
     "int8 weights, per channel": 1.01,
     "int8 weights per channel, inputs per token, dynamic": 1.03,
     "fp8_e4m3 weights and inputs, per tensor, static": 1.04,
-    "fp8_e4m3 weights and inputs, per tensor, dynamic": 1.04,
 }
 
 
@@ -32,10 +31,16 @@ def packages() -> None:
 @pytest.mark.slow
 def test_perplexity_in_eight_bits(capsys: pytest.CaptureFixture[str]) -> None:
     """The figures that the example prints, with the least each setting has to keep."""
-    found: dict[str, float] = dict(runpy.run_path(str(EXAMPLE))["perplexities"]())
+    example = runpy.run_path(str(EXAMPLE))
+    network = example["model"]()
+    exact = example["perplexity"](network)
+    found: dict[str, float] = dict(example["perplexities"](network, 4))
     with capsys.disabled():
-        print("\nSmolLM2-135M:", ", ".join(f"{setting} {value:.2f}" for setting, value in found.items()))
-    assert found["float"] == pytest.approx(14.70, rel=5e-3)
+        print(
+            f"\nSmolLM2-135M: float {exact:.2f} on 8 windows; on 4:",
+            ", ".join(f"{setting} {value:.2f}" for setting, value in found.items()),
+        )
+    assert exact == pytest.approx(14.70, rel=5e-3)
     assert set(GATES) < set(found)
     for setting, gate in GATES.items():
         assert found[setting] <= gate * found["float"], setting
