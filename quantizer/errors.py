@@ -16,6 +16,10 @@ class QuantizerError(Exception):
         self.message = message
         self.help = help
 
+    def __str__(self) -> str:
+        """Message and help: all that whoever calls from Python sees."""
+        return f"{self.message}\nhelp: {self.help}" if self.help else self.message
+
 
 class GateError(QuantizerError):
     """The answer is no: a gate of `--gate` is not met."""

@@ -31,7 +31,7 @@ def recorded(folder: Path, options: RunOptions) -> Iterator[None]:
     try:
         yield
     except QuantizerError as error:
-        outcome, log = f"{type(error).__name__}: {error}", f"error: {error}\nhelp: {error.help}\n"
+        outcome, log = f"{type(error).__name__}: {error.message}", f"error: {error.message}\nhelp: {error.help}\n"
         raise
     except BaseException as error:
         outcome, log = type(error).__name__, traceback.format_exc()

@@ -45,9 +45,10 @@ class ConfigError(UsageError):
     """A config cannot be used: `diagnostics` say why; `sources` maps a file's shown name to its text, for excerpts."""
 
     def __init__(self, diagnostics: Sequence[Diagnostic], sources: Mapping[str, str] | None = None) -> None:
-        errors = [diagnostic for diagnostic in diagnostics if diagnostic.severity == "error"]
-        first = errors[0] if errors else diagnostics[0]
-        super().__init__(f"{first.place}: {first.message}" if first.place else first.message, help=first.help)
+        errors = [found for found in diagnostics if found.severity == "error"] or list(diagnostics[:1])
+        *others, last = ((f"{e.place}: {e.message}" if e.place else e.message, e.help) for e in errors)
+        earlier = "".join(f"{line}\nhelp: {help_}\n" if help_ else f"{line}\n" for line, help_ in others)
+        super().__init__(earlier + last[0], help=last[1])
         self.diagnostics = tuple(diagnostics)
         self.sources = dict(sources or {})
 
