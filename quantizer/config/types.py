@@ -36,7 +36,7 @@ class Dtype(_Named):
 
 
 class QSchemeType(_Named):
-    """How many scales a tensor has; `per_token` (ours) gives each row along the last axis one of its own."""
+    """How many scales a tensor has; `per_token` (ours) gives each row of features one, in convolutions each sample."""
 
     per_tensor = "per_tensor"
     per_channel = "per_channel"

@@ -20,13 +20,21 @@ BLOCK_SCALE = "e8m0"
 """The scale of block formats, whose last block may be shorter (OCP Microscaling Formats v1.0, section 5)."""
 
 
+BATCH = 0
+"""The axis of samples."""
+
+
 @dataclass(frozen=True)
 class View:
-    """A tensor as its layer sees it: its sizes (None: open, all None: unknown) and the axes that are taken unasked."""
+    """A tensor as its layer sees it: its sizes (None: open, all None: unknown) and the axes that are taken unasked.
+
+    `maps`: it holds what a convolution reads or makes, so that a token is a whole sample.
+    """
 
     sizes: tuple[int | None, ...] | None
     channels: int | None = None
     features: int = -1
+    maps: bool = False
 
     @property
     def rank(self) -> int | None:
@@ -56,12 +64,12 @@ def parameter_view(graph: Graph, node: Node, role: str) -> View:
 
 def output_view(graph: Graph, group: Group) -> View:
     """What is quantized at the group's point; its features are those that the group's first layer makes."""
-    return View(graph.by_name[group.point].shape, features=_features(graph, graph.by_name[group.members[0]]))
+    return _activation_view(graph, graph.by_name[group.members[0]], group.point)
 
 
 def input_view(graph: Graph, node: Node, source: str) -> View:
     """What `node` reads of `source`."""
-    return View(graph.by_name[source].shape, features=_features(graph, node))
+    return _activation_view(graph, node, source)
 
 
 def fitted(spec: QuantizationSpec, view: View, role: str) -> QuantizationSpec:
@@ -70,6 +78,9 @@ def fitted(spec: QuantizationSpec, view: View, role: str) -> QuantizationSpec:
         return QuantizationSpec(dtype=spec.dtype)
     if is_parameter(role):
         spec = dataclasses.replace(spec, is_dynamic=False)  # a parameter's range is found once, and stays
+    if spec.qscheme == "per_token" and view.maps:
+        # Positions share the weights of a kernel, so that no runtime could give each of them its own scale.
+        spec = dataclasses.replace(spec, qscheme="per_channel", ch_axis=BATCH)
     defaults = {"per_channel": view.channels, "per_group": view.features, "per_token": view.features}
     axis = defaults.get(spec.qscheme) if spec.ch_axis is None else spec.ch_axis
     if spec.qscheme not in defaults or axis is None:
@@ -128,7 +139,8 @@ def misfits(found: Sequence[Misfit]) -> Iterator[Diagnostic]:
         )
 
 
-def _features(graph: Graph, node: Node) -> int:
-    """The axis of a layer's features, from the end: the last for matrices, that of the channels for convolutions."""
+def _activation_view(graph: Graph, node: Node, source: str) -> View:
+    """Features of matrices lie along the last axis, those of convolutions along that of the channels."""
     path = node.params.get("weight")
-    return 1 - graph.tensors[path].dim() if path and node.row.kind == "mac" and graph.tensors[path].dim() > 1 else -1
+    rank = graph.tensors[path].dim() if path and node.row.kind == "mac" else 0
+    return View(graph.by_name[source].shape, features=1 - rank if rank > 1 else -1, maps=rank > 2)

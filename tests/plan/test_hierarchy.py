@@ -196,12 +196,21 @@ def test_a_format_that_replaces_a_block_format_has_a_scale_of_its_own() -> None:
 
 def test_rows_of_values_lie_along_the_features() -> None:
     plan = planned(hierarchy({"weights": INT8, "input": TOKEN}))
-    assert (spec(plan, FC, "input").ch_axis, spec(plan, CONV1, "input").ch_axis) == (1, 1)
+    assert (spec(plan, FC, "input").qscheme, spec(plan, FC, "input").ch_axis) == ("per_token", 1)
     plan = planned(hierarchy({"input": TOKEN}), "attention")
     ranks = {
         len(plan.graph.by_name[tensor.source].shape or ()) - 1: tensor.spec.ch_axis for tensor in plan.tensors.values()
     }
     assert ranks == {1: 1, 2: 2}
+
+
+@pytest.mark.parametrize("role", ["input", "activation"])
+def test_a_token_of_a_convolution_is_a_sample(role: Any) -> None:
+    plan = planned(hierarchy({"weights": INT8, role: TOKEN}))
+    shapes = {node.name: node.shape or () for node in plan.graph.nodes}
+    maps = [t for (_, found), t in plan.tensors.items() if found == role and len(shapes[t.source]) > 2]
+    assert maps and plan.diagnostics == ()
+    assert {(tensor.spec.qscheme, tensor.spec.ch_axis) for tensor in maps} == {("per_channel", 0)}
 
 
 def test_groups_of_an_activation_are_dynamic() -> None:
