@@ -26,6 +26,7 @@ from quantizer.engine.exact import require_wide
 from quantizer.engine.files import locked, write_bytes, write_json
 from quantizer.engine.finetune import check_mode
 from quantizer.engine.finetune_checkpoint import FinetuneCheckpoint
+from quantizer.engine.inputs import window_length
 from quantizer.errors import GateError, ModelError, QuantizerError, UsageError
 from quantizer.export import require_extras
 from quantizer.nn.network import Network
@@ -156,10 +157,11 @@ def run_test(options: RunOptions) -> Outcome:
     require_finetuned(options.fast_finetune, info.header.get("fast_finetune"))
     read = session.read_config(options.config_file) if options.config_file is not None else None
     loaded = session.open_model(options)
-    batches = session.open_data(options, loaded, evaluation=True)
+    seq_len = window_length(info.header["inputs"])
+    batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
     with locked(folder), runlog.recorded(folder, options):
         original = session.trace_model(options, loaded, batches)
-        results.check_model(info, original)
+        session.check_model(options, loaded, batches, original, info)
         if read is not None:
             results.check_plan(info, read.config, session.make_plan(read, original, quiet=True).tensors)
         graph = session.apply_passes(original, info.settings)

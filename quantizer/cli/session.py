@@ -20,12 +20,16 @@ from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config, Settings
+from quantizer.engine import results
+from quantizer.engine.inputs import OtherSizes, call_of_shapes, input_shapes
+from quantizer.engine.results import QuantInfo
 from quantizer.errors import DataError, ModelError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes, summary
 from quantizer.graph.trace import trace
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES, resolve
+from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches, Reading, load_batches
 from quantizer.sources.files import TEXTS, find_files
 from quantizer.sources.models import LoadedModel, load_model, materialize, try_first_batch
@@ -89,10 +93,13 @@ def device_of(options: Options) -> torch.device:
     return device
 
 
-def open_data(options: Options, loaded: LoadedModel, *, evaluation: bool = False) -> Batches:
+def open_data(
+    options: Options, loaded: LoadedModel, *, evaluation: bool = False, seq_len: int | None = None
+) -> Batches:
     """The batches of `--data` (in test mode of `--eval_data` first), else those the model's file offers.
 
     Failing these, and not for an evaluation, one example input that has the right shape: some configs need no data.
+    `seq_len` is the length of texts' windows where `--seq_len` is not given.
 
     Raises:
         UsageError: there are none, or options that do not go with them.
@@ -101,7 +108,7 @@ def open_data(options: Options, loaded: LoadedModel, *, evaluation: bool = False
     given = (getattr(options, "eval_data", None) if evaluation else None) or options.data
     offered = loaded.evaluation_data if evaluation else loaded.calibration_data
     source = offered if given is None else given
-    windows = read_windows(options, loaded, given)
+    windows = read_windows(options, loaded, given, seq_len)
     if source is None:
         if loaded.example is None or evaluation:
             raise missing_data()
@@ -118,8 +125,10 @@ def open_data(options: Options, loaded: LoadedModel, *, evaluation: bool = False
     )
 
 
-def read_windows(options: Options, loaded: LoadedModel, given: str | None) -> Windows:
-    """How a text becomes samples: by `--tokenizer` or the model's own, 512 tokens long or as many as the model can.
+def read_windows(options: Options, loaded: LoadedModel, given: str | None, calibrated: int | None = None) -> Windows:
+    """How a text becomes samples: by `--tokenizer` or the model's own, `--seq_len` tokens long.
+
+    Failing that as long as `calibrated` says, else 512 tokens or as many as the model can.
 
     Raises:
         UsageError: the lengths do not fit each other or the model, or the data given are no texts.
@@ -131,7 +140,7 @@ def read_windows(options: Options, loaded: LoadedModel, given: str | None) -> Wi
     if options.seq_len and longest and options.seq_len > longest:
         raise UsageError(f"--seq_len {options.seq_len}: the model was made for at most {longest} positions")
     tokenizer = partial(load_tokenizer, options.tokenizer) if options.tokenizer else loaded.tokenizer
-    seq_len = options.seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
+    seq_len = options.seq_len or calibrated or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
     return Windows(tokenizer, seq_len, getattr(options, "stride", None))
 
 
@@ -159,7 +168,32 @@ def trace_model(options: Options, loaded: LoadedModel, batches: Batches) -> Grap
     first = next(iter(batches), None)
     if first is None:
         raise DataError("the data has no batches", help="check --data")
-    batch = first.to(device_of(options))
+    return _trace(loaded, first.to(device_of(options)))
+
+
+def check_model(options: Options, loaded: LoadedModel, batches: Batches, original: Graph, info: QuantInfo) -> None:
+    """Refuse a model that is not the calibrated one, traced with inputs of the calibrated sizes; `original` may have
+    others, which then must change nothing but sizes.
+
+    Raises:
+        ResultError: naming the first layer or tensor that differs.
+    """
+    batch = next(iter(batches)).to(device_of(options))
+    shapes = info.header["inputs"]
+    call = call_of_shapes(batch.args, batch.kwargs, shapes) if shapes != input_shapes(original) else None
+    if call is None:
+        results.check_model(info, original)
+        return
+    try:
+        calibrated = _trace(loaded, replace(batch, args=call[0], kwargs=call[1]))
+    except (ModelError, DataError):
+        results.check_model(info, original)  # this model cannot have been calibrated with them
+        raise
+    results.check_model(info, calibrated)
+    OtherSizes(calibrated, original).check(info.solution)
+
+
+def _trace(loaded: LoadedModel, batch: Batch) -> Graph:
     materialize(loaded.module, batch)
     try:
         return trace(loaded.module, batch.args, batch.kwargs)

@@ -19,6 +19,7 @@ from quantizer.engine import fingerprint
 from quantizer.engine.attach import writes_inplace
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.files import read_json, read_tensors, write_bytes, write_json, write_tensors
+from quantizer.engine.inputs import input_shapes
 from quantizer.engine.solution import Solution, with_weights
 from quantizer.errors import ResultError
 from quantizer.graph.emit import emit
@@ -104,6 +105,7 @@ def write_results(
         "threads": torch.get_num_threads(),
         "settings": settings,
         "batches": calibration.batches,
+        "inputs": input_shapes(original),
         "config": fingerprint.decisions(plan),
         "weights": fingerprint.weights(original),
         "layers": fingerprint.layers(original),

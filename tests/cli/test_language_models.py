@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import ROOT
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from quantizer.cli.main import run_command
 
@@ -150,3 +150,44 @@ def test_a_hugging_face_folder(llama: str, capsys: pytest.CaptureFixture[str]) -
     assert "Loading weights" not in said.err, "no bar of another package in our logs"
     assert run("float", "--data", "text.txt", "--seq_len", "32", model=llama) == 2
     assert "--seq_len 32: the model was made for at most 24 positions" in capsys.readouterr().err
+
+
+def test_results_hold_for_texts_of_any_length(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The check of the model traces it with the calibrated length; without `--seq_len`, that is the one that is run."""
+    assert run("calib", "--config_file", WEIGHTS_ONLY, "--seq_len", "16", model=llama) == 0
+    found = []
+    for length in ((), ("--seq_len", "16"), ("--seq_len", "20")):
+        capsys.readouterr()
+        assert run("test", "--data", "text.txt", *length, "--json", model=llama) == 0
+        found.append(json.loads(capsys.readouterr().out)["metrics"]["perplexity"])
+    assert found[0] == found[1] != found[2]
+    weights = load_file(f"{llama}/model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 1
+    save_file(weights, f"{llama}/model.safetensors", metadata={"format": "pt"})
+    assert run("test", "--data", "text.txt", "--seq_len", "20", model=llama) == 5
+    assert "the weights are not those that were calibrated: model.layers.0.mlp.up_proj" in capsys.readouterr().err
+
+
+def test_lengths_that_a_calibration_does_not_hold_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    branch = "x = self.table(input_ids)\n        return self.head(x.relu() if x.shape[1] > 20 else x.tanh())"
+    (folder / "branch.py").write_text(NET.replace("return self.head(self.table(input_ids).relu())", branch))
+    assert run("calib", "--config_file", STATIC, *TEXT_DATA, model="branch.py") == 0
+    capsys.readouterr()
+    assert run("test", "--data", "text.txt", "--seq_len", "20", model="branch.py") == 0
+    assert run("test", "--data", "text.txt", "--seq_len", "24", model="branch.py") == 5
+    said = capsys.readouterr().err
+    assert (
+        "calibrated with inputs of the shape [b, 16], this run has [b, 24]: then layer Net::Net/tanh is another" in said
+    )
+    assert "help: give --seq_len 16" in said
+
+
+def test_a_scale_for_each_position_fixes_the_length(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = {"dtype": "int8", "observer_cls": "PerChannelMinMaxObserver", "symmetric": True, "scale_type": "float"}
+    spec |= {"round_method": "half_even", "qscheme": "per_channel", "ch_axis": 1, "is_dynamic": False}
+    config = {"global_quant_config": {}, "layer_quant_config": {"head": {"input_tensors": spec}}}
+    (folder / "positions.json").write_text(json.dumps(config))
+    assert run("calib", "--config_file", "positions.json", *TEXT_DATA) == 0
+    assert run("test", "--data", "text.txt") == 0
+    assert run("test", "--data", "text.txt", "--seq_len", "24") == 5
+    assert "then input of layer Net::Net/Linear[head]/linear has 24 channels" in capsys.readouterr().err

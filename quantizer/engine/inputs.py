@@ -1,0 +1,90 @@
+"""The inputs a calibrated model was traced with. A trace holds all sizes but the batch's; a run may have others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from quantizer.config.roles import is_parameter
+from quantizer.engine.solution import Solution
+from quantizer.errors import ResultError
+from quantizer.graph.ir import Graph, Node
+
+Shapes = Sequence[Sequence[int | None] | None]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def input_shapes(graph: Graph) -> list[list[int | None] | None]:
+    """The shape of each input, in the order of the call; None for the batch, and for what is no tensor."""
+    return [None if node.shape is None else list(node.shape) for node in graph.nodes if node.op == "input"]
+
+
+def window_length(shapes: Shapes) -> int | None:
+    """How many tokens the only input [b, s] had, if there was such a one."""
+    only = shapes[0] if len(shapes) == 1 else None
+    return only[1] if only is not None and len(only) == 2 else None
+
+
+def call_of_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Shapes) -> Call | None:
+    """The same call with zeros of other sizes; None if it has not as many inputs."""
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    if len(leaves) != len(shapes):
+        return None
+    resized = [_zeros(leaf, shape) for leaf, shape in zip(leaves, shapes, strict=True)]
+    call: Call = pytree.tree_unflatten(resized, structure)
+    return call
+
+
+def _zeros(value: Any, shape: Sequence[int | None] | None) -> Any:
+    if not isinstance(value, Tensor) or shape is None:
+        return value
+    return value.new_zeros([len(value) if size is None else size for size in shape])
+
+
+@dataclass(frozen=True)
+class OtherSizes:
+    """One model traced with the calibration's sizes of inputs and with those of this run."""
+
+    calibrated: Graph
+    now: Graph
+
+    def check(self, solution: Solution) -> None:
+        """Refuse sizes that the calibration does not hold for.
+
+        Raises:
+            ResultError: they change more than sizes, or there is a scale for each of those that differ.
+        """
+        before = {node.name: _structure(node) for node in self.calibrated.nodes}
+        after = {node.name: _structure(node) for node in self.now.nodes}
+        changed = next((name for name in (*before, *after) if before.get(name) != after.get(name)), None)
+        if changed is not None:
+            raise self._refusal(f"then layer {changed} is another")
+        for (layer, role), (spec, scale, _) in solution.tensors.items():
+            if not is_parameter(role) and spec.ch_axis is not None and scale.numel() > 1:
+                size = self._read_by(layer, role).shape
+                if size is not None and size[spec.ch_axis] != scale.numel():
+                    raise self._refusal(f"then {role} of layer {layer} has {size[spec.ch_axis]} channels")
+
+    def _read_by(self, layer: str, role: str) -> Node:
+        node = self.now.by_name[layer]
+        return node if role == "activation" or node.op == "input" else self.now.by_name[node.input_roles()[role]]
+
+    def _refusal(self, why: str) -> ResultError:
+        shapes = [input_shapes(graph) for graph in (self.calibrated, self.now)]
+        said, now = (" and ".join(_text(shape) for shape in some if shape is not None) for some in shapes)
+        length = window_length(shapes[0])
+        remedy = f"give --seq_len {length}, or data of that shape" if length else f"give data of the shape {said}"
+        return ResultError(f"calibrated with inputs of the shape {said}, this run has {now}: {why}", help=remedy)
+
+
+def _structure(node: Node) -> tuple[Any, ...]:
+    """What results hold on to: which operator it is, of which parameters and values; its sizes are free."""
+    return node.op, node.target, tuple(node.params.items()), tuple(node.refs())
+
+
+def _text(shape: Sequence[int | None]) -> str:
+    return f"[{', '.join('b' if size is None else str(size) for size in shape)}]"
