@@ -14,15 +14,15 @@ from torch import nn
 
 from quantizer.api.attach import attach
 from quantizer.api.config import Config
+from quantizer.api.undo import all_or_nothing
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import Config as InternalConfig
-from quantizer.config.roles import is_parameter
 from quantizer.engine import calibrate
-from quantizer.errors import DataError, ModelError
+from quantizer.errors import DataError
 from quantizer.graph.modules import left_out, module_graph
-from quantizer.nn.inplace import InPlace, ModuleTree
+from quantizer.nn.inplace import ModuleTree, check_float, check_quantizable
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch, as_batch, positional_inputs
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 def quantize(model: Any, config: Config, dataloader: Iterable[Any] | None) -> None:
     """Quantize `model`; see `ModelQuantizer.quantize_model`."""
-    _check_model(model)
+    check_float(model)
     result = check_document(Document.of(config.to_dict(), "Config"))
     rules = result.require()
     graph = module_graph(model)
@@ -44,7 +44,9 @@ def quantize(model: Any, config: Config, dataloader: Iterable[Any] | None) -> No
     for remark in left_float(model, rules, plan):
         logger.warning("%s", remark)
     tree = ModuleTree(model, graph)
-    _check_forwards(plan, tree)
+    for name, layer in tree.layers.items():
+        if roles := plan.of_layer(name):
+            check_quantizable(layer, name, roles)
     calibration = calibrate.start(plan)
     if plan.needs_data:
         if dataloader is None:
@@ -55,7 +57,9 @@ def quantize(model: Any, config: Config, dataloader: Iterable[Any] | None) -> No
         with evaluating(model):
             calibrate.run(calibration, tree, _batches(dataloader, model))
         calibration = _without_unreached(calibration, tree)
-    attach(model, graph, calibrate.solution(calibration))
+    solution = calibrate.solution(calibration)
+    with all_or_nothing(model):
+        attach(model, graph, solution)
 
 
 @contextmanager
@@ -68,24 +72,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model is a {type(model).__name__}, not a torch.nn.Module")
-    for path, module in model.named_modules():
-        if isinstance(module, InPlace):
-            raise ModelError(f"{path or 'the model'} is quantized already", help="start from the float model")
-
-
-def _check_forwards(plan: Plan, tree: ModuleTree) -> None:
-    """Quantizers stand in a class's forward; one that an instance was given instead would pass them by."""
-    for layer, role in plan.tensors:
-        if not is_parameter(role) and "forward" in vars(tree.layers[layer]):
-            raise ModelError(
-                f"{layer} has a forward beside its class's, which would pass the quantizer of its {role} by",
-                help="remove what replaced it (accelerate: remove_hook_from_module), or exclude the layer",
-            )
 
 
 def _batches(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:

@@ -90,6 +90,8 @@ def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def operator_of(module: nn.Module) -> str | None:
     """The operator that a module computes with its weight, None if it is none of ours."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
     if isinstance(module, nn.RNN) and module.nonlinearity == "relu":
         return "rnn_relu"
     if is_transposed(module):

@@ -6,7 +6,7 @@ Finds no scales and decides nothing. The quantized layers of traced graphs are i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from quantizer.errors import DataError
+from quantizer.config.roles import is_parameter
+from quantizer.errors import DataError, ModelError
 from quantizer.graph.ir import Graph
 from quantizer.nn.layer import Layer
 from quantizer.observers import ObservationError
@@ -29,7 +30,7 @@ class InPlace(Layer):
     """
 
     float_class: ClassVar[type[nn.Module]]
-    path = ""
+    quantized_path = ""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, between its quantizers.
@@ -45,7 +46,9 @@ class InPlace(Layer):
             role = "output"
             return self.finish(output) if isinstance(output, Tensor) else output
         except ObservationError as error:
-            raise DataError(f"{role} of {self.path}: {error}", help="check the data and the weights") from error
+            raise DataError(
+                f"{role} of {self.quantized_path}: {error}", help="check the data and the weights"
+            ) from error
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For copy and pickle, which cannot import a class that is made while a program runs."""
@@ -62,9 +65,62 @@ def quantized_class(cls: Any) -> type[InPlace]:
     return made
 
 
+_OUR_NAMES = {*dir(InPlace), "float_class", "quantizers", "_output_quantizer"} - {*dir(nn.Module)}
+"""What quantized layers have and others have not."""
+
+
 def _blank(cls: Any) -> InPlace:
     made = quantized_class(cls)
     return made.__new__(made)
+
+
+def check_float(model: Any) -> None:
+    """Look whether `model` is one whose layers can be changed in place, with none that is quantized.
+
+    Raises:
+        ModelError: it is no module, compiled by torch.jit, or quantized already.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model is a {type(model).__name__}, not a torch.nn.Module",
+            help="give the Python model; quantize it first, then export or compile it",
+        )
+    for path, module in model.named_modules():
+        where = path or "the model"
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise ModelError(
+                f"{where} is compiled by torch.jit, so its layers cannot be changed",
+                help="quantize the Python model, then trace it",
+            )
+        if isinstance(module, InPlace):
+            raise ModelError(f"{where} is quantized already", help="start from the float model")
+
+
+def check_quantizable(module: nn.Module, where: str, roles: Collection[str]) -> None:
+    """Look for what would keep quantizers in these roles from working; `where` names the module in errors.
+
+    Raises:
+        ModelError: it has attributes with our names, rewrites its weight, or is called another way than by its class's
+            forward, where quantizers stand.
+    """
+    taken = next((name for name in sorted(_OUR_NAMES) if hasattr(module, name)), None)
+    if taken is not None:
+        raise ModelError(
+            f"{where} is a {type(module).__name__} with an attribute {taken!r} of its own, a name that quantized "
+            "layers need",
+            help="rename it in the class, or exclude the layer",
+        )
+    if "weights" in roles and isinstance(module, nn.Embedding) and module.max_norm is not None:
+        raise ModelError(
+            f"{where} has max_norm, by which it changes its weight whenever it is called, off the grid",
+            help="call it once on torch.arange(num_embeddings) and set its max_norm to None, or exclude the layer",
+        )
+    for role in roles:
+        if not is_parameter(role) and "forward" in vars(module):
+            raise ModelError(
+                f"{where} has a forward beside its class's, which would pass the quantizer of its {role} by",
+                help="remove what replaced it (accelerate: remove_hook_from_module), or exclude the layer",
+            )
 
 
 def make_quantizable(module: nn.Module, path: str) -> InPlace:
@@ -73,8 +129,8 @@ def make_quantizable(module: nn.Module, path: str) -> InPlace:
         cls: Any = type(module)
         module.__class__ = quantized_class(cls)
         module.quantizers = nn.ModuleDict()
-        object.__setattr__(module, "_output", None)
-        object.__setattr__(module, "path", path)
+        object.__setattr__(module, "_output_quantizer", None)
+        object.__setattr__(module, "quantized_path", path or "the model")
     assert isinstance(module, InPlace)
     return module
 

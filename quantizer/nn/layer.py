@@ -19,23 +19,23 @@ class Layer(nn.Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.quantizers = nn.ModuleDict()
-        self._output: TensorQuantizer | None = None
+        self._output_quantizer: TensorQuantizer | None = None
 
     def attach(self, role: str, quantizer: TensorQuantizer) -> None:
         """Put a quantizer in a role; weights and bias take effect at once, on the parameter itself."""
         self.quantizers[role] = quantizer
         if role == "activation":
-            object.__setattr__(self, "_output", quantizer)
+            object.__setattr__(self, "_output_quantizer", quantizer)
         elif is_parameter(role):
             parameter = self.get_parameter(parameter_name(role))
             parameter.data = quantizer(parameter.data)
 
     def detach_output(self) -> TensorQuantizer | None:
         """Take the output's quantizer off, if there is one; the layer then gives what it computes."""
-        if self._output is not None:
+        if self._output_quantizer is not None:
             del self.quantizers["activation"]
-        output = self._output
-        object.__setattr__(self, "_output", None)
+        output = self._output_quantizer
+        object.__setattr__(self, "_output_quantizer", None)
         return output
 
     def correct_bias(self, correction: Tensor) -> None:
@@ -46,7 +46,7 @@ class Layer(nn.Module):
 
     def finish(self, output: Any) -> Any:
         """The output on its grid, if it has one."""
-        return output if self._output is None else self._output(output)
+        return output if self._output_quantizer is None else self._output_quantizer(output)
 
     def quantize_inputs(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The layer's own view of its inputs, for layers whose config gives "input" a grid of its own."""

@@ -29,6 +29,7 @@ from quantizer import (
     RoundType,
     ScaleType,
 )
+from quantizer.api.attach import put
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
@@ -486,3 +487,75 @@ def test_what_is_no_config_or_no_model_is_told() -> None:
         ModelQuantizer({})  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="model is a Tensor"):
         quantized(X, weight=spec())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("calls", [1, 3])
+def test_what_breaks_off_while_quantizers_are_put_in_is_undone(
+    error: type[BaseException], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 4), nn.TransformerEncoderLayer(4, 2, 8)).train()
+    lstm, before = model[1], snapshot(model)
+    attributes = [sorted(vars(module)) for module in model.modules()]
+    left = iter(range(calls))
+
+    def put_until(*args: Any) -> None:
+        if next(left, None) is None:
+            raise error("in the middle")
+        put(*args)
+
+    monkeypatch.setattr("quantizer.api.attach.put", put_until)
+    with pytest.raises(error):
+        quantized(model, weight=spec(), input_tensors=per_token())
+    assert equal(before, snapshot(model))
+    assert [sorted(vars(module)) for module in model.modules()] == attributes
+    assert all(one is other for one, other in zip(lstm._flat_weights, lstm.parameters(), strict=True))
+
+
+class Named(nn.Linear):
+    """A layer with attributes of its own."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        super().__init__(8, 4)
+        setattr(self, name, value)
+
+
+@pytest.mark.parametrize("name", ["path", "_output", "role"])
+def test_attributes_of_a_layers_own_stay(name: str) -> None:
+    layer = quantized(Named(name, "mine"), weight=spec(), output_tensors=spec(is_dynamic=True))
+    layer(X)
+    assert getattr(layer, name) == "mine"
+
+
+@pytest.mark.parametrize("name", ["quantizers", "finish", "attach"])
+def test_an_attribute_with_a_name_that_quantized_layers_need_is_refused(name: str) -> None:
+    model = nn.Sequential(Named(name, "mine"))
+    with pytest.raises(ModelError, match=rf"Named\[0\]/linear is a Named with an attribute '{name}' of its own"):
+        quantized(model, weight=spec())
+    assert getattr(model[0], name) == "mine"
+
+
+def test_an_embedding_that_rewrites_its_weight_is_refused() -> None:
+    table = nn.Embedding(8, 4, max_norm=0.5)
+    with pytest.raises(ModelError, match=r"has max_norm.*\n.*call it once on torch\.arange") as caught:
+        quantized(nn.Sequential(table), weight=spec())
+    assert "Embedding[0]" in caught.value.message
+    with torch.no_grad():
+        expected = table(torch.arange(8)).clone()
+    table.max_norm = None
+    assert torch.equal(table(torch.arange(8)), expected)  # what the help says changes no output
+    model = quantized(nn.Sequential(table), weight=spec())
+    weight = model[0].weight.detach().clone()
+    model(torch.arange(8))
+    assert torch.equal(model[0].weight, weight)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_and_exported_programs_are_refused() -> None:
+    scripted = torch.jit.script(mlp())
+    for model, where in ((scripted, "the model"), (nn.Sequential(nn.ReLU(), scripted), "1")):
+        with pytest.raises(ModelError, match=rf"^{where} is compiled by torch\.jit"):
+            quantized(model, weight=spec())
+    with pytest.raises(ModelError, match=r"model is a ExportedProgram, not a torch\.nn\.Module"):
+        quantized(torch.export.export(mlp(), (X,)), weight=spec())
+    quantized(nn.Sequential(torch.jit.script(nn.ReLU()), nn.Linear(8, 8)), weight=spec())

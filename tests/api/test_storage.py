@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 from api.specs import per_token, quantized, same, spec, tiny_lm, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quantizer import (
@@ -24,9 +27,10 @@ from quantizer import (
     QuantizationSpec,
 )
 from quantizer.api.codes import decode, encode
+from quantizer.api.stored import DESCRIPTION, TENSORS, checksum
 from quantizer.config.model import QuantizationSpec as Spec
 from quantizer.engine.calibrate import Observer
-from quantizer.errors import ModelError, ResultError
+from quantizer.errors import ModelError, ResultError, UsageError
 from quantizer.nn.quantizer import TensorQuantizer
 
 FLOATS = (Dtype.fp8_e4m3, Dtype.fp8_e5m2, Dtype.fp6_e3m2, Dtype.fp6_e2m3, Dtype.fp4)
@@ -171,7 +175,7 @@ def test_a_float_model_is_not_saved(tmp_path: Path) -> None:
     [
         ("quantizer.json", "{", "not a readable JSON file"),
         ("quantizer.json", json.dumps({"format": 99}), "not of a model that this version saved"),
-        ("model.safetensors", "x", "not a readable safetensors file"),
+        ("model.safetensors", "x", r"model\.safetensors is damaged: its checksum"),
         ("model.safetensors", None, "does not exist"),
     ],
 )
@@ -180,3 +184,130 @@ def test_damaged_files_are_told(name: str, content: str | None, message: str, tm
     (tmp_path / name).unlink() if content is None else (tmp_path / name).write_text(content)
     with pytest.raises(ResultError, match=message):
         ModelQuantizer.load(nn.Sequential(nn.Linear(8, 3)), tmp_path)
+
+
+def rewritten(folder: Path, describe: Callable[[Any], object], tensors: Callable[[Any], object] = bool) -> None:
+    """Change the files of a saved model, their checksums too."""
+    described, state = json.loads((folder / DESCRIPTION).read_text()), load_file(folder / TENSORS)
+    describe(described)
+    tensors(state)
+    save_file(state, folder / TENSORS)
+    described["tensors"] = hashlib.sha256((folder / TENSORS).read_bytes()).hexdigest()
+    (folder / DESCRIPTION).write_text(json.dumps(described | {"checksum": checksum(described)}))
+
+
+SCALE = "0.quantizers.weights.scale"
+
+
+@pytest.mark.parametrize(
+    ("describe", "tensors", "message"),
+    [
+        (lambda d: d.pop("layers"), bool, "'layers'"),
+        (lambda d: d.pop("codes"), bool, "'codes'"),
+        (lambda d: d["codes"].clear(), bool, r"0\.weight is torch\.int8"),
+        (lambda d: d["codes"]["0.weight"].update(dtype="float99"), bool, "float99"),
+        (lambda d: d["layers"]["0"]["tensors"]["weights"].update(dtype="int7"), bool, '"int7" is not a'),
+        (lambda d: d["layers"]["0"]["tensors"]["weights"].update(bits=7), bool, "'bits'"),
+        (lambda d: d["layers"]["0"]["tensors"].update(other=d["layers"]["0"]["tensors"]["weights"]), bool, "'other'"),
+        (bool, lambda t: t.pop(SCALE), f"{SCALE} is of another shape"),
+        (bool, lambda t: t.update({SCALE: torch.ones(3)}), f"{SCALE} is of another shape"),
+        (bool, lambda t: t.update({SCALE: torch.tensor(torch.nan)}), f"{SCALE} is not finite and positive"),
+        (bool, lambda t: t.update({SCALE: torch.tensor(0.0)}), f"{SCALE} is not finite and positive"),
+        (bool, lambda t: t.pop("0.weight"), "has a tensor that is not in the file: 0.weight"),
+    ],
+)
+def test_a_state_that_no_save_writes_is_refused(
+    describe: Callable[[Any], object], tensors: Callable[[Any], object], message: str, tmp_path: Path
+) -> None:
+    ModelQuantizer.save(quantized(nn.Sequential(nn.Linear(8, 3)), weight=spec()), tmp_path)
+    rewritten(tmp_path, describe, tensors)
+    fresh = nn.Sequential(nn.Linear(8, 3))
+    before = fresh[0].weight.detach().clone()
+    with pytest.raises(ResultError, match=message) as caught:
+        ModelQuantizer.load(fresh, tmp_path)
+    assert caught.value.help
+    assert type(fresh[0]) is nn.Linear
+    assert torch.equal(fresh[0].weight, before)
+
+
+@pytest.mark.parametrize("name", [TENSORS, DESCRIPTION])
+def test_a_changed_file_is_told_by_its_checksum(name: str, tmp_path: Path) -> None:
+    ModelQuantizer.save(quantized(nn.Sequential(nn.Linear(8, 3)), weight=spec()), tmp_path)
+    content = bytearray((tmp_path / name).read_bytes())
+    at = -1 if name == TENSORS else content.index(b"half_even")
+    content[at] ^= 1
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ResultError, match="its checksum") as caught:
+        ModelQuantizer.load(nn.Sequential(nn.Linear(8, 3)), tmp_path)
+    assert caught.value.help == "save the model again with ModelQuantizer.save"
+
+
+def shared() -> nn.Sequential:
+    """One layer at two places, a shared block with a buffer, and a layer of its own."""
+    torch.manual_seed(0)
+    layer, block = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    return nn.Sequential(layer, nn.ReLU(), layer, block, block, nn.Linear(8, 4)).eval()
+
+
+def test_shared_layers_are_stored_once_and_come_back_shared(tmp_path: Path) -> None:
+    model = quantized(shared(), [X], weight=spec(), input_tensors=spec())
+    ModelQuantizer.save(model, tmp_path)
+    loaded = ModelQuantizer.load(shared(), tmp_path)
+    assert loaded[0] is loaded[2]
+    assert same(loaded(X), model(X))
+    assert not any(name.startswith(("2.", "4.")) for name in load_file(tmp_path / TENSORS))
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_layers_that_are_shared_on_one_side_only_are_refused(alike: bool, tmp_path: Path) -> None:
+    layer = nn.Linear(8, 8)
+    one, two = nn.Sequential(layer, layer), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    saved, other = (one, two) if alike else (two, one)
+    ModelQuantizer.save(quantized(saved, weight=spec()), tmp_path)
+    places = "file and are not in the model" if alike else "model and are not in the file"
+    with pytest.raises(ResultError, match=f"are one layer in the {places}"):
+        ModelQuantizer.load(other, tmp_path)
+
+
+def test_a_model_that_is_itself_a_layer_comes_back(tmp_path: Path) -> None:
+    layer = quantized(nn.Linear(8, 4), [X], weight=spec(Dtype.int4), input_tensors=spec())
+    ModelQuantizer.save(layer, tmp_path)
+    assert same(ModelQuantizer.load(nn.Linear(8, 4), tmp_path)(X), layer(X))
+
+
+class Alien(nn.Module):
+    """Parameters like a linear layer's, and something else done with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(3, 8)), nn.Parameter(torch.zeros(3))
+
+
+def test_the_state_of_a_layer_of_another_class_is_refused(tmp_path: Path) -> None:
+    ModelQuantizer.save(quantized(nn.Sequential(nn.Linear(8, 3)), weight=spec()), tmp_path)
+    with pytest.raises(ResultError, match="0 is a Linear in the file and a Alien in the model"):
+        ModelQuantizer.load(nn.Sequential(Alien()), tmp_path)
+
+
+def test_a_quantized_model_is_not_loaded_into(tmp_path: Path) -> None:
+    model = quantized(nn.Sequential(nn.Linear(8, 3)), weight=spec())
+    ModelQuantizer.save(model, tmp_path)
+    with pytest.raises(ModelError, match="0 is quantized already"):
+        ModelQuantizer.load(model, tmp_path)
+
+
+def test_a_module_of_the_users_named_quantizers_is_stored_like_others(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(OrderedDict(quantizers=nn.Sequential(nn.Linear(8, 8)), head=nn.Linear(8, 3)))
+
+    done = quantized(model(), exclude=("quantizers.0",), weight=spec())
+    ModelQuantizer.save(done, tmp_path)
+    assert same(ModelQuantizer.load(model(), tmp_path)(X), done(X))
+
+
+@pytest.mark.parametrize("call", [ModelQuantizer.save, ModelQuantizer.load])
+def test_what_is_no_folder_or_no_model_is_told(call: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="folder is a int, not a path"):
+        call(nn.Linear(2, 2), 3)
+    with pytest.raises(ModelError, match="model is a int"):
+        call(3, tmp_path)
