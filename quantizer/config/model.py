@@ -26,7 +26,8 @@ class QuantizationSpec:
     `ch_axis` goes with `qscheme`: the axis whose indices have a scale each ("per_channel"), the axis that groups of
     `group_size` values run along ("per_group"; the last group may be shorter in block formats only), the axis that one
     row of values runs along ("per_token"). `scale_type` is "float", "poweroftwo", or "e8m0", the shared exponent of a
-    block format, found by `scale_mode` ("floor", "even" or "ceil").
+    block format, found by `scale_mode` ("floor", "even" or "ceil"); powers of two are at least 2^-`finest_position`
+    where the device asks for that.
     """
 
     dtype: str = "int"
@@ -44,6 +45,7 @@ class QuantizationSpec:
     method: str = "maxmin"
     percentage: float = 99.99
     statistic: str = "max"
+    finest_position: int | None = None
 
     @property
     def quant_min(self) -> int:

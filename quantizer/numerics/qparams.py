@@ -16,31 +16,27 @@ LARGEST_VALUE = 2.0**128 - 2.0**105  # two steps below infinity, for the roundin
 _MANTISSA = (1 << 52) - 1  # the bits of a float64's mantissa
 SCALE_MODES = ("floor", "even", "ceil")
 SMALLEST_SHARED = 2.0**-127  # of the scales that eight bits of exponent hold (OCP MX v1.0, 5.4.1)
-FINEST_POSITION = {True: 12, False: 15}  # by bit_width <= 8: the most fraction bits the DPU takes (pytorch_nndct 3.5)
 
 
 @dataclass(frozen=True)
 class Grid:
     """The integers a tensor is mapped to, and how.
 
-    `scale_type` is "float" or "poweroftwo". Raises ValueError if the grid has no code above zero.
+    `scale_type` is "float" or "poweroftwo", the latter at least 2^-`finest_position` where a device asks for that.
+    Raises ValueError if the grid has no code above zero.
     """
 
     quant_min: int
     quant_max: int
     symmetric: bool = True
     scale_type: str = "float"
+    finest_position: int | None = None
 
     def __post_init__(self) -> None:
         if not self.quant_min <= 0 < self.quant_max:
             raise ValueError(f"A grid needs quant_min <= 0 < quant_max, not {self.quant_min} and {self.quant_max}.")
         if self.scale_type not in ("float", "poweroftwo"):
             raise ValueError(f'"{self.scale_type}" is not a scale type; known are float, poweroftwo.')
-
-    @property
-    def bit_width(self) -> int:
-        """Bits that hold every code."""
-        return (self.quant_max - self.quant_min).bit_length()
 
     @property
     def nonnegative(self) -> bool:
@@ -55,7 +51,7 @@ class Grid:
     @property
     def finest(self) -> float:
         """The least power-of-two scale."""
-        return 2.0 ** -FINEST_POSITION[self.bit_width <= 8]
+        return SMALLEST_SCALE if self.finest_position is None else 2.0**-self.finest_position
 
 
 @dataclass(frozen=True)
@@ -144,15 +140,15 @@ def step_from_range(low: Tensor, high: Tensor, grid: Grid | FloatGrid) -> Tensor
 def qparams_from_step(step: Tensor, low: Tensor, grid: Grid | FloatGrid) -> QParams:
     """Return the scale next to `step` that float32 and the grid allow, and the zero point that puts `low` on quant_min.
 
-    `step` and `low` are float64 of one shape. A step of 0 (nothing but zeros) gives scale 1, or the finest power of
-    two; other scales are kept in [2^-126, largest float32 / largest code], so that neither 1 / scale nor any code times
-    scale is infinite. Power-of-two scales of integers are at least 2^-12 up to 8 bits, else 2^-15; those of type e8m0
-    at least 2^-127. The zero point is rounded to even, lies on the grid, and is 0 for symmetric grids.
+    `step` and `low` are float64 of one shape. A step of 0 (nothing but zeros) gives scale 1, or the grid's finest power
+    of two; other scales are kept in [2^-126, largest float32 / largest code], so that neither 1 / scale nor any code
+    times scale is infinite; those of type e8m0 are at least 2^-127. The zero point is rounded to even, lies on the
+    grid, and is 0 for symmetric grids.
     """
     least, most = _scale_bounds(grid)
     if grid.scale_type != "float":
         step = power_of_two(step)
-    silent = least if isinstance(grid, Grid) and grid.scale_type == "poweroftwo" else 1.0
+    silent = least if isinstance(grid, Grid) and grid.finest_position is not None else 1.0
     scale = torch.where(step == 0, silent, step.clamp(least, most))
     if grid.symmetric or isinstance(grid, FloatGrid):
         return QParams(scale.float(), torch.zeros_like(scale, dtype=torch.int32))

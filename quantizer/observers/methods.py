@@ -21,14 +21,14 @@ def grid_of(spec: QuantizationSpec) -> Grid | FloatGrid:
     """Return the grid that `spec` asks for. Raises ValueError if it has none, as formats without a scale.
 
     >>> grid_of(QuantizationSpec(bit_width=4))
-    Grid(quant_min=-8, quant_max=7, symmetric=True, scale_type='float')
+    Grid(quant_min=-8, quant_max=7, symmetric=True, scale_type='float', finest_position=None)
     >>> grid_of(QuantizationSpec(dtype="fp4", scale_type="e8m0"))
     FloatGrid(dtype='fp4', scale_type='e8m0', scale_mode='floor', symmetric=True)
     """
     if not spec.is_scaled:
         raise ValueError(f'Only scaled formats have a range, and dtype is "{spec.dtype}".')
     if spec.dtype == "int":
-        return Grid(spec.quant_min, spec.quant_max, spec.symmetric, spec.scale_type)
+        return Grid(spec.quant_min, spec.quant_max, spec.symmetric, spec.scale_type, spec.finest_position)
     return FloatGrid(spec.dtype, spec.scale_type, spec.scale_mode, spec.symmetric)
 
 

@@ -15,7 +15,7 @@ from quantizer.observers import Observer
 
 FLOAT = QuantizationSpec()
 NARROW = QuantizationSpec(narrow_range=True)
-POWER_OF_TWO = QuantizationSpec(scale_type="poweroftwo", round_mode="std_round", statistic="modal")
+POWER_OF_TWO = QuantizationSpec(finest_position=12, scale_type="poweroftwo", round_mode="std_round", statistic="modal")
 
 
 def tensors():

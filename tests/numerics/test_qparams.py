@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quantizer.numerics.qparams import Grid, power_of_two, qparams_from_range
 
 SIGNED, UNSIGNED, ASYMMETRIC = Grid(-128, 127), Grid(0, 255), Grid(0, 255, symmetric=False)
-POWER_OF_TWO = Grid(-128, 127, scale_type="poweroftwo")
+POWER_OF_TWO = Grid(-128, 127, scale_type="poweroftwo", finest_position=12)
 
 reals = st.floats(-(2.0**120), 2.0**120, width=32)
 grids = st.builds(
@@ -61,8 +61,9 @@ def test_power_of_two_positions_cut_off_half_a_step_at_most(low, high, position)
     assert qparams(float(low), float(high), POWER_OF_TWO).scale.item() == 2.0**-position
 
 
-def test_more_than_eight_bits_may_have_fifteen_fraction_bits():
-    assert qparams(-1e-9, 1e-9, Grid(-32768, 32767, scale_type="poweroftwo")).scale.item() == 2.0**-15
+def test_without_a_finest_position_small_values_keep_all_codes():
+    scale = qparams(-1e-9, 1e-9, Grid(-128, 127, scale_type="poweroftwo")).scale.item()
+    assert 63 <= 1e-9 / scale <= 127.5
 
 
 def test_powers_of_two_work_with_zero_points():
