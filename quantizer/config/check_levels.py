@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,35 +46,54 @@ def check_levels(levels: Hierarchical) -> Iterator[Diagnostic]:
 
 @dataclass(frozen=True)
 class _Scope:
-    """What holds for one role at one level, in the form's words."""
+    """What holds for one role at one level, in the form's words: what it states over what it inherits."""
 
     role: Role
     raw: Mapping[str, Sourced]
+    own: Mapping[str, Sourced]
+    wider: Mapping[str, Sourced]
 
     def place(self, *keys: str) -> Place | None:
         """Where the first of the keys that is stated stands."""
         return next((self.raw[key].place for key in keys if key in self.raw), None)
 
+    def places(self, named: Iterable[Place | None]) -> list[Place]:
+        """The places of values in conflict, those of this level first; of a file's levels, this one asks for it."""
+        stated = {sourced.place for sourced in self.own.values()}
+        found = dict.fromkeys(place for place in named if place)
+        if not stated.intersection(found) and (dtype := self.own.get("dtype")) and dtype.place:
+            return [dtype.place, *found]
+        return sorted(found, key=lambda place: place not in stated)
+
 
 def _scopes(levels: Hierarchical) -> Iterator[_Scope]:
     for level in levels.levels:
-        for role in level.specs:
-            yield _Scope(role, level.over(levels.wider(level), role))
+        wider = levels.wider(level)
+        for role, own in level.specs.items():
+            yield _Scope(role, level.over(wider, role), own, wider.specs.get(role, {}) if wider else {})
 
 
 def _broken_rules(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
-    merged = normalized(scope.raw, scope.role)
-    spec = QuantizationSpec(**{name: sourced.value for name, sourced in merged.items()})
-    for conflict in conflicts(spec, scope.role, levels.settings.target_device, "hierarchical"):
+    merged, device = normalized(scope.raw, scope.role), levels.settings.target_device
+    told = {conflict.code for conflict in _conflicts(normalized(scope.wider, scope.role), scope.role, device)}
+    stated = {sourced.place for sourced in scope.own.values()}
+    for conflict in _conflicts(merged, scope.role, device):
+        named = [merged[name].place for name in conflict.fields if name in merged]
+        if conflict.code in told and stated.isdisjoint(named):
+            continue  # it is the wider level's, and told there
         if conflict.fields[0] in merged or not levels.is_wrong(conflict.fields[0]):
-            yield _conflict(conflict, scope, merged)
+            yield _conflict(conflict, scope, named)
 
 
-def _conflict(conflict: Conflict, scope: _Scope, merged: Mapping[str, Sourced]) -> Diagnostic:
-    """The finding at the value that the rule is about, or where it is missing, at the one that asks for it."""
-    named = [merged[name].place for name in conflict.fields if name in merged]
-    at, *others = dict.fromkeys(place for place in (*named, scope.place("dtype")) if place)
-    related = tuple((place, "in conflict with this") for place in others if place in named)
+def _conflicts(merged: Mapping[str, Sourced], role: Role, device: str) -> tuple[Conflict, ...]:
+    spec = QuantizationSpec(**{name: sourced.value for name, sourced in merged.items()})
+    return conflicts(spec, role, device, "hierarchical")
+
+
+def _conflict(conflict: Conflict, scope: _Scope, named: list[Place | None]) -> Diagnostic:
+    """The finding at the value that this level states, or where one is missing, at the one that asks for it."""
+    at, *others = scope.places(named or [scope.place("dtype")])
+    related = tuple((place, "in conflict with this") for place in others)
     return Diagnostic(conflict.code, conflict.message, at, conflict.severity, help=conflict.help, related=related)
 
 
@@ -88,13 +107,13 @@ def _observer(scope: _Scope) -> Iterator[Diagnostic]:
         yield Diagnostic("QZ117", text, scope.place("observer_cls"), help="remove the key: MinMax is the default")
     elif found not in METHODS[observer][1]:
         fitting = [name for name, (method, schemes) in METHODS.items() if found in schemes and method == "maxmin"]
-        stated = scope.place("qscheme")
+        at, *others = scope.places([scope.place("observer_cls"), scope.place("qscheme")])
         yield Diagnostic(
             "QZ117",
             f"{observer} does not go with {found}",
-            scope.place("observer_cls"),
+            at,
             help=f'write "observer_cls": "{fitting[0]}", or "qscheme": "{METHODS[observer][1][0]}"',
-            related=((stated, "in conflict with this"),) if stated else (),
+            related=tuple((place, "in conflict with this") for place in others),
         )
 
 
@@ -133,11 +152,11 @@ def _read_otherwise(scope: _Scope) -> Iterator[Diagnostic]:
         yield Diagnostic(
             "QZ117", text, scope.place("observer_cls"), help='write "observer_cls": "PerGroupMinMaxObserver"'
         )
-    elif axis in (0, 1):
+    elif axis in (0, 1) and "ch_axis" in scope.own:
         text = f"ch_axis {axis} is the channel axis here: groups run along axis {1 - axis}"
         help_ = f'to say the same: "observer_cls": "PerGroupMinMaxObserver", "ch_axis": {1 - axis}'
         yield Diagnostic("QZ122", text, scope.place("ch_axis"), "note", help=help_)
-    elif axis is not None:
+    elif axis not in (None, 0, 1):
         text = "with PerChannelMinMaxObserver, ch_axis is the channel axis: 0 or 1"
         yield Diagnostic(
             "QZ104",

@@ -8,7 +8,7 @@ from typing import Literal
 
 from quantizer.config.document import Document
 from quantizer.config.model import Config, QuantizationSpec, Role, Rule, Selector, Settings, Sourced
-from quantizer.config.spec_words import Block, normalized
+from quantizer.config.spec_words import Block, normalized, over
 from quantizer.config.view import View
 
 ROLE_OF: Mapping[str, Role] = {
@@ -50,7 +50,7 @@ class Level:
 
     def over(self, wider: Level | None, role: Role) -> dict[str, Sourced]:
         """What holds for the role where this level and a wider one are merged, key by key."""
-        return {**(wider.specs.get(role, {}) if wider else {}), **self.specs.get(role, {})}
+        return over(self.specs.get(role, {}), wider.specs.get(role, {}) if wider else {}, role)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,9 @@ METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 PARAMETERS = frozenset({"weights", "bias"})
 
+KINDRED = frozenset({"symmetric", "round_method", "mx_element_dtype", "scale_calculation_mode", "scale_format"})
+"""Keys that mean something for integers only, or for floating-point formats only, or not the same for both."""
+
 
 def said(raw: Block, key: str, default: Any = None) -> Any:
     """The value of a key, or what holds where the file does not say."""
@@ -70,6 +73,53 @@ def is_per_token(raw: Block, role: Role) -> bool:
 def is_channel_axis(raw: Block, role: Role) -> bool:
     """Whether `ch_axis` names the channels that are cut into groups, not the axis along which groups run."""
     return role in PARAMETERS and said(raw, "observer_cls") == "PerChannelMinMaxObserver"
+
+
+def over(own: Block, wider: Block, role: Role) -> dict[str, Sourced]:
+    """What holds where a level states `own`, key by key over a wider one.
+
+    Words about another kind of format are not inherited, and an inherited axis stays the axis that the wider level
+    means, whatever it is called in this one.
+    """
+    kept = {**wider, **own}
+    foreign = KINDRED if is_foreign(_kind(wider), _kind(kept)) else frozenset()
+    if said(wider, "observer_cls") == "PlaceholderObserver" and said(kept, "dtype") not in CAST_ONLY:
+        foreign |= {"observer_cls"}
+    merged = {key: sourced for key, sourced in kept.items() if key in own or key not in foreign}
+    meant, read = _axis_of(wider, role), _axis_of(merged, role)
+    if "ch_axis" in wider and "ch_axis" not in own and meant and read and meant != read:
+        axis = turned(merged.pop("ch_axis"), role)
+        merged |= {"ch_axis": axis} if axis else {}
+    return merged
+
+
+def is_foreign(dtype: str | None, other: str | None) -> bool:
+    """Whether one of two internal dtypes is an integer grid and the other a scaled floating-point format.
+
+    >>> is_foreign("int", "fp8_e4m3"), is_foreign("fp4", "fp8_e4m3"), is_foreign("int", "float16")
+    (True, False, False)
+    """
+    scaled = {dtype, other} - CAST_ONLY - {None}
+    return len(scaled) == 2 and "int" in scaled
+
+
+def turned(axis: Sourced, role: Role) -> Sourced | None:
+    """For the channel axis of a weight the axis along which its groups run, and back; None where that is open."""
+    known = role == "weights" and axis.value in (0, 1)
+    return Sourced(1 - axis.value, axis.place) if known else None
+
+
+def _kind(raw: Block) -> str | None:
+    dtype = said(raw, "dtype")
+    return "int" if dtype in INTEGERS else dtype
+
+
+def _axis_of(raw: Block, role: Role) -> str | None:
+    """What `ch_axis` names: the "channels", or the axis "along" which groups run; None where nothing reads it."""
+    found = scheme(raw)
+    if found not in ("per_channel", "per_group") or is_per_token(raw, role):
+        return None
+    return "channels" if found == "per_channel" or is_channel_axis(raw, role) else "along"
 
 
 def normalized(raw: Block, role: Role) -> dict[str, Sourced]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 
 from quantizer.config import check
-from quantizer.config.diagnostics import Diagnostic
+from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.model import Config, QuantizationSpec, Role, Rule, Sourced
 from quantizer.config.rules import conflicts
 from quantizer.graph.ir import Graph
@@ -87,12 +87,24 @@ def ineffective(
 
 
 def conflicting(
-    layer: str, role: Role, spec: QuantizationSpec, sources: Mapping[str, Sourced], device: str, form: str
+    layer: str,
+    role: Role,
+    spec: QuantizationSpec,
+    sources: Mapping[str, Sourced],
+    config: Config,
+    rules: Sequence[Rule],
 ) -> Iterator[Diagnostic]:
-    """The rule book on a merged spec, for values that a file set: the built-in default is exempt."""
-    for conflict in conflicts(spec, role, device, form):
+    """The rule book on a merged spec, for values that a file set: the built-in default is exempt.
+
+    `rules`, weakest first, say how strong each value is: the strongest in conflict is the one to change.
+    """
+    order: dict[Place | None, int] = {}
+    for strength, rule in enumerate(rules):
+        for sourced in rule.fields.get(role, {}).values():
+            order.setdefault(sourced.place, strength)
+    for conflict in conflicts(spec, role, config.settings.target_device, config.form):
         places = [sources[name].place for name in conflict.fields if name in sources]
-        known = [place for place in places if place is not None]
+        known = sorted(dict.fromkeys(filter(None, places)), key=lambda place: -order.get(place, 0))
         if not known:
             continue
         yield Diagnostic(

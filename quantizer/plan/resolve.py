@@ -12,7 +12,7 @@ from quantizer.config.model import Config, QuantizationSpec, Role, Rule, Sourced
 from quantizer.config.roles import base_role, is_parameter, parameter_role
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
-from quantizer.plan import axes, checks
+from quantizer.plan import axes, checks, inheritance
 from quantizer.plan.axes import Misfit, View
 from quantizer.plan.floating import OUTSIDE, outside_stubs
 from quantizer.plan.groups import Group, Layout, grid_of, layout
@@ -195,10 +195,10 @@ def _add(state: _Resolver, layer: str, role: str, group: Group, view: View) -> b
         return False
     spec, sources = axes.fitted(merged[0], view, role), merged[1]
     origins = {name: sources[name].origin if name in sources else "default" for name in _FIELDS if name != "ch_axis"}
-    settings = state.config.settings
+    weakest_first = [rule for _, rule in rules]
     found = [
-        *checks.conflicting(layer, base, spec, sources, settings.target_device, state.config.form),
-        *checks.under_float(base, spec, [rule for _, rule in rules]),
+        *checks.conflicting(layer, base, spec, sources, state.config, weakest_first),
+        *checks.under_float(base, spec, weakest_first),
     ]
     if not _is_refused(found):
         found += axes.impossible(layer, role, spec, view, sources)
@@ -245,16 +245,12 @@ def _merge(
     state: _Resolver, rules: list[tuple[int, Rule]], role: Role
 ) -> tuple[QuantizationSpec, dict[str, Sourced]] | None:
     """The effective spec, each field from the strongest rule that sets it; None when the strongest word is "float"."""
-    values: dict[str, Sourced] = {}
     quantized = True
     for _, rule in rules:
         quantized = _says(rule, role, quantized)
-        fields = rule.fields.get(role, {})
-        if "dtype" in fields and values.get("scale_type", Sourced("")).value == axes.BLOCK_SCALE:
-            del values["scale_type"]  # a shared exponent belongs to the format that this one replaces
-        values |= fields
     if not quantized:
         return None
+    values = inheritance.merged([rule.fields.get(role, {}) for _, rule in rules], role)
     return QuantizationSpec(**{name: sourced.value for name, sourced in values.items()}), values
 
 
