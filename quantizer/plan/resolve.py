@@ -18,6 +18,7 @@ from quantizer.plan.floating import OUTSIDE, outside_stubs
 from quantizer.plan.groups import Group, Layout, grid_of, layout
 from quantizer.plan.match import RANKS, Match, match
 from quantizer.plan.model import Plan, RuleMatch, TensorPlan
+from quantizer.plan.positions import with_finest_position
 
 NO_RULES = "operator without quantization rules"
 EXCLUDED = "excluded"
@@ -25,6 +26,7 @@ LEFT_FLOAT = "the config leaves it float"
 ENTRIES = ("input", "quant_stub")
 """Operators whose output is what a config calls the network's input."""
 _FIELDS = tuple(f.name for f in dataclasses.fields(QuantizationSpec))
+_DERIVED = ("ch_axis", "finest_position")  # from the layer and from the device
 
 
 @dataclass
@@ -194,7 +196,7 @@ def _add(state: _Resolver, layer: str, role: str, group: Group, view: View) -> b
         _count_silenced(state, rules, base)
         return False
     spec, sources = axes.fitted(merged[0], view, role), merged[1]
-    origins = {name: sources[name].origin if name in sources else "default" for name in _FIELDS if name != "ch_axis"}
+    origins = {name: sources[name].origin if name in sources else "default" for name in _FIELDS if name not in _DERIVED}
     weakest_first = [rule for _, rule in rules]
     found = [
         *checks.conflicting(layer, base, spec, sources, state.config, weakest_first),
@@ -251,7 +253,8 @@ def _merge(
     if not quantized:
         return None
     values = inheritance.merged([rule.fields.get(role, {}) for _, rule in rules], role)
-    return QuantizationSpec(**{name: sourced.value for name, sourced in values.items()}), values
+    spec = QuantizationSpec(**{name: sourced.value for name, sourced in values.items()})
+    return with_finest_position(spec, state.config.settings.target_device), values
 
 
 def _says(rule: Rule, role: Role, before: bool) -> bool:
