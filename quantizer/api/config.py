@@ -144,7 +144,17 @@ class Config:
 
         Raises:
             ConfigError: with all findings, if it cannot be used.
+            UsageError: it is no dict, or has no `global_quant_config`.
         """
+        if not isinstance(document, Mapping):
+            raise UsageError(
+                f"Config.from_dict got a {type(document).__name__}, not a dict", help="Config.load(path) reads a file"
+            )
+        if not document:
+            raise UsageError(
+                "the document has no global_quant_config, the config of all layers",
+                help="""write it, for example {"global_quant_config": {"weight": {"dtype": "int8"}}}""",
+            )
         read: Config = _READER.read(check_document(Document.of(document, cls.__name__)))
         return read
 
@@ -152,8 +162,9 @@ class Config:
         """Write a config file.
 
         Raises:
-            UsageError: the file cannot be written.
+            UsageError: the file cannot be written, or `path` is no path.
         """
+        _check_path(path)
         text = json.dumps(self.to_dict(), indent=2) + "\n"
         try:
             replace_file(Path(path), text.encode())
@@ -166,13 +177,19 @@ class Config:
 
         Raises:
             ConfigError: with all findings and their places, if it cannot be used.
-            UsageError: it is of the layered form.
+            UsageError: it is of the layered form, or `path` is no path.
         """
+        _check_path(path)
         read: Config = _READER.read(load_config(path))
         return read
 
 
 _READER = Reader(Config, {algorithm().name: algorithm for algorithm in (SmoothQuantConfig, AWQConfig, GPTQConfig)})
+
+
+def _check_path(path: Any) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(f"path is a {type(path).__name__}, not a path", help="give it as text or pathlib.Path")
 
 
 def _to_json(value: Any) -> Any:

@@ -16,28 +16,37 @@ T = TypeVar("T")
 
 
 def checked(cls: type[T]) -> type[T]:
-    """A dataclass whose construction refuses unknown fields and values of another type.
+    """A dataclass that refuses unknown fields, and when it is made values of another type.
 
-    Raises (when the class is called):
+    Raises (when the class is called, or a field is set):
         UsageError: naming class, field and value.
     """
     build: Callable[..., None] = cls.__init__
 
     @functools.wraps(build)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        names = [field.name for field in dataclasses.fields(self)]
         for name in kwargs:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, 1, 0.5)
-                raise UsageError(
-                    f"{cls.__name__} has no field {name!r}",
-                    help=f"did you mean {near[0]!r}?" if near else f"its fields are {', '.join(names)}",
-                )
+            _check_name(self, name)
         build(self, *args, **kwargs)
         check(self)
 
+    def set_field(self: Any, name: str, value: Any) -> None:
+        _check_name(self, name)
+        object.__setattr__(self, name, value)
+
     cls.__init__ = init  # type: ignore[method-assign]
+    cls.__setattr__ = set_field  # type: ignore[method-assign]
     return cls
+
+
+def _check_name(instance: Any, name: str) -> None:
+    names = [field.name for field in dataclasses.fields(instance)]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1, 0.5)
+        raise UsageError(
+            f"{type(instance).__name__} has no field {name!r}",
+            help=f"did you mean {near[0]!r}?" if near else f"its fields are {', '.join(names)}",
+        )
 
 
 def check(value: Any) -> None:
@@ -49,9 +58,20 @@ def check(value: Any) -> None:
     for name, hint in get_type_hints(type(value)).items():
         found = getattr(value, name)
         if not fits(found, hint):
-            raise UsageError(
-                f"{type(value).__name__}.{name} is {_shown(found)}, not {_expected(hint)}", help=_help(found, hint)
-            )
+            where = f"{type(value).__name__}.{name}"
+            if get_origin(hint) is dict and isinstance(found, dict):
+                where, found, hint = _misfit(where, found, *get_args(hint))
+            raise UsageError(f"{where} is {_shown(found)}, not {_expected(hint)}", help=_help(found, hint))
+
+
+def _misfit(where: str, found: dict[Any, Any], keys: Any, values: Any) -> tuple[str, Any, Any]:
+    """The first key or value of a dict that is not of its type: where it is, itself, and its type."""
+    for key, item in found.items():
+        if not fits(key, keys):
+            return f"a key of {where}", key, keys
+        if not fits(item, values):
+            return f"{where}[{key!r}]", item, values
+    raise AssertionError("all of it fits")
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -96,6 +116,9 @@ def _expected(hint: Any) -> str:
 
 def _help(value: Any, hint: Any) -> str | None:
     """What to write instead, where that can be told."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and dataclasses.is_dataclass(value):
+        takers = [f"{name}=" for name, taken in get_type_hints(hint).items() if fits(value, taken)]
+        return f"write {hint.__name__}(…) with it as {', '.join(takers)}" if takers else None
     for wanted in (hint, *get_args(hint)):
         if isinstance(wanted, type) and issubclass(wanted, Enum):
             names = list(wanted.__members__)

@@ -19,10 +19,12 @@ from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import Config as InternalConfig
+from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.engine import calibrate
 from quantizer.errors import DataError
 from quantizer.graph.modules import left_out, module_graph
 from quantizer.nn.inplace import ModuleTree, check_float, check_quantizable
+from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch, as_batch, positional_inputs
@@ -41,7 +43,7 @@ def quantize(model: Any, config: Config, dataloader: Iterable[Any] | None) -> No
     if any(finding.severity == "error" for finding in findings):
         raise ConfigError(findings)
     _tell(plan, findings)
-    for remark in left_float(model, rules, plan):
+    for remark in (*left_float(model, rules, plan), *saturated(plan)):
         logger.warning("%s", remark)
     tree = ModuleTree(model, graph)
     for name, layer in tree.layers.items():
@@ -82,11 +84,17 @@ def _batches(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
         raise DataError(f"dataloader is a {type(dataloader).__name__}, which gives no batches") from None
     inputs = positional_inputs(model)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    index = -1
     for index, item in enumerate(items):
         try:
             yield as_batch(item, inputs).to(device)
         except DataError as error:
             raise DataError(f"batch {index} {error.message}", help=error.help) from error
+    if index < 0:
+        raise DataError(
+            "the dataloader gave no batches",
+            help="give quantize_model a dataloader that gives batches; a generator gives its batches only once",
+        )
 
 
 def _first_static(plan: Plan) -> str:
@@ -140,3 +148,18 @@ def left_float(model: nn.Module, config: InternalConfig, plan: Plan) -> Iterator
         layers = [name for name in dict.fromkeys(names) if plan.of_layer(name)]
         if layers:
             yield f"{reason}: {layers[0]}" + (f" and {len(layers) - 1} more" if layers[1:] else "")
+
+
+def saturated(plan: Plan) -> Iterator[str]:
+    """Which parameters have values that a cast without a scale cuts to the largest of its format, and how many."""
+    for tensor in plan.tensors.values():
+        if is_parameter(tensor.role) and not tensor.spec.is_scaled:
+            node = plan.graph.by_name[tensor.layer]
+            value = plan.graph.tensors[node.params[parameter_name(tensor.role)]]
+            largest = FLOAT_FORMATS[tensor.spec.dtype].largest
+            count = int((value.isfinite() & (value.abs() > largest)).sum())
+            if count:
+                yield (
+                    f"{tensor.role} of {tensor.layer}: {count} of {value.numel()} values are beyond {largest:g}, the "
+                    f"largest of {tensor.spec.dtype}, and become it; bfloat16 has float32's range"
+                )

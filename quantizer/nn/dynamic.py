@@ -26,10 +26,10 @@ def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
     """
     axis = axis_of(spec)
     rows = as_rows(x, spec.qscheme, axis, spec.group_size)
-    exporting = torch.compiler.is_exporting()
-    found = (rows.amin(1), rows.amax(1)) if exporting else extremes(rows)
+    traced = torch.compiler.is_compiling()  # true of exports as well
+    found = (rows.amin(1), rows.amax(1)) if traced else extremes(rows)
     grid = grid_of(spec)
-    if not exporting:
+    if not traced:
         _check(found, grid)
     qparams = qparams_from_range(*found, grid)
     shape = scale_shape(tuple(x.shape), spec.qscheme, axis, spec.group_size)

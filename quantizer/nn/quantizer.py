@@ -63,7 +63,7 @@ class TensorQuantizer(nn.Module):
 
     def _dynamic(self, x: Tensor) -> Tensor:
         spec = self.spec
-        if spec.qscheme == "per_tensor" or torch.compiler.is_exporting():
+        if spec.qscheme == "per_tensor" or torch.compiler.is_compiling():
             found = dynamic_qparams(x, spec)
             return place(x, spec, found.scale, found.zero_point, inplace=self.inplace)
         cut = spec.qscheme, axis_of(spec), spec.group_size
@@ -105,7 +105,7 @@ def _place(
     x: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor, axis: int | None, inplace: bool
 ) -> Tensor:
     """The same with scales of shape () or (C,)."""
-    kind = "plain" if torch.compiler.is_exporting() else "inplace" if inplace else "copy"  # a trace unrolls block loops
+    kind = "plain" if torch.compiler.is_compiling() else "inplace" if inplace else "copy"  # a trace unrolls block loops
     integer, floating = _FORMS[kind]
     if spec.dtype != "int":
         return floating(x, scale, spec.dtype, ch_axis=axis)

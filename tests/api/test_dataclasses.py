@@ -57,7 +57,11 @@ def everything() -> Config:
         (lambda: QuantizationConfig(weight=Dtype.int8), "QuantizationConfig.weight is Dtype.int8", None),  # type: ignore[arg-type]
         (lambda: Config(spec()), "Config.global_quant_config is a QuantizationSpec", None),  # type: ignore[arg-type]
         (lambda: Config(QuantizationConfig(), exclude="fc"), "Config.exclude is 'fc', not a list of str", None),  # type: ignore[arg-type]
-        (lambda: Config(QuantizationConfig(), {"fc": spec()}), "not a dict of str to QuantizationConfig", None),  # type: ignore[dict-item]
+        (
+            lambda: Config(QuantizationConfig(), {"0": spec()}),
+            "Config.layer_type_quant_config['0'] is a QuantizationSpec, not a QuantizationConfig",
+            "write QuantizationConfig(…) with it as input_tensors=, output_tensors=, weight=, bias=",
+        ),  # type: ignore[dict-item]
         (lambda: Config(QuantizationConfig(), algo_config="awq"), "Config.algo_config is 'awq'", None),  # type: ignore[arg-type]
     ],
 )
@@ -136,3 +140,27 @@ def test_the_dataclasses_need_no_torch(tmp_path: Path) -> None:
     names = ", ".join(name for name in quantizer.__all__ if name != "ModelQuantizer")
     code = f"import sys; from quantizer import {names}; Config.load({str(file)!r}); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_attribute_that_is_no_field_is_refused() -> None:
+    config = everything()
+    with pytest.raises(UsageError, match=r"Config has no field 'exclde'\nhelp: did you mean 'exclude'\?"):
+        config.exclde = ["fc"]  # type: ignore[attr-defined]
+    config.exclude = ["fc"]
+    assert config.to_dict()["exclude"] == ["fc"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Config.from_dict(3), "Config.from_dict got a int, not a dict"),  # type: ignore[arg-type]
+        (lambda: Config.from_dict({}), "the document has no global_quant_config"),
+        (lambda: everything().save(3), "path is a int, not a path"),  # type: ignore[arg-type]
+        (lambda: Config.load(3), "path is a int, not a path"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_document_and_no_path_is_told(call: Any, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        call()
+    assert caught.value.message.startswith(message)
+    assert caught.value.help

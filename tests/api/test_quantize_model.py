@@ -416,7 +416,13 @@ def bad_weights() -> nn.Sequential:
     ("make", "data", "config", "error", "message"),
     [
         (mlp, None, QuantizationConfig(weight=spec(), input_tensors=spec()), DataError, "no dataloader, but the input"),
-        (mlp, [], QuantizationConfig(input_tensors=spec()), DataError, "the calibration data has no batches"),
+        (
+            mlp,
+            [],
+            QuantizationConfig(input_tensors=spec()),
+            DataError,
+            "the dataloader gave no batches\nhelp: give quantize_model a dataloader",
+        ),
         (mlp, 5, QuantizationConfig(input_tensors=spec()), DataError, "dataloader is a int"),
         (mlp, ["x"], QuantizationConfig(input_tensors=spec()), DataError, "batch 0 is a str"),
         (mlp, [X, X[:, :3]], QuantizationConfig(input_tensors=spec()), DataError, "batch 1: the model cannot run"),
@@ -559,3 +565,24 @@ def test_compiled_and_exported_programs_are_refused() -> None:
     with pytest.raises(ModelError, match=r"model is a ExportedProgram, not a torch\.nn\.Module"):
         quantized(torch.export.export(mlp(), (X,)), weight=spec())
     quantized(nn.Sequential(torch.jit.script(nn.ReLU()), nn.Linear(8, 8)), weight=spec())
+
+
+@pytest.mark.parametrize("inputs", [spec(), spec(is_dynamic=True), per_token()], ids=["static", "dynamic", "rows"])
+@pytest.mark.parametrize("compiled", [torch.compile, torch.export.export], ids=["compile", "export"])
+def test_a_quantized_model_is_traced_whole_and_computes_the_same(compiled: Any, inputs: Any) -> None:
+    model = quantized(mlp(), [X], weight=spec(), input_tensors=inputs, output_tensors=inputs)
+    with torch.no_grad():
+        if compiled is torch.compile:
+            found = torch.compile(model, backend="eager", fullgraph=True)(X)
+        else:
+            found = torch.export.export(model, (X,)).module()(X)
+        torch.testing.assert_close(found, model(X), rtol=0, atol=1e-6)
+
+
+def test_weights_that_a_cast_saturates_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    model[2].weight.data[0, :3] = torch.tensor([1e6, -7e4, 65504.0])
+    quantized(model, weight=QuantizationSpec(Dtype.float16))
+    assert model[2].weight[0, :3].tolist() == [65504.0, -65504.0, 65504.0]
+    assert "Linear[2]/linear: 2 of 64 values are beyond 65504, the largest of float16" in caplog.text
+    assert "Linear[0]" not in caplog.text
