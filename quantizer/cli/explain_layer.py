@@ -38,6 +38,8 @@ def explain_layer(name: str, options: ModelOptions) -> None:
             click.echo(f"  {role}" + _shared(tensor))
             for field, origin in tensor.origins.items():
                 click.echo(f"    {field:<12} {getattr(tensor.spec, field)!s:<12} {origin}")
+        for role in (role for name, role in plan.off if name == layer):
+            click.echo(f"  {role}: float: float32 at {plan.off[layer, role]}")
         if layer in plan.floats:
             click.echo(f"  activation: float: {plan.floats[layer]}")
 

@@ -14,7 +14,6 @@ from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role, Sourced
 from quantizer.config.rules import Conflict, conflicts
 from quantizer.config.spec_words import (
     GROUP_SIZES,
-    INTEGERS,
     METHODS,
     PARAMETERS,
     is_block,
@@ -35,7 +34,6 @@ def check_levels(levels: Hierarchical) -> Iterator[Diagnostic]:
         yield from _broken_rules(levels, scope)
         yield from _observer(scope)
         yield from _elements(levels, scope)
-        yield from _unsigned(scope)
         yield from _read_otherwise(scope)
     yield from _idle(scopes)
     yield from _devices(levels)
@@ -124,13 +122,6 @@ def _elements(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
         yield Diagnostic("QZ105", text, scope.place("dtype"), help='for example "mx_element_dtype": "fp4"')
 
 
-def _unsigned(scope: _Scope) -> Iterator[Diagnostic]:
-    unsigned = INTEGERS.get(said(scope.raw, "dtype"), (0, True))[1] is False
-    if unsigned and said(scope.raw, "symmetric"):
-        text = f"a symmetric {said(scope.raw, 'dtype')} has no codes below 0: negative values become 0"
-        yield Diagnostic("QZ121", text, scope.place("symmetric"), "warning", help='write "symmetric": false')
-
-
 def _read_otherwise(scope: _Scope) -> Iterator[Diagnostic]:
     """Words that are honoured in another sense than their plain one, told once each."""
     raw, parameter = scope.raw, scope.role in PARAMETERS
@@ -186,7 +177,7 @@ def _unread(scope: _Scope) -> dict[str, str]:
     raw, found = scope.raw, scheme(scope.raw)
     dtype = said(raw, "dtype")
     if dtype in CAST_ONLY:
-        needless = [key for key in raw if key != "dtype" and said(raw, "observer_cls") != raw[key].value]
+        needless = [key for key in raw if key != "dtype" and raw[key].value != "PlaceholderObserver"]
         return dict.fromkeys(needless, f"{dtype} has no scale")
     per_token = is_per_token(raw, scope.role)
     spelled = found == "per_channel" and per_token

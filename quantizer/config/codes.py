@@ -57,7 +57,7 @@ CODES: dict[str, Code] = {
     "QZ102": Code(
         "unknown key",
         "A misspelt key would change nothing, silently. `$schema` and keys that begin with `//` are allowed.",
-        "Write the key that is meant.",
+        "Write the key that is meant; a key that has two spellings is written once.",
     ),
     "QZ103": Code(
         "wrong type",
@@ -134,11 +134,6 @@ CODES: dict[str, Code] = {
         "one device for the whole model",
         "A layer cannot run on another device than the rest.",
         "Write target_device in global_quant_config only.",
-    ),
-    "QZ121": Code(
-        "unsigned codes without a zero point",
-        "A symmetric grid of unsigned codes begins at 0, so every negative value becomes 0.",
-        'Write a signed dtype, or `"symmetric": false`.',
     ),
     "QZ122": Code(
         "a word that means something else here",

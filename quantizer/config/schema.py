@@ -16,6 +16,7 @@ from quantizer.config.document import Document, pointer_to
 from quantizer.config.form import Form, form_of
 from quantizer.config.hints import TYPE_WORDS, help_for_key, help_for_value
 from quantizer.config.resources import load_resource
+from quantizer.config.spellings import other_spelling
 from quantizer.config.wording import listed, quoted
 
 if TYPE_CHECKING:
@@ -113,15 +114,18 @@ def _wrong_value(document: Document, error: ValidationError, schema: dict[str, A
 
 
 def _unknown_keys(document: Document, error: ValidationError, schema: dict[str, Any]) -> Iterator[Diagnostic]:
-    for key in error.instance if isinstance(error.instance, dict) else ():
+    members: dict[str, Any] = error.instance if isinstance(error.instance, dict) else {}
+    for key in members:
         if key not in schema["properties"] and not key.startswith("//"):
             place = document.place(pointer_to(*error.absolute_path, key), key=True)
-            yield Diagnostic(
-                "QZ102",
-                f"unknown key {quoted(key)}",
-                place,
-                help=help_for_key(key, tuple(schema["properties"]), form_of(document)),
-            )
+            word = other_spelling(key, error.absolute_path) if form_of(document) == "hierarchical" else key
+            if word != key and word in members:
+                text = f"{quoted(key)} is another spelling of {quoted(word)}: the key is said twice"
+                first = document.place(pointer_to(*error.absolute_path, word), key=True)
+                yield Diagnostic("QZ102", text, place, help="remove one of the two", related=((first, "here, too"),))
+                continue
+            help_ = help_for_key(key, tuple(schema["properties"]), form_of(document))
+            yield Diagnostic("QZ102", f"unknown key {quoted(key)}", place, help=help_)
 
 
 def _missing(document: Document, pointer: str) -> Iterator[Diagnostic]:

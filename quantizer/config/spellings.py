@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,16 @@ TYPES: Mapping[str, str] = {
 _SPECS = frozenset({"input_tensors", "output_tensors", "weight", "bias"})
 
 
+def other_spelling(key: str, path: Sequence[str | int]) -> str:
+    """The form's word for a key of the block at `path`; the key itself, if it is no other spelling.
+
+    >>> other_spelling("dynamic", ("global_quant_config", "weight")), other_spelling("dynamic", ())
+    ('is_dynamic', 'dynamic')
+    """
+    table = KEYS if path and path[-1] in _SPECS else TYPES if tuple(path) == ("layer_type_quant_config",) else {}
+    return table.get(key, key)
+
+
 def canonical(document: Document) -> tuple[Document, tuple[Diagnostic, ...]]:
     """The document in the form's own words, every value still at its place, and a note for each word replaced."""
     rewriting = _Rewriting(document)
@@ -86,9 +96,8 @@ class _Rewriting:
 
     def _words(self, members: Mapping[str, Any], path: Path) -> Iterator[tuple[str, str]]:
         """Each key, and the word for it; a key whose own word is there too is left as it is."""
-        table = KEYS if path and path[-1] in _SPECS else TYPES if path == ("layer_type_quant_config",) else {}
         for key in members:
-            word = table.get(key, key)
+            word = other_spelling(key, path)
             if word != key and word not in members:
                 self._note(key, word, pointer_to(*path, key), key=True)
                 yield key, word

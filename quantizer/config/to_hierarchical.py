@@ -9,7 +9,8 @@ from typing import Any
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.hierarchical import ROLE_OF
 from quantizer.config.model import CAST_ONLY, ROLES, Config, QuantizationSpec, Role, Rule, Settings, Sourced
-from quantizer.config.spec_words import INTEGERS, METHODS, PARAMETERS
+from quantizer.config.spec_words import INTEGERS, METHODS
+from quantizer.config.to_layered import WEIGHTED
 from quantizer.config.types import RoundType, ScaleType
 from quantizer.config.wording import listed
 
@@ -24,14 +25,18 @@ def to_hierarchical(config: Config) -> tuple[dict[str, Any], tuple[Diagnostic, .
     """The document, and findings: an error for what cannot be said, a warning for what depends on the model."""
     overall, tensor, *layers = config.rules
     roles = [role for role in ROLES if role in (overall.roles or ())]
-    everywhere = {role: {**overall.fields[role], **tensor.fields.get(role, {})} for role in roles}
+    everywhere: dict[Role, Fields] = {role: {**overall.fields[role], **tensor.fields.get(role, {})} for role in roles}
     findings = [*_settings(config.settings), *_network(overall, roles)]
+    if not roles and (same := _for_all_weighted(layers)):
+        everywhere = {role: same[0].fields[role] for role in ROLES if role in (same[0].roles or ())}
+        roles, layers = list(everywhere), [rule for rule in layers if rule not in same]
     blocks: dict[str, dict[str, Any]] = {block: {} for block in _BLOCKS.values()}
     excluded: list[str] = []
     for rule in layers:
-        findings += _entry(rule, PARAMETERS & frozenset(roles))
-        if rule.roles:
-            level = {_KEY_OF[role]: _spec(rule.fields[role]) for role in ROLES if role in rule.roles}
+        findings += _entry(rule)
+        if rule.roles or rule.selector.kind == "type":
+            level = {_KEY_OF[role]: _spec(rule.fields[role]) for role in ROLES if role in (rule.roles or ())}
+            level |= {_KEY_OF[role]: {"dtype": "float32"} for role in roles if role not in (rule.roles or ())}
             blocks[_BLOCKS[rule.selector.kind]][rule.selector.text] = level
         else:
             excluded.append(rule.selector.text)
@@ -74,21 +79,25 @@ trained tensors in expressions, stay in float"
         yield Diagnostic("QZ125", text, overall.roles_place, "warning", help="look at `quantizer plan` with both files")
 
 
-def _entry(rule: Rule, wider: frozenset[str]) -> Iterator[Diagnostic]:
+def _for_all_weighted(layers: list[Rule]) -> list[Rule]:
+    """The entries that say the same of each operator with weights, present or not: together they are a global block."""
+    optional = {
+        rule.selector.text: rule for rule in layers if rule.selector.kind == "type" and not rule.selector.required
+    }
+    entries = [optional[word] for word in WEIGHTED if word in optional]
+    alike = all((rule.roles, _values(rule)) == (entries[0].roles, _values(entries[0])) for rule in entries)
+    return entries if alike and len(entries) == len(WEIGHTED) else []
+
+
+def _values(rule: Rule) -> dict[Role, QuantizationSpec]:
+    return {role: _of(rule.fields[role]) for role in rule.roles or ()}
+
+
+def _entry(rule: Rule) -> Iterator[Diagnostic]:
     """What a layer's entry says that a level cannot."""
-    selector = rule.selector
-    dropped = wider.difference(rule.roles or ())
-    if not selector.required:
+    if not rule.selector.required:
         text = f'{rule.label} has "required": false, and in the hierarchical form every selector has to match'
-        yield Diagnostic("QZ124", text, selector.place, help="remove the entry if its layers are not in the model")
-    if rule.roles and dropped:
-        text = (
-            f"{rule.label} leaves {listed(sorted(dropped))} in float, which in the hierarchical form only exclude does"
-        )
-        yield Diagnostic("QZ124", text, rule.roles_place, help="quantize them, too, or leave the whole layer in float")
-    if not rule.roles and selector.kind == "type":
-        text = f"{rule.label} leaves a layer type in float, and exclude has names only"
-        yield Diagnostic("QZ124", text, selector.place, help="write an entry for each layer's name")
+        yield Diagnostic("QZ124", text, rule.selector.place, help="remove the entry if its layers are not in the model")
 
 
 @dataclass(frozen=True)
@@ -100,8 +109,6 @@ class _Limit:
 
 
 def _limits(spec: QuantizationSpec) -> Iterator[_Limit]:
-    if spec.dtype == "float32":
-        yield _Limit("dtype", "datatype float32")
     if spec.dtype != "int":
         return
     if _dtype(spec) is None:

@@ -13,7 +13,8 @@ class _Named(Enum):
 
 
 class Dtype(_Named):
-    """Number formats. `mx` is a block format whose elements `mx_element_dtype` names."""
+    """Number formats. `mx` is a block format whose elements `mx_element_dtype` names; `float32` (ours) leaves a tensor
+    in float that a wider level quantizes."""
 
     int2 = "int2"
     int3 = "int3"
@@ -31,6 +32,7 @@ class Dtype(_Named):
     fp4 = "fp4"
     float16 = "float16"
     bfloat16 = "bfloat16"
+    float32 = "float32"
     mx = "mx"
     bfp16 = "bfp16"
 

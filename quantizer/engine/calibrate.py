@@ -179,7 +179,8 @@ class _located:  # noqa: N801 - reads as a verb: with _located(...)
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, ObservationError):
             where = f"{self.tensor.role} of {self.tensor.layer}"
-            help_ = "set signed to true" if isinstance(error, NegativeValuesError) else "check the data and the weights"
+            signs = isinstance(error, NegativeValuesError)
+            help_ = "give it a signed or an asymmetric grid" if signs else "check the data and the weights"
             raise self.error(f"{where}: {error}", help=f"{help_}, or leave this tensor float") from error
 
 

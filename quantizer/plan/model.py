@@ -58,7 +58,7 @@ class RuleMatch:
 
 @dataclass(frozen=True)
 class Plan:
-    """All decisions for one graph and one config."""
+    """All decisions for one graph and one config; `off` are the tensors set to float32, and where that is said."""
 
     graph: Graph
     tensors: Mapping[tuple[str, str], TensorPlan]
@@ -66,6 +66,7 @@ class Plan:
     floats: Mapping[str, str] = field(default_factory=dict)
     diagnostics: tuple[Diagnostic, ...] = ()
     settings: Settings = field(default_factory=Settings)
+    off: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     def of_layer(self, layer: str) -> dict[str, TensorPlan]:
         """The layer's tensors by role."""
@@ -101,6 +102,8 @@ class Plan:
             tensors = self.of_layer(node.name)
             if tensors:
                 row["tensors"] = {role: tensor.to_json() for role, tensor in tensors.items()}
+            if off := {role: _portable(origin) for (name, role), origin in self.off.items() if name == node.name}:
+                row["float32"] = off
             if node.name in self.corrected:
                 row["bias_correction"] = True
             if node.name in self.floats:

@@ -39,6 +39,7 @@ class _Resolver:
     matches: list[Match] = field(default_factory=list)
     tensors: dict[tuple[str, str], TensorPlan] = field(default_factory=dict)
     floats: dict[str, str] = field(default_factory=dict)
+    off: dict[tuple[str, str], str] = field(default_factory=dict)
     findings: list[Diagnostic] = field(default_factory=list)
     misfits: list[Misfit] = field(default_factory=list)
     effects: list[int] = field(default_factory=list)
@@ -72,7 +73,7 @@ def resolve(config: Config, graph: Graph, original: Graph) -> Plan:
         RuleMatch(r.label, r.selector.text or r.selector.kind, m.layers, count, str(r.selector.place or ""))
         for r, m, count in zip(config.rules, state.matches, state.effects, strict=True)
     )
-    return Plan(graph, state.tensors, rules, state.floats, tuple(state.findings), config.settings)
+    return Plan(graph, state.tensors, rules, state.floats, tuple(state.findings), config.settings, state.off)
 
 
 def _plan_parameters(state: _Resolver, node: Node, where: Layout, kept: Mapping[str, str]) -> None:
@@ -209,6 +210,7 @@ def _add(state: _Resolver, layer: str, role: str, group: Group, view: View) -> b
     state.misfits += [misfit] if misfit else []
     _count(state, rules, base)
     if spec.dtype == "float32":
+        state.off[(layer, role)] = origins["dtype"]
         return False
     scales = _scales(spec, view) if is_parameter(role) and not _is_refused(found) else 0
     state.tensors[(layer, role)] = TensorPlan(layer, role, spec, origins, group.point, group.members, scales)

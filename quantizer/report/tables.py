@@ -89,6 +89,9 @@ def plan_table(plan: Plan) -> Listing:
     rows: list[tuple[str, ...]] = []
     for node in plan.graph.nodes:
         rows += [(node.name, role, describe_spec(tensor.spec)) for role, tensor in plan.of_layer(node.name).items()]
+        rows += [
+            (node.name, role, f"float: float32 at {at}") for (name, role), at in plan.off.items() if name == node.name
+        ]
         if node.name in plan.floats and node.row.kind != "structural":
             rows.append((node.name, "activation", f"float: {plan.floats[node.name]}"))
     return Listing(("layer", "tensor", "spec"), rows)

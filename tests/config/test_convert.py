@@ -62,6 +62,14 @@ SAYABLE: dict[str, dict[str, Any]] = {
         }
     },
     "only a layer": {"global_quant_config": {}, "layer_quant_config": {"fc": {"weight": {"dtype": "uint4"}}}},
+    "a tensor switched off": {
+        "global_quant_config": {"weight": INT8, "bias": BIAS},
+        "layer_quant_config": {"conv1": {"bias": {"dtype": "float32"}}},
+    },
+    "a tensor of a type switched off": {
+        "global_quant_config": {"weight": INT8, "bias": BIAS},
+        "layer_type_quant_config": {"Linear": {"weight": {"dtype": "float32"}}},
+    },
     "bfloat16": {"global_quant_config": {"weight": {"dtype": "bfloat16"}}},
 }
 
@@ -100,6 +108,8 @@ BACK: dict[str, dict[str, Any]] = {
         quantizable_data_type=[],
     ),
     "weights": document(layer("fc", roles=[]), quantizable_data_type=["weights"], overall={"round_mode": "std_round"}),
+    "a role that a layer leaves out": document(layer("fc", roles=["bias"]), quantizable_data_type=["weights"]),
+    "a type in float": document(layer(type="torch.nn.Linear", roles=[]), quantizable_data_type=["weights", "bias"]),
 }
 
 
@@ -112,6 +122,24 @@ def test_the_hierarchical_file_gives_the_same_plan(name: str) -> None:
         key: tensor.spec for key, tensor in ours.tensors.items()
     }
     assert ours.tensors
+
+
+@pytest.mark.parametrize("name", SAYABLE)
+def test_the_layered_file_converts_back(name: str) -> None:
+    written, _ = to_layered(config(SAYABLE[name]))
+    again, findings = to_hierarchical(config(written))
+    assert codes(findings) == []
+    ours, theirs = plan(SAYABLE[name], "residual"), plan(again, "residual")
+    assert {key: tensor.spec for key, tensor in theirs.tensors.items()} == {
+        key: tensor.spec for key, tensor in ours.tensors.items()
+    }
+
+
+def test_optional_entries_that_differ_are_no_global_block() -> None:
+    written, _ = to_layered(config(SAYABLE["weights"]))
+    written["layer_quantize_config"][0]["overall_quantize_config"]["bit_width"] = 4
+    _, findings = to_hierarchical(config(written))
+    assert set(codes(findings)) == {"QZ124"}
 
 
 TO_LAYERED: dict[str, tuple[dict[str, Any], str]] = {
@@ -172,14 +200,6 @@ TO_HIERARCHICAL: dict[str, tuple[dict[str, Any], str]] = {
     "a layer that may be absent": (
         document(layer("fc", required=False), quantizable_data_type=["weights"]),
         '"required": false',
-    ),
-    "a role that a layer leaves out": (
-        document(layer("fc", roles=["bias"]), quantizable_data_type=["weights"]),
-        "leaves weights in float",
-    ),
-    "a type in float": (
-        document(layer(type="torch.nn.Linear", roles=[]), quantizable_data_type=["weights"]),
-        "leaves a layer type in float",
     ),
 }
 

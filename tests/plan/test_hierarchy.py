@@ -213,6 +213,16 @@ def test_a_token_of_a_convolution_is_a_sample(role: Any) -> None:
     assert {(tensor.spec.qscheme, tensor.spec.ch_axis) for tensor in maps} == {("per_channel", 0)}
 
 
+def test_float32_switches_a_tensor_off_and_the_plan_says_so() -> None:
+    off = {"fc": {"input": {"dtype": "float32"}, "weights": {"dtype": "float32"}}}
+    plan = planned(hierarchy({"weights": INT8, "input": INT8, "bias": INT8}, names=off))
+    assert set(plan.of_layer(FC)) == {"bias"}
+    assert set(plan.off) == {(FC, "input"), (FC, "weights")}
+    (row,) = [layer for layer in plan.to_json()["layers"] if layer["name"] == FC]
+    assert row["float32"] == {"weights": "default", "input": "default"}
+    assert findings(plan, "QZ405") == []
+
+
 def test_groups_of_an_activation_are_dynamic() -> None:
     group = INT8 | {"qscheme": "per_group", "group_size": 2}
     (found,) = findings(planned(hierarchy({"weights": INT8, "input": group}, exclude=("conv1",))), "QZ408")
