@@ -30,10 +30,11 @@ def plan(options: ModelOptions) -> None:
     read = session.read_config(options.config_file)
     with session.told_notes(options.json):
         loaded = session.open_model(options)
-        original = session.trace_model(options, loaded, session.open_data(options, loaded))
+        batches = session.open_data(options, loaded)
+        original = session.trace_model(options, loaded, batches)
     found = session.make_plan(read, original)
     before, after = weight_bytes(found)
-    size = options.batch_size or DEFAULT_BATCH_SIZE
+    size = options.batch_size or batches.first_size or DEFAULT_BATCH_SIZE
     memory = peak_activation_bytes(found.graph, size)
     content = found.to_json() | {
         "weight_bytes": {"float": before, "quantized": after},

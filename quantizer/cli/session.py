@@ -133,7 +133,9 @@ def read_windows(options: Options, loaded: LoadedModel, given: str | None, calib
     Raises:
         UsageError: the lengths do not fit each other or the model, or the data given are no texts.
     """
-    named = [name for name in ("tokenizer", "stride") if getattr(options, name, None)]
+    named = [name for name in ("tokenizer", "stride", "seq_len") if getattr(options, name, None)]
+    if given is None and loaded.calibration_data is None and loaded.example is not None:
+        named = [name for name in named if name != "seq_len"]  # the example input has a length, too
     if named and (given is None or find_files(given)[0] != TEXTS):
         raise UsageError(f"--{named[0]} is for texts, and the data are none", help="give --data FILE.txt")
     longest = longest_window(loaded.module)

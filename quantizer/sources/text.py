@@ -64,7 +64,15 @@ class TextData:
             ids = windows[start : start + size].clone()
             target = ids.clone()
             target[int(start == 0) :, : seq_len - stride] = UNSCORED
-            yield _as_batch(ids, target, self.module)
+            yield _as_batch(ids, target if self.is_scored else None, self.module)
+
+    @cached_property
+    def is_scored(self) -> bool:
+        """Whether there are targets; said once if not."""
+        scored = foretells(self.module)
+        if not scored:
+            logger.warning("%s does not foretell the next token: no perplexity", type(self.module).__name__)
+        return scored
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -98,11 +106,22 @@ def longest_window(module: nn.Module) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-def _as_batch(ids: Tensor, target: Tensor, module: nn.Module | None) -> Batch:
+def foretells(module: nn.Module | None) -> bool:
+    """Whether logits at a token say what the next one is. Models of transformers tell (those for masked words do not);
+    what others make of a text is theirs to know.
+    """
+    can_generate = getattr(module, "can_generate", None)
+    if can_generate is None:
+        return True
+    config = getattr(module, "config", None)
+    return bool(can_generate()) and not getattr(config, "is_encoder_decoder", False)
+
+
+def _as_batch(ids: Tensor, target: Tensor | None, module: nn.Module | None) -> Batch:
     """By name where `forward` takes `input_ids`, else as the first input."""
     if module is not None and INPUT in inspect.signature(module.forward).parameters:
-        return Batch((), {INPUT: ids}, target, {INPUT: ids, "labels": target})
-    return Batch((ids,), {}, target, (ids, target))
+        return Batch((), {INPUT: ids}, target, {INPUT: ids} | ({} if target is None else {"labels": target}))
+    return Batch((ids,), {}, target, ids if target is None else (ids, target))
 
 
 def _read(path: Path) -> str:

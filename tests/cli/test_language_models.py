@@ -110,6 +110,7 @@ def test_random_data_give_the_shape_and_no_stamp(folder: Path, capsys: pytest.Ca
         ((*TEXT_DATA, "--seq_len", "1"), 2, "--seq_len"),
         ((*TEXT_DATA, "--tokenizer", "missing"), 4, "there is no file or folder missing"),
         (("--data", "random:2x3", "--stride", "2"), 2, "--stride is for texts, and the data are none"),
+        (("--data", "random:2x3", "--seq_len", "3"), 2, "--seq_len is for texts, and the data are none"),
         (("--data", "random:2x3", "--tokenizer", "."), 2, "--tokenizer is for texts, and the data are none"),
     ],
 )
@@ -191,3 +192,55 @@ def test_a_scale_for_each_position_fixes_the_length(folder: Path, capsys: pytest
     assert run("test", "--data", "text.txt") == 0
     assert run("test", "--data", "text.txt", "--seq_len", "24") == 5
     assert "then input of layer Net::Net/Linear[head]/linear has 24 channels" in capsys.readouterr().err
+
+
+FAMILIES = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24}),
+    "bert": (
+        "BertForMaskedLM",
+        "BertConfig",
+        {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    ),
+}
+
+
+def saved(name: str, folder: Path) -> str:
+    """A folder with an untrained model of the family that takes the tokens of bytes."""
+    transformers = pytest.importorskip("transformers", reason="needs quantizer[llm]")
+    model, config, sizes = FAMILIES[name]
+    torch.manual_seed(0)
+    network = getattr(transformers, model)(getattr(transformers, config)(vocab_size=256, **sizes))
+    network.save_pretrained(folder / name)
+    return name
+
+
+@pytest.mark.parametrize("config", [WEIGHTS_ONLY, DYNAMIC])
+def test_another_family(config: str, llama: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """GPT-2 has learned positions, one projection for query, key and value, and weights the other way round."""
+    model, tokens = saved("gpt2", folder), ("--tokenizer", llama, "--data", "text.txt", "--seq_len", "16")
+    assert run("calib", "--config_file", config, model=model) == 0
+    capsys.readouterr()
+    assert run("test", *tokens, "--gate", "perplexity_ratio<=1.05", "--json", model=model) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["sqnr_db"] > 30
+
+
+def test_a_model_of_masked_words_has_no_perplexity(
+    llama: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, tokens = saved("bert", folder), ("--tokenizer", llama, "--data", "text.txt", "--seq_len", "16")
+    assert run("calib", "--config_file", WEIGHTS_ONLY, "--seq_len", "16", model=model) == 0
+    capsys.readouterr()
+    assert run("test", *tokens, "--json", model=model) == 0
+    said = capsys.readouterr()
+    assert said.err.count("BertForMaskedLM does not foretell the next token: no perplexity") == 1
+    metrics = json.loads(said.out)["metrics"]
+    assert metrics["sqnr_db"] > 30
+    assert "perplexity" not in metrics
+    assert run("float", *tokens, model=model) == 2
+
+
+def test_memory_is_that_of_the_batches_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    looked = ["plan", "--config_file", WEIGHTS_ONLY, "--model", "net.py", *TEXT_DATA]
+    for more, size in (((), 1), (("--batch_size", "4"), 4)):
+        assert run_command([*looked, *more]) == 0
+        assert f"MB at batch size {size}\n" in capsys.readouterr().out
