@@ -40,7 +40,7 @@ def module_graph(model: nn.Module) -> Graph:
 
     A layer's `scope` is its dotted path. Its input is a `module_input` node, so that only its own rules reach it;
     a layer whose forward is never called (the output projection of `nn.MultiheadAttention`) has none. A weight that
-    is kept [in, out] stands in `tensors` as [out, in].
+    is kept [in, out] stands in `tensors` as [out, in]. Last come modules without such weights: names that may be said.
 
     Raises:
         ModelError: a layer has no weights yet (lazy modules, the meta device).
@@ -77,6 +77,10 @@ def module_graph(model: nn.Module) -> Graph:
             )
         )
     output = tuple(Ref(node.name) for node in nodes if node.params)
+    covered = {node.scope for node in nodes}
+    for path, module in model.named_modules():
+        if path and path not in covered and not any(module.children()):
+            nodes.append(Node(namer.name(path, "module"), "module", "module", scope=path, classes=namer.classes(path)))
     return Graph(namer.model, tuple(nodes), output, tensors)
 
 

@@ -190,6 +190,7 @@ _ROWS = (
     _row("quant_stub", "compute", "torch.ao.quantization.QuantStub", aten=()),
     _row("dequant_stub", "structural", "torch.ao.quantization.DeQuantStub", aten=()),
     _row("input", "structural"),
+    _row("module", "structural", aten=()),  # a module without quantizable weights, where nothing is traced
     _row("module_input", "structural", aten=()),  # what a module is called with, where nothing is traced
     _row("parameter", "structural", weight=True),
     _row("constant", "structural"),

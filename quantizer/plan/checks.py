@@ -82,7 +82,8 @@ def ineffective(
     for rule, found, count in zip(config.rules, matches, effects, strict=True):
         if found.layers and not count and rule.selector.kind != "all":
             why = floats.get(found.layers[0], "the layer has no tensor of the listed kinds")
-            text = f"{rule.label} matches {len(found.layers)} layer(s) but changes no tensor: {found.layers[0]}: {why}"
+            idle = "there is nothing to quantize" if rule.selector.kind == "exclude" else "changes no tensor"
+            text = f"{rule.label} matches {len(found.layers)} layer(s) but {idle}: {found.layers[0]}: {why}"
             yield Diagnostic("QZ405", text, rule.selector.place, "warning")
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from quantizer.config.model import Role, Sourced
+from quantizer.config.model import Role, Rule, Sourced
 from quantizer.config.spec_words import is_foreign, turned
 
 KINDRED = frozenset({"bit_width", "signed", "symmetric", "narrow_range", "round_mode", "scale_mode"})
 """Fields that integers do not inherit from floating-point formats, and the other way round."""
 
+_AXES = {"per_channel", "per_group"}
 Fields = Mapping[str, Sourced]
 
 
@@ -39,7 +40,9 @@ def merged(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
     return values
 
 
-_AXES = {"per_channel", "per_group"}
+def says(rule: Rule, role: Role, before: bool) -> bool:
+    """Whether the role is quantized after a rule, which may not say."""
+    return (before if rule.roles is None else role in rule.roles) or role in rule.adds
 
 
 def _value(values: Fields, name: str) -> object:

@@ -80,7 +80,7 @@ def closest(selector: Selector, original: Graph) -> list[str]:
         short = {name.rpartition(".")[2]: name for name in known}
         near = difflib.get_close_matches(selector.text.rpartition(".")[2], short, 3, 0.5)
         return [short[name] for name in near]
-    layers = [node for node in original.nodes if node.op != "module_input"]
+    layers = [node for node in original.nodes if node.op not in ("module", "module_input")]
     known = {node.name for node in layers} | {node.scope for node in layers if node.scope}
     scope = selector.text.rpartition("/")[0]
     same_scope = [node.name for node in layers if scope and node.name.rpartition("/")[0] == scope]

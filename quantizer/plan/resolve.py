@@ -26,6 +26,7 @@ LEFT_FLOAT = "the config leaves it float"
 ENTRIES = ("input", "quant_stub")
 """Operators whose output is what a config calls the network's input."""
 _FIELDS = tuple(f.name for f in dataclasses.fields(QuantizationSpec))
+_NO_VALUES = {"constant": "a constant", "module": "a module without weights that can be quantized"}
 _DERIVED = ("ch_axis", "finest_position")  # from the layer and from the device
 
 
@@ -144,8 +145,8 @@ def _why_float(state: _Resolver, node: Node, where: Layout) -> str:
         return f"quantized at {served}"
     if served == "":
         return "the network's last activation"
-    if node.op == "constant":
-        return "a constant"
+    if node.op in _NO_VALUES:
+        return _NO_VALUES[node.op]
     if node.name in where.floats and node.is_float:
         return where.floats[node.name]
     if node.row.kind == "float":
@@ -251,7 +252,7 @@ def _merge(
     """The effective spec, each field from the strongest rule that sets it; None when the strongest word is "float"."""
     quantized = True
     for _, rule in rules:
-        quantized = _says(rule, role, quantized)
+        quantized = inheritance.says(rule, role, quantized)
     if not quantized:
         return None
     values = inheritance.merged([rule.fields.get(role, {}) for _, rule in rules], role)
@@ -259,16 +260,11 @@ def _merge(
     return with_finest_position(spec, state.config.settings.target_device), values
 
 
-def _says(rule: Rule, role: Role, before: bool) -> bool:
-    """Whether the role is quantized after a rule, which may not say."""
-    return (before if rule.roles is None else role in rule.roles) or role in rule.adds
-
-
 def _count_silenced(state: _Resolver, rules: list[tuple[int, Rule]], role: Role) -> None:
     """Note for each rule for some layers that it leaves this tensor float, which weaker ones do not."""
     quantized = True
     for index, rule in rules:
-        before, quantized = quantized, _says(rule, role, quantized)
+        before, quantized = quantized, inheritance.says(rule, role, quantized)
         state.effects[index] += bool(state.matches[index].rank) and before and not quantized
 
 

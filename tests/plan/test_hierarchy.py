@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 from hierarchies import Fields, hierarchy
+from torch import nn
 from toys import traced
 
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import Config, QuantizationSpec, Settings
+from quantizer.graph.modules import module_graph
 from quantizer.graph.passes import run_passes
+from quantizer.graph.trace import trace
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
 from quantizer.plan.size import weight_bytes
@@ -221,6 +225,21 @@ def test_float32_switches_a_tensor_off_and_the_plan_says_so() -> None:
     (row,) = [layer for layer in plan.to_json()["layers"] if layer["name"] == FC]
     assert row["float32"] == {"weights": "default", "input": "default"}
     assert findings(plan, "QZ405") == []
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("kind", ["exclude", "names", "types"])
+def test_a_layer_without_weights_is_found_and_told_to_have_nothing_to_quantize(kind: str, in_place: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()
+    graph = module_graph(model) if in_place else trace(model, (torch.randn(2, 4),))
+    entry: dict[str, Any] = {"exclude": {"exclude": ("1",)}, "names": {"names": {"1": {"weights": INT4}}}}.get(
+        kind, {"types": {"ReLU": {"weights": INT4}}}
+    )
+    plan = resolve(hierarchy({"weights": INT8}, **entry), graph, graph)
+    (found,) = plan.diagnostics
+    assert (found.code, found.severity) == ("QZ405", "warning")
+    assert ("there is nothing to quantize" if kind == "exclude" else "changes no tensor") in found.message
+    assert len(plan.tensors) == 2
 
 
 def test_groups_of_an_activation_are_dynamic() -> None:
