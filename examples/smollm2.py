@@ -67,11 +67,13 @@ INT4_GROUPS = QuantizationSpec(
     observer_cls=PerGroupMinMaxObserver,
 )
 FP8 = QuantizationSpec(dtype=Dtype.fp8_e4m3, qscheme=QSchemeType.per_tensor, observer_cls=PerTensorMinMaxObserver)
+FP8_TOKENS = QuantizationSpec(dtype=Dtype.fp8_e4m3, qscheme=QSchemeType.per_token, is_dynamic=True)
 SETTINGS = {
     "int8 weights, per channel": QuantizationConfig(weight=INT8_ROWS),
     "int8 weights per channel, inputs per token, dynamic": QuantizationConfig(
         weight=INT8_ROWS, input_tensors=INT8_TOKENS
     ),
+    "fp8_e4m3 weights per tensor, inputs per token, dynamic": QuantizationConfig(weight=FP8, input_tensors=FP8_TOKENS),
     "fp8_e4m3 weights and inputs, per tensor, static": QuantizationConfig(weight=FP8, input_tensors=FP8),
     "int4 weights, groups of 64": QuantizationConfig(weight=INT4_GROUPS),
 }
@@ -205,7 +207,7 @@ def main() -> None:
     reference = None
     for setting, found in perplexities(model()):
         reference = reference or found
-        print(f"{setting:<52} perplexity {found:6.2f} {100 * (found / reference - 1):+6.1f} %", flush=True)
+        print(f"{setting:<54} perplexity {found:6.2f} {100 * (found / reference - 1):+6.1f} %", flush=True)
 
 
 if __name__ == "__main__":

@@ -58,8 +58,7 @@ class OtherSizes:
         Raises:
             ResultError: they change more than sizes, or there is a scale for each of those that differ.
         """
-        before = {node.name: _structure(node) for node in self.calibrated.nodes}
-        after = {node.name: _structure(node) for node in self.now.nodes}
+        before, after = _structure(self.calibrated), _structure(self.now)
         changed = next((name for name in (*before, *after) if before.get(name) != after.get(name)), None)
         if changed is not None:
             raise self._refusal(f"then layer {changed} is another")
@@ -81,9 +80,16 @@ class OtherSizes:
         return ResultError(f"calibrated with inputs of the shape {said}, this run has {now}: {why}", help=remedy)
 
 
-def _structure(node: Node) -> tuple[Any, ...]:
-    """What results hold on to: which operator it is, of which parameters and values; its sizes are free."""
-    return node.op, node.target, tuple(node.params.items()), tuple(node.refs())
+def _structure(graph: Graph) -> dict[str, tuple[Any, ...]]:
+    """Per layer what results hold on to: its operator, its parameters, whose values it reads.
+
+    Sizes are free, and so are integers, as they index and are not quantized.
+    """
+    floats = {node.name: node for node in graph.nodes if node.is_float}
+    return {
+        name: (node.op, node.target, tuple(node.params.items()), tuple(ref for ref in node.refs() if ref in floats))
+        for name, node in floats.items()
+    }
 
 
 def _text(shape: Sequence[int | None]) -> str:

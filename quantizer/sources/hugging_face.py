@@ -41,9 +41,10 @@ def load_hugging_face(folder: Path) -> nn.Module:
             folder, local_files_only=True, use_safetensors=True, dtype="auto"
         ).eval()
         # One call runs a whole window: there are no earlier keys and values to keep, and a trace could not.
-        config: Any = module.config
-        if getattr(config, "use_cache", False):
-            config.use_cache = False
+        for part in module.modules():  # a decoder may have a config of its own
+            config: Any = getattr(part, "config", None)
+            if getattr(config, "use_cache", False):
+                config.use_cache = False
         return module
 
 

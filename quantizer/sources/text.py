@@ -59,17 +59,23 @@ class TextData:
         https://huggingface.co/docs/transformers/perplexity). Raises `DataError` for a text that cannot be used.
         """
         seq_len, stride = self.windows.seq_len, self.windows.stride or self.windows.seq_len
+        scored = self.is_scored
         windows = self.tokens.unfold(0, seq_len, stride)
         for start in range(0, len(windows), size):
             ids = windows[start : start + size].clone()
             target = ids.clone()
             target[int(start == 0) :, : seq_len - stride] = UNSCORED
-            yield _as_batch(ids, target if self.is_scored else None, self.module)
+            yield _as_batch(ids, target if scored else None, self.module)
 
     @cached_property
     def is_scored(self) -> bool:
-        """Whether there are targets; said once if not."""
+        """Whether there are targets; said once if not. Raises `DataError` for a model that a text is not enough for."""
         scored = foretells(self.module)
+        if getattr(getattr(self.module, "config", None), "is_encoder_decoder", False):
+            raise DataError(
+                f"{type(self.module).__name__} reads two texts, to encode and to decode, and {self.label} is one",
+                help="give batches of your own: {'input_ids': …, 'decoder_input_ids': …}",
+            )
         if not scored:
             logger.warning("%s does not foretell the next token: no perplexity", type(self.module).__name__)
         return scored
@@ -113,8 +119,7 @@ def foretells(module: nn.Module | None) -> bool:
     can_generate = getattr(module, "can_generate", None)
     if can_generate is None:
         return True
-    config = getattr(module, "config", None)
-    return bool(can_generate()) and not getattr(config, "is_encoder_decoder", False)
+    return bool(can_generate())
 
 
 def _as_batch(ids: Tensor, target: Tensor | None, module: nn.Module | None) -> Batch:

@@ -201,6 +201,11 @@ FAMILIES = {
         "BertConfig",
         {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
     ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0},
+    ),
 }
 
 
@@ -228,15 +233,25 @@ def test_a_model_of_masked_words_has_no_perplexity(
     llama: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, tokens = saved("bert", folder), ("--tokenizer", llama, "--data", "text.txt", "--seq_len", "16")
-    assert run("calib", "--config_file", WEIGHTS_ONLY, "--seq_len", "16", model=model) == 0
+    assert run("calib", "--config_file", WEIGHTS_ONLY, model=model) == 0
     capsys.readouterr()
-    assert run("test", *tokens, "--json", model=model) == 0
+    assert run("test", *tokens, "--json", model=model) == 0, "another length: BERT takes all positions, or some"
     said = capsys.readouterr()
     assert said.err.count("BertForMaskedLM does not foretell the next token: no perplexity") == 1
     metrics = json.loads(said.out)["metrics"]
     assert metrics["sqnr_db"] > 30
     assert "perplexity" not in metrics
     assert run("float", *tokens, model=model) == 2
+
+
+def test_an_encoder_and_a_decoder_need_more_than_a_text(
+    llama: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved("t5", folder)
+    assert run("calib", "--config_file", WEIGHTS_ONLY, "--seq_len", "16", model=model) == 0
+    capsys.readouterr()
+    assert run("test", "--tokenizer", llama, "--data", "text.txt", model=model) == 4
+    assert "T5ForConditionalGeneration reads two texts" in capsys.readouterr().err
 
 
 def test_memory_is_that_of_the_batches_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
