@@ -78,7 +78,10 @@ _TOKENIZER = click.option(
     "--tokenizer", metavar="PATH", help="For texts: a tokenizer.json or a folder, if not the model's own."
 )
 _SEQ_LEN = click.option(
-    "--seq_len", type=click.IntRange(2), metavar="N", help="For texts: tokens per sample.  [default: 512]"
+    "--seq_len",
+    type=click.IntRange(2),
+    metavar="N",
+    help="For texts: tokens per sample.  [default: as calibrated, else 512]",
 )
 _BATCH_SIZE = click.option(
     "--batch_size", type=click.IntRange(1), metavar="N", help="Samples per batch.  [default: 32, of texts 1]"
