@@ -149,7 +149,7 @@ def qparams_from_step(step: Tensor, low: Tensor, grid: Grid | FloatGrid) -> QPar
     if grid.scale_type != "float":
         step = power_of_two(step)
     silent = least if isinstance(grid, Grid) and grid.finest_position is not None else 1.0
-    scale = torch.where(step == 0, silent, step.clamp(least, most))
+    scale = step.clamp(least, most).masked_fill_(step == 0, silent)
     if grid.symmetric or isinstance(grid, FloatGrid):
         return QParams(scale.float(), torch.zeros_like(scale, dtype=torch.int32))
     zero_point = grid.quant_min - torch.round(low.double().clamp(max=0) / scale)

@@ -61,8 +61,11 @@ class Observer:
         such a batch leaves no trace.
         """
         batch = self._batch(x)
-        ranges = [self._method(part, self.spec) for part in batch.split(ROWS_AT_ONCE)]
-        low, high = (torch.cat(ends) for ends in zip(*ranges, strict=True))
+        if self.spec.method == "maxmin":  # reads no histogram, so all rows at once
+            low, high = self._method(batch, self.spec)
+        else:
+            ranges = [self._method(part, self.spec) for part in batch.split(ROWS_AT_ONCE)]
+            low, high = (torch.cat(ends) for ends in zip(*ranges, strict=True))
         self._batches.append(torch.stack([low, high, batch.low, batch.high]))
         self._shape = scale_shape(tuple(x.shape), self.spec.qscheme, self._axis, self.spec.group_size)
 
