@@ -19,12 +19,10 @@ from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import Config as InternalConfig
-from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.engine import calibrate
 from quantizer.errors import DataError
 from quantizer.graph.modules import left_out, module_graph
 from quantizer.nn.inplace import ModuleTree, check_float, check_quantizable
-from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch, as_batch, positional_inputs
@@ -43,7 +41,7 @@ def quantize(model: Any, config: Config, dataloader: Iterable[Any] | None) -> No
     if any(finding.severity == "error" for finding in findings):
         raise ConfigError(findings)
     _tell(plan, findings)
-    for remark in (*left_float(model, rules, plan), *saturated(plan)):
+    for remark in left_float(model, rules, plan):
         logger.warning("%s", remark)
     tree = ModuleTree(model, graph)
     for name, layer in tree.layers.items():
@@ -148,18 +146,3 @@ def left_float(model: nn.Module, config: InternalConfig, plan: Plan) -> Iterator
         layers = [name for name in dict.fromkeys(names) if plan.of_layer(name)]
         if layers:
             yield f"{reason}: {layers[0]}" + (f" and {len(layers) - 1} more" if layers[1:] else "")
-
-
-def saturated(plan: Plan) -> Iterator[str]:
-    """Which parameters have values that a cast without a scale cuts to the largest of its format, and how many."""
-    for tensor in plan.tensors.values():
-        if is_parameter(tensor.role) and not tensor.spec.is_scaled:
-            node = plan.graph.by_name[tensor.layer]
-            value = plan.graph.tensors[node.params[parameter_name(tensor.role)]]
-            largest = FLOAT_FORMATS[tensor.spec.dtype].largest
-            count = int((value.isfinite() & (value.abs() > largest)).sum())
-            if count:
-                yield (
-                    f"{tensor.role} of {tensor.layer}: {count} of {value.numel()} values are beyond {largest:g}, the "
-                    f"largest of {tensor.spec.dtype}, and become it; bfloat16 has float32's range"
-                )

@@ -109,6 +109,8 @@ def run_calib(options: RunOptions) -> Outcome:
         )
         if options.resume:
             FinetuneCheckpoint.check_mode(folder, options.fast_finetune)
+        if options.resume and not needs_data:
+            logger.warning("--resume has no effect: this config is calibrated without data, so nothing can be resumed")
         if needs_data:
             _observe(options, batches, keeper, calibration, network)
         facts = {"data": batches.fingerprint, "stamp": batches.stamp} if needs_data else {"data": None, "stamp": None}

@@ -131,7 +131,7 @@ def _read_otherwise(scope: _Scope) -> Iterator[Diagnostic]:
         text = "weights and biases are quantized ahead of time: their range is found once"
         yield Diagnostic("QZ122", text, scope.place("is_dynamic"), "note", help='write "is_dynamic": false')
     if scheme(raw) == "per_channel" and is_per_token(raw, scope.role):
-        text = "dynamic per_channel is read as per_token: each row of the activation has a scale"
+        text = "dynamic per_channel is read as per_token: each row (of a convolution's input each sample) has a scale"
         yield Diagnostic(
             "QZ122", text, scope.place("qscheme", "observer_cls"), "note", help='write "qscheme": "per_token"'
         )

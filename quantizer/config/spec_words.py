@@ -170,8 +170,8 @@ def _granularity(raw: Block, role: Role) -> dict[str, Sourced]:
     fields = {"qscheme": _mapped(cause, found)} if found != "per_tensor" or "qscheme" in raw else {}
     if found in ("per_channel", "per_group") and "ch_axis" in raw:
         axis = raw["ch_axis"]
-        flipped = found == "per_group" and is_channel_axis(raw, role) and axis.value in (0, 1)
-        fields["ch_axis"] = _mapped(axis, 1 - axis.value) if flipped else axis
+        across = turned(axis, role) if found == "per_group" and is_channel_axis(raw, role) else None
+        fields["ch_axis"] = across or axis
     if found == "per_group":
         default = GROUP_SIZES.get(said(raw, "dtype"), 32 if is_block(raw) else None)
         size = raw.get("group_size", _mapped(cause, default) if default else None)

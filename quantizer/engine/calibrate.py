@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,11 +13,14 @@ from torch import Tensor
 from quantizer.algorithms.channel_mean import ChannelMean, channel_axis
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.engine.saturation import saturated
 from quantizer.engine.solution import Key, Solution
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
 from quantizer.observers import NegativeValuesError, NonFiniteError, ObservationError, Observer
 from quantizer.plan.model import Plan, TensorPlan
 from quantizer.sources.batches import Batch
+
+logger = logging.getLogger(__name__)
 
 Watchers = Mapping[str, Callable[[Tensor], None]]
 
@@ -84,6 +88,8 @@ def start(plan: Plan) -> Calibration:
     Raises:
         ModelError: NaN or Inf in a weight or a bias, whatever its format (layer and tensor are named).
     """
+    for remark in saturated(plan):
+        logger.warning("%s", remark)
     nodes = plan.graph.by_name
     calibration = Calibration(plan, means={name: ChannelMean(channel_axis(nodes[name])) for name in plan.corrected})
     shared: dict[tuple[str, QuantizationSpec], Observer] = {}
