@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from quantizer.config.algorithms import Algorithm
 from quantizer.config.diagnostics import Place
 
 Role = Literal["input", "weights", "bias", "activation"]
@@ -135,7 +136,7 @@ class Config:
     """A validated config: settings, and rules in the file's order (overall first, then tensor, then layers).
 
     `source` is the file as it was shown to the user; `document` the parsed JSON, for `config.resolved.json`; `form` is
-    "layered" or "hierarchical".
+    "layered" or "hierarchical"; `algorithms` change the weights, in this order.
     """
 
     settings: Settings
@@ -143,3 +144,4 @@ class Config:
     source: str = "<built-in default>"
     document: Mapping[str, Any] = field(default_factory=dict)
     form: str = "layered"
+    algorithms: tuple[Algorithm, ...] = ()

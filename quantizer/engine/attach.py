@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from quantizer.engine.solution import Solution, with_weights
+from quantizer.engine.solution import Solution
+from quantizer.graph.edits import with_weights
 from quantizer.graph.ir import Graph
 from quantizer.nn.load import quantizer_of
 from quantizer.nn.network import Network

@@ -20,8 +20,9 @@ from quantizer.engine.attach import writes_inplace
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.files import read_json, read_tensors, write_bytes, write_json, write_tensors
 from quantizer.engine.inputs import input_shapes
-from quantizer.engine.solution import Solution, with_weights
+from quantizer.engine.solution import Solution
 from quantizer.errors import ResultError
+from quantizer.graph.edits import with_weights
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
 from quantizer.nn.load import GROUP_SCALES, qparams_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.graph.ir import Graph
 
 Key = tuple[str, str]
 
@@ -34,16 +32,3 @@ class Solution:
         if found is None or found[0].dtype != "int" or found[0].scale_type != "poweroftwo" or found[1].dim():
             return None
         return round(-float(torch.log2(found[1])))
-
-
-def with_weights(graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> Graph:
-    """The graph with some layers' parameters replaced; other layers that shared them keep the old values."""
-    tensors = dict(graph.tensors)
-    nodes = []
-    for node in graph.nodes:
-        if node.name in weights:
-            own = {key: f"{node.params[key]}@{node.name}" for key in weights[node.name]}
-            tensors |= {own[key]: tensor for key, tensor in weights[node.name].items()}
-            node = dataclasses.replace(node, params={**node.params, **own})
-        nodes.append(node)
-    return graph.replaced(nodes=tuple(nodes), tensors=tensors) if weights else graph

@@ -13,9 +13,9 @@ from torch import Tensor
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.engine.files import read_tensors, write_tensors
-from quantizer.engine.solution import with_weights
 from quantizer.errors import ResultError
 from quantizer.export.deployment import Deployment, Verification, verify
+from quantizer.graph.edits import with_weights
 from quantizer.nn.network import Network
 from quantizer.numerics.fake_cast import float_kernel
 from quantizer.numerics.fake_quantize import dequantize, quantize

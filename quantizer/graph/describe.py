@@ -75,6 +75,10 @@ DEVICE_LAYERS: dict[str, str] = {
     "dpu.hardsigmoid": "DpuHardsigmoid",
     "dpu.hardswish": "DpuHardswish",
 }
+# Layers that algorithms insert: target -> class of `quantizer.nn`; the first argument is the size of the weight.
+INSERTED_LAYERS: dict[str, str] = {
+    "rescale.input_scale": "InputScale",
+}
 _CLASS_OF_TARGET = {target: name for name, target in reversed(FUNCTION_LAYERS.items())}
 _STRUCTURE = {"input": "Input", "quant_stub": "QuantStub", "dequant_stub": "DeQuantStub"}
 _RECURRENT = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN", "rnn_relu": "RNN"}
@@ -105,6 +109,8 @@ def describe(graph: Graph, node: Node) -> LayerCall:
     kwargs = dict(node.attrs)
     if node.target in DEVICE_LAYERS:
         return LayerCall(DEVICE_LAYERS[node.target], (), kwargs)
+    if node.target in INSERTED_LAYERS:
+        return LayerCall(INSERTED_LAYERS[node.target], (len(graph.tensors[node.params["weight"]]),), kwargs)
     if node.params:
         kwargs["params"] = {key: list(graph.tensors[path].shape) for key, path in node.params.items()}
     if node.op in _INPLACE and _owns_input(graph, node):

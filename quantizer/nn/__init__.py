@@ -9,6 +9,7 @@ from quantizer.nn.layer import Layer
 from quantizer.nn.load import load
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.recurrent import GRU, LSTM, RNN
+from quantizer.nn.rescale import InputScale
 from quantizer.nn.weighted import (
     ChannelScale,
     Conv1d,
@@ -40,6 +41,7 @@ __all__ = [
     "Embedding",
     "Function",
     "Input",
+    "InputScale",
     "Layer",
     "Linear",
     "Parameter",

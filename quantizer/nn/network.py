@@ -61,7 +61,7 @@ class Network(nn.Module):
             zip((n.name for n in self.graph.nodes if n.op == "input"), self.inputs(args, kwargs), strict=True)
         )
         for node in self.graph.nodes:
-            values[node.name] = self.run_layer(node, _call(node, values))
+            values[node.name] = self.run_layer(node, arguments(node, values))
             yield node.name, values[node.name]
             for name in self.last_uses[node.name]:
                 del values[name]
@@ -128,7 +128,7 @@ def build_layer(graph: Graph, node: Node) -> Layer:
     return layer.eval()
 
 
-def _call(node: Node, values: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(node: Node, values: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a node's layer; the dict is kept by nobody, as it would keep the values."""
     if node.op == "input":
         return {"input": values[node.name]}

@@ -1,0 +1,121 @@
+"""What algorithms are given, and what they have made of a network so far. Computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from quantizer.config.algorithms import Algorithm
+from quantizer.config.model import QuantizationSpec
+from quantizer.graph.edits import Insertion, inserted, with_weights
+from quantizer.graph.ir import Graph
+from quantizer.graph.structure import Structure
+from quantizer.numerics.qparams import QParams
+from quantizer.sources.batches import Batch
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A layer's weight on its grid.
+
+    Args:
+        weight: as the layer stores it; quantizing it with `qparams` changes nothing.
+        qparams: scale and zero point of `granularity.scale_shape`.
+        before: squared error of the layer's outputs over the calibration data with plain rounding, as a share of
+            their energy.
+        after: the same with these weights.
+    """
+
+    weight: Tensor
+    qparams: QParams
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A sentence on a layer for the user: a warning about the data, or why it was left to plain rounding."""
+
+    layer: str
+    text: str
+    is_warning: bool = True
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """The state between algorithms: each returns a new one.
+
+    Args:
+        parameters: layer -> parameter key -> float value instead of the model's; with `insertions` the network
+            computes the same function as before.
+        insertions: layers between values and their readers.
+        rounded: layer -> its weight on the grid, for the (rescaled) float weight in `parameters`.
+        grids: layer -> scale and zero point that a rounding algorithm must use instead of those of the float weight.
+        remarks: what the user is told.
+    """
+
+    parameters: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    insertions: tuple[Insertion, ...] = ()
+    rounded: Mapping[str, Rounded] = field(default_factory=dict)
+    grids: Mapping[str, QParams] = field(default_factory=dict)
+    remarks: tuple[Remark, ...] = ()
+
+    def with_parameters(self, layer: str, **values: Tensor) -> Adjustment:
+        """With other float parameters of one layer."""
+        return replace(self, parameters={**self.parameters, layer: {**self.parameters.get(layer, {}), **values}})
+
+    def with_rounded(self, found: Mapping[str, Rounded]) -> Adjustment:
+        """With more layers settled."""
+        return replace(self, rounded={**self.rounded, **found})
+
+    def with_remarks(self, *remarks: Remark) -> Adjustment:
+        """With more to tell."""
+        return replace(self, remarks=(*self.remarks, *remarks))
+
+
+def adjusted(graph: Graph, found: Adjustment, *, rounded: bool = False) -> Graph:
+    """The graph with what was found: the same function, or with `rounded` weights where there are any."""
+    weights = dict(found.parameters)
+    for layer, settled in found.rounded.items() if rounded else ():
+        weights[layer] = {**weights.get(layer, {}), "weight": settled.weight}
+    return with_weights(inserted(graph, found.insertions), weights)
+
+
+Progress = Callable[[Adjustment, int], None]
+"""Called with what is found so far and the number of groups done, after each group."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an algorithm works on.
+
+    Args:
+        graph: after the passes and before any algorithm, on the device where it shall run.
+        specs: of the plan, by (layer, role).
+        structure: of `graph`, with what the algorithm's entry in the config names.
+        batches: opens a pass over the calibration data, on the same device.
+        after_group: for progress and checkpoints.
+        done: how many groups an interrupted run of this algorithm had settled, all of them in the adjustment it is
+            given: it runs through them with what was found and goes on after them.
+    """
+
+    graph: Graph
+    specs: Mapping[Key, QuantizationSpec]
+    structure: Structure
+    batches: Callable[[], Iterable[Batch]]
+    after_group: Progress = lambda adjustment, done: None
+    done: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the graph's tensors are."""
+        return next((tensor.device for tensor in self.graph.tensors.values()), torch.device("cpu"))
+
+
+Run = Callable[[Task, Algorithm, Adjustment], Adjustment]
+"""An algorithm: `run(task, settings, what was found before it)`."""

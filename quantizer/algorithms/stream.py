@@ -1,0 +1,77 @@
+"""Runs a network over all batches leg by leg, so that an algorithm can change layers before the values go on.
+
+Between legs it keeps what later nodes read, of every batch; within a leg it runs batch by batch, as a plain pass does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantizer.algorithms.values import Shelf
+from quantizer.errors import DataError
+from quantizer.nn.network import Network, arguments
+from quantizer.sources.batches import Batch
+
+Watchers = Mapping[str, Callable[[Tensor], None]]
+
+
+class Stream:
+    """`advance` as far as a node, change layers that come after it, go on: all legs together cost one pass.
+
+    Memory holds the batches' inputs and what is alive at the end of a leg: between two blocks, their common value and
+    what all blocks read.
+    """
+
+    def __init__(self, network: Network, batches: Iterable[Batch], shelf: Shelf | None = None) -> None:
+        self.network, self._at = network, 0
+        self._shelf = shelf or Shelf()
+        names = [node.name for node in network.graph.nodes if node.op == "input"]
+        self._values: list[dict[str, Any]] = [
+            dict(zip(names, (self._shelf.keep(value) for value in network.inputs(b.args, b.kwargs)), strict=True))
+            for b in batches
+        ]
+        if not self._values:
+            raise DataError("the calibration data has no batches", help="check --data and --subset_len")
+
+    @property
+    def batches(self) -> int:
+        """How many batches there are."""
+        return len(self._values)
+
+    def value(self, name: str) -> list[Any]:
+        """A node's value for each batch, while a later node reads it."""
+        return [values[name] for values in self._values]
+
+    def advance(self, upto: str | None = None, watch: Watchers | None = None) -> None:
+        """Run all batches up to and with node `upto`, or to the end; values of watched nodes are shown as they come.
+
+        Raises:
+            DataError: a batch cannot run; it is named by its number.
+        """
+        nodes = self.network.graph.nodes
+        index = {node.name: at for at, node in enumerate(nodes)}
+        stop = len(nodes) if upto is None else index[upto] + 1
+        for number, values in enumerate(self._values):
+            before = dict(values)
+            try:
+                with torch.no_grad():
+                    self._run(nodes[self._at : stop], values, watch or {})
+            except DataError as error:
+                raise DataError(f"batch {number}: {error.message}", help=error.help) from error
+            for name in before.keys() - values.keys():
+                self._shelf.free(before[name])
+            for name in values.keys() - before.keys():
+                values[name] = self._shelf.keep(values[name])
+        self._at = max(stop, self._at)
+
+    def _run(self, nodes: tuple[Any, ...], values: dict[str, Any], watch: Watchers) -> None:
+        for node in nodes:
+            values[node.name] = self.network.run_layer(node, arguments(node, values))
+            if node.name in watch:
+                watch[node.name](values[node.name])
+            for name in self.network.last_uses[node.name]:
+                del values[name]

@@ -1,0 +1,76 @@
+"""Changes to a traced graph that algorithms ask for: other parameters, and layers between a value and its readers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from quantizer.graph.ir import Graph, Node, Ref, map_refs
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """A layer `name` that reads `source` and is read by `readers` in its place.
+
+    `op` is "input_scale" (x * weight along axis `attrs["axis"]`) or "rotation" (see `nn.rescale`); `weight` is its
+    tensor, `attrs` its constants.
+    """
+
+    name: str
+    op: str
+    source: str
+    readers: tuple[str, ...]
+    weight: Tensor
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def with_weights(graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> Graph:
+    """The graph with some layers' parameters replaced; other layers that shared them keep the old values."""
+    tensors = dict(graph.tensors)
+    nodes = []
+    for node in graph.nodes:
+        if node.name in weights:
+            own = {key: f"{node.params[key]}@{node.name}" for key in weights[node.name]}
+            tensors |= {own[key]: tensor for key, tensor in weights[node.name].items()}
+            node = dataclasses.replace(node, params={**node.params, **own})
+        nodes.append(node)
+    return graph.replaced(nodes=tuple(nodes), tensors=tensors) if weights else graph
+
+
+def inserted(graph: Graph, insertions: Iterable[Insertion]) -> Graph:
+    """The graph with these layers, each right after the node it reads; their tensors stand under their names."""
+    for insertion in insertions:
+        graph = _inserted(graph, insertion)
+    return graph
+
+
+def _inserted(graph: Graph, insertion: Insertion) -> Graph:
+    source = graph.by_name[insertion.source]
+    made = Node(
+        insertion.name,
+        insertion.op,
+        f"rescale.{insertion.op}",
+        inputs={"input": Ref(source.name)},
+        attrs=dict(insertion.attrs),
+        params={"weight": insertion.name},
+        scope=source.scope,
+        classes=source.classes,
+        shape=source.shape,
+        dtype=source.dtype,
+    )
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.name in insertion.readers:
+            node = dataclasses.replace(node, inputs=map_refs(node.inputs, _through(insertion)))
+        nodes.append(node)
+        if node.name == insertion.source:
+            nodes.append(made)
+    return graph.replaced(nodes=tuple(nodes), tensors={**graph.tensors, insertion.name: insertion.weight})
+
+
+def _through(insertion: Insertion) -> Any:
+    return lambda name: Ref(insertion.name if name == insertion.source else name)

@@ -1,0 +1,29 @@
+"""Layers that algorithms insert: a factor on each channel. Exact in float; they have no grid of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantizer.nn.layer import Layer
+
+
+class InputScale(Layer):
+    """x * weight along `axis`: the channels divided by what the weights that read them were multiplied with."""
+
+    def __init__(self, channels: int, axis: int = -1) -> None:
+        super().__init__()
+        self.axis = axis
+        self.weight = nn.Parameter(torch.empty(channels), requires_grad=False)
+
+    def forward(self, input: Tensor) -> Any:  # noqa: A002 - as torch.nn names it
+        """The scaled channels, quantized where the plan says so."""
+        shape = [1] * input.dim()
+        shape[self.axis] = -1
+        return self.finish(input * self.weight.to(input.dtype).view(shape))
+
+    def extra_repr(self) -> str:
+        """Size and axis."""
+        return f"{len(self.weight)}, axis={self.axis}"
