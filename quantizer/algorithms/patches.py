@@ -5,6 +5,8 @@ Gathers and reshapes; solves nothing.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -68,6 +70,27 @@ def patches(layer: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
     """
     if isinstance(layer, nn.Linear):
         return (x.flatten(0, -2) if x.dim() > 1 else x[None])[positions][None]
+    view, dims = _windows(layer, x), _kernel_dims(layer)
+    places = torch.unravel_index(positions, view.shape[: dims + 1])
+    groups: int = getattr(layer, "groups", 1)
+    return view[places].reshape(len(positions), groups, -1).transpose(0, 1).contiguous()
+
+
+def windows(layer: nn.Module, x: Tensor, values: int) -> Iterator[Tensor]:
+    """All patches of a convolution in parts [groups, positions, depth] of about so many values, sample by sample.
+
+    >>> layer, x = nn.Conv1d(2, 4, 3), torch.randn(3, 2, 10)
+    >>> [part.shape for part in windows(layer, x, 100)]
+    [torch.Size([1, 16, 6]), torch.Size([1, 8, 6])]
+    """
+    view, dims = _windows(layer, x), _kernel_dims(layer)
+    groups: int = getattr(layer, "groups", 1)
+    for part in view.split(max(1, values // max(1, view[0].numel()))):
+        yield part.reshape(math.prod(part.shape[: dims + 1]), groups, -1).transpose(0, 1)
+
+
+def _windows(layer: nn.Module, x: Tensor) -> Tensor:
+    """What a convolution sees at each place of its output, as a view [samples, *places, channels, *kernel]."""
     dims = _kernel_dims(layer)
     if x.dim() == dims + 1:
         x = x[None]
@@ -75,9 +98,7 @@ def patches(layer: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
     x, strides = _spread_out(conv, x) if conv.transposed else (F.pad(x, _padding(conv)), conv.stride)
     for dim, (size, dilation, stride) in enumerate(zip(conv.kernel_size, conv.dilation, strides, strict=True)):
         x = x.unfold(2 + dim, dilation * (size - 1) + 1, stride)[..., ::dilation]
-    windows = x.movedim(1, dims + 1)  # [samples, *places, channels, *kernel], a view
-    places = torch.unravel_index(positions, windows.shape[: dims + 1])
-    return windows[places].reshape(len(positions), conv.groups, -1).transpose(0, 1).contiguous()
+    return x.movedim(1, dims + 1)
 
 
 def _kernel_dims(layer: nn.Module) -> int:

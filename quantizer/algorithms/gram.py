@@ -1,0 +1,77 @@
+"""Sums of products of a layer's inputs over the calibration data. Sees inputs, no outputs; solves nothing."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from quantizer.algorithms.patches import weight_matrix, windows
+from quantizer.observers import NonFiniteError, ObservationError
+
+TILES = 4  # along each side: below the diagonal nothing is computed, which saves 6 of 16 products
+LEAST_TILE = 256
+PATCHES = 1 << 24  # values of a convolution's patches at once
+
+
+class Gram:
+    """The matrix sum of x x^T of a linear or convolution layer, x being what it multiplies a row of its weight with.
+
+    All layers that read one value have one Gram matrix, so any of them will do for `layer`. Twice the Gram matrix is
+    the Hessian of the squared error of the layer's outputs (Frantar et al. 2022, "GPTQ", section 3.1).
+
+    Attributes:
+        tokens: how many x there were: rows of a linear layer's inputs, positions of a convolution's output.
+
+    >>> gram = Gram(nn.Linear(2, 3))
+    >>> gram.add(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))
+    >>> gram.matrix.tolist(), gram.tokens
+    ([[[10.0, 14.0], [14.0, 20.0]]], 2)
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        weight = layer.get_parameter("weight")
+        self._layer, self.tokens = layer, 0
+        groups, _, depth = weight_matrix(layer, weight).shape
+        self._sum = torch.zeros(groups, depth, depth, device=weight.device)  # valid on and above the diagonal tiles
+        tile = max(LEAST_TILE, -(-depth // TILES))
+        self._tiles = [slice(start, min(start + tile, depth)) for start in range(0, depth, tile)]
+
+    @property
+    def matrix(self) -> Tensor:
+        """The sum so far, float32 [groups, depth, depth], symmetric; it may be changed once nothing is added any more.
+
+        Shared with this object, not copied.
+        """
+        for here in self._tiles:
+            self._sum[:, here.stop :, here] = self._sum[:, here, here.stop :].mT
+        return self._sum
+
+    @torch.no_grad()
+    def add(self, x: Tensor) -> None:
+        """Take in one batch: the layer's input, any floating-point dtype.
+
+        Raises:
+            NonFiniteError: it holds NaN or infinity; the sums are of no use any more.
+            ObservationError: its squares are beyond float32.
+        """
+        if isinstance(self._layer, nn.Linear):
+            self._add_rows(x.reshape(1, -1, x.shape[-1]).float())
+        else:
+            for part in windows(self._layer, x, PATCHES):
+                self._add_rows(part.float())
+        if not math.isfinite(self._sum.diagonal(dim1=1, dim2=2).sum()):
+            if math.isfinite(x.float().abs().sum()):
+                raise ObservationError(f"Values as large as {x.abs().max():g} have squares beyond float32.")
+            raise NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
+
+    def _add_rows(self, rows: Tensor) -> None:
+        """Add [groups, positions, depth]."""
+        self.tokens += rows.shape[1]
+        for here in self._tiles:
+            left, right = rows[..., here].mT, rows[..., here.start :]
+            if len(rows) == 1:  # addmm_ writes to a part of a matrix, baddbmm_ to a copy
+                self._sum[0, here, here.start :].addmm_(left[0], right[0])
+            else:
+                self._sum[:, here, here.start :].baddbmm_(left, right)
