@@ -186,6 +186,7 @@ _ROWS = (
     *_rows("passthrough", "amax", "amin", "max", "min", "sort", "topk", "median", "triu", "tril", "flip", "gather"),
     *_rows("passthrough", "index_select", "narrow", "movedim", "swapaxes"),
     _row("input_scale", "float", aten=()),  # inserted by algorithms, as `nn.rescale` says
+    _row("rotation", "float", aten=()),
     *_rows("float", "pow", "square", "sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log", "log2", "log1p"),
     *_rows("float", "sin", "cos", "cumsum", "prod", "var", "std", "var_mean", "norm", "linalg_vector_norm"),
     _row("quant_stub", "compute", "torch.ao.quantization.QuantStub", aten=()),

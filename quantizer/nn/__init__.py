@@ -9,7 +9,7 @@ from quantizer.nn.layer import Layer
 from quantizer.nn.load import load
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.recurrent import GRU, LSTM, RNN
-from quantizer.nn.rescale import InputScale
+from quantizer.nn.rescale import InputScale, Rotation
 from quantizer.nn.weighted import (
     ChannelScale,
     Conv1d,
@@ -46,6 +46,7 @@ __all__ = [
     "Linear",
     "Parameter",
     "QuantStub",
+    "Rotation",
     "TensorQuantizer",
     "load",
 ]

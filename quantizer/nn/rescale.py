@@ -1,4 +1,4 @@
-"""Layers that algorithms insert: a factor on each channel. Exact in float; they have no grid of their own."""
+"""Layers that algorithms insert: a factor on each channel, or a rotation of them. Exact in float; they have no grid of their own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.nn.layer import Layer
+from quantizer.numerics.hadamard import factors, rotated
 
 
 class InputScale(Layer):
@@ -27,3 +28,28 @@ class InputScale(Layer):
     def extra_repr(self) -> str:
         """Size and axis."""
         return f"{len(self.weight)}, axis={self.axis}"
+
+
+class Rotation(Layer):
+    """The channels of the last axis times an orthogonal matrix, which the weights that read them undo.
+
+    `weight` holds the signs [channels]; the matrix follows from their number (`numerics.hadamard`).
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels), requires_grad=False)
+        for name, factor in zip(("left", "right"), factors(channels), strict=True):
+            self.register_buffer(name, factor.float(), persistent=False)
+
+    def forward(self, input: Tensor) -> Any:  # noqa: A002 - as torch.nn names it
+        """The rotated channels, quantized where the plan says so."""
+        signs, left, right = (tensor.to(input.dtype) for tensor in (self.weight, self.left, self.right))
+        return self.finish(rotated(input, signs, left, right))
+
+    def extra_repr(self) -> str:
+        """Size."""
+        return f"{len(self.weight)}"
