@@ -13,7 +13,7 @@ from quantizer.algorithms.walk import Walk
 from quantizer.cli import session
 from quantizer.cli.options import RunOptions
 from quantizer.cli.progress import BatchProgress
-from quantizer.engine import attach, calibrate
+from quantizer.engine import attach
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.finetune import finetune
 from quantizer.engine.finetune_checkpoint import FinetuneCheckpoint
@@ -29,9 +29,8 @@ logger = logging.getLogger(__name__)
 FEW_SAMPLES = 32  # below, finetuned weights fit the calibration data more than the model
 
 
-def refine(options: RunOptions, calibration: Calibration, batches: Batches) -> Solution:
-    """The scales of a complete calibration, and what the config and the options ask for beyond them."""
-    found = calibrate.solution(calibration)
+def refine(options: RunOptions, calibration: Calibration, batches: Batches, found: Solution) -> Solution:
+    """What a complete calibration found, and what the config and the options ask for beyond it."""
     if calibration.plan.settings.target_device == "DPU":
         found = align_positions(calibration.plan, found)
     if options.fast_finetune:
@@ -77,7 +76,7 @@ def finetune_weights(
             made = finetune(
                 graph,
                 found,
-                lambda: _again(options, batches, "fast finetuning", "leave --fast_finetune out"),
+                lambda: again(options, batches, "fast finetuning", "leave --fast_finetune out"),
                 mode,
                 seed=options.seed,
                 settled=settled,
@@ -112,8 +111,8 @@ def correct_biases(options: RunOptions, calibration: Calibration, batches: Batch
     """
     plan, device = calibration.plan, session.device_of(options)
     remedy = "set include_bias_corr to false"
-    again = _again(options, batches, "bias correction", remedy)
-    walk = Walk(attach.quantized_network(plan.graph, found).to(device), again)
+    data = again(options, batches, "bias correction", remedy)
+    walk = Walk(attach.quantized_network(plan.graph, found).to(device), data)
     bar, layers = session.shows_bars(), len(plan.graph.nodes)
     with BatchProgress("bias correction", layers, bar=bar, quiet=options.quiet, unit="layers") as progress:
         corrections = bias_correction.correct_biases(
@@ -124,7 +123,7 @@ def correct_biases(options: RunOptions, calibration: Calibration, batches: Batch
     return replace(found, corrections=corrections)
 
 
-def _again(options: RunOptions, batches: Batches, step: str, remedy: str) -> Iterator[Batch]:
+def again(options: RunOptions, batches: Batches, step: str, remedy: str) -> Iterator[Batch]:
     """Another pass over the calibration data, on the device.
 
     Raises:
@@ -133,7 +132,7 @@ def _again(options: RunOptions, batches: Batches, step: str, remedy: str) -> Ite
     seen, device = batches.fingerprint, session.device_of(options)
     for batch in batches:
         yield batch.to(device)
-    if batches.fingerprint != seen:
+    if seen is not None and batches.fingerprint != seen:
         raise DataError(
             f"{batches.label} gives other batches when it is read again, and {step} reads it more than once",
             help=f"draw random crops and orders from a fixed seed, or {remedy}",

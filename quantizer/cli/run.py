@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
@@ -13,31 +12,27 @@ import torch
 from rich.console import RenderableType
 
 from quantizer.cli import runlog, session
+from quantizer.cli.calib import run_calib
 from quantizer.cli.deploy import deploy, require_one
 from quantizer.cli.exact import require_dpu, run_exact
 from quantizer.cli.gates import parse_gate
 from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome, show
 from quantizer.cli.progress import BatchProgress
-from quantizer.cli.refine import refine, require_finetuned
-from quantizer.engine import calibrate, checkpoint, evaluate, results
+from quantizer.cli.refine import require_finetuned
+from quantizer.engine import evaluate, results
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.exact import require_wide
 from quantizer.engine.files import locked, write_bytes, write_json
-from quantizer.engine.finetune import check_mode
-from quantizer.engine.finetune_checkpoint import FinetuneCheckpoint
 from quantizer.engine.inputs import window_length
-from quantizer.errors import GateError, ModelError, QuantizerError, UsageError
+from quantizer.errors import GateError, ModelError, UsageError
 from quantizer.export import require_extras
 from quantizer.nn.network import Network
 from quantizer.report import summary, tables
 from quantizer.seeding import seed_everything
-from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 from quantizer.sources.user_code import user_errors
-
-logger = logging.getLogger(__name__)
 
 
 def run(options: RunOptions) -> int:
@@ -83,73 +78,6 @@ def run_float(options: RunOptions) -> Outcome:
     return Outcome(metrics, {"metrics": metrics}, _lines(metrics))
 
 
-def run_calib(options: RunOptions) -> Outcome:
-    """Calibrate and write the result folder."""
-    read = session.read_config(options.config_file)
-    loaded = session.open_model(options)
-    batches = session.open_data(options, loaded)
-    folder = Path(options.output_dir)
-    with locked(folder), runlog.recorded(folder, options):
-        original = session.trace_model(options, loaded, batches)
-        results.check_owner(folder, original.model, overwrite=options.overwrite)
-        plan = session.make_plan(read, original, quiet=options.quiet)
-        if options.inspect:
-            session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
-        check_mode(options.fast_finetune, read.config.settings.target_device)
-        needs_data = plan.needs_data or options.fast_finetune is not None
-        if needs_data:
-            session.require_data(batches)
-        network = Network(plan.graph)
-        calibration = calibrate.start(plan)
-        keeper = checkpoint.Checkpoint(
-            folder,
-            original,
-            read.config,
-            {"seed": options.seed, "batch_size": options.batch_size, "subset_len": options.subset_len},
-        )
-        if options.resume:
-            FinetuneCheckpoint.check_mode(folder, options.fast_finetune)
-        if options.resume and not needs_data:
-            logger.warning("--resume has no effect: this config is calibrated without data, so nothing can be resumed")
-        if needs_data:
-            _observe(options, batches, keeper, calibration, network)
-        facts = {"data": batches.fingerprint, "stamp": batches.stamp} if needs_data else {"data": None, "stamp": None}
-        run_facts = {"seed": options.seed, **facts}
-        if options.fast_finetune:
-            keeper.save(calibration)
-        found = refine(options, calibration, batches)
-        run_facts["fast_finetune"] = options.fast_finetune if found.weights else None
-        results.write_results(folder, original, read.config, calibration, found, run_facts)
-        keeper.remove()
-    content = {"tensors": len(plan.tensors), "batches": calibration.batches, "results": str(folder)}
-    how = f"calibrated on {calibration.batches} batches" if needs_data else "quantized without data"
-    said = f"{len(plan.tensors)} tensors {how}; results: {folder}"
-    return Outcome({}, content | {"rules": plan.to_json()["rules"]}, [tables.rule_table(plan), said])
-
-
-def _observe(
-    options: RunOptions,
-    batches: Batches,
-    keeper: checkpoint.Checkpoint,
-    calibration: calibrate.Calibration,
-    network: Network,
-) -> None:
-    """Run the batches, with --resume those that a stopped calibration left; a stop leaves a checkpoint."""
-    skip = keeper.restore(calibration) if options.resume else 0
-    if options.resume and not skip:
-        logger.warning("there is no checkpoint in %s: starting with the first batch", options.output_dir)
-    with BatchProgress("calib", batches.total, bar=session.shows_bars(), quiet=options.quiet) as progress:
-        progress.advance(skip)
-        rest = _rest(options, batches, keeper, skip)
-        try:
-            calibrate.run(calibration, network, rest, lambda c: _after(keeper, c, batches, progress))
-        except (KeyboardInterrupt, QuantizerError):
-            if calibration.batches > skip:
-                keeper.save(calibration)
-                logger.warning("stopped after %d batches; --resume goes on from there", calibration.batches)
-            raise
-
-
 def run_test(options: RunOptions) -> Outcome:
     """Compare the calibrated network with the float one and report."""
     folder = Path(options.output_dir)
@@ -164,19 +92,19 @@ def run_test(options: RunOptions) -> Outcome:
     with locked(folder), runlog.recorded(folder, options):
         original = session.trace_model(options, loaded, batches)
         session.check_model(options, loaded, batches, original, info)
+        graph = session.calibrated_graph(original, info)
         if read is not None:
-            results.check_plan(info, read.config, session.make_plan(read, original, quiet=True).tensors)
-        graph = session.apply_passes(original, info.settings)
+            results.check_plan(info, read.config, session.make_plan(read, original, quiet=True, graph=graph).tensors)
         require_one(options, graph, info)
         if options.exact:
             require_wide(graph, info.solution)
         if options.inspect:
             session.console().print(tables.layer_table(graph, info.solution.tensors, {}))
-        reference = Network(session.apply_passes(original, info.settings, device=False))
+        reference = Network(session.reference_graph(original, info))
         quantized = quantized_network(graph, info.solution)
         quantized.to(session.device_of(options))
         with BatchProgress("test", batches.total, bar=session.shows_bars(), quiet=options.quiet) as progress:
-            compared = evaluate.compare(reference, quantized, _on_device(options, batches), progress.advance)
+            compared = evaluate.compare(reference, quantized, session.on_device(options, batches), progress.advance)
         pairs = _metric_pairs(options, loaded, quantized, batches, compared)
         outcome = _report(options, folder, info, compared, pairs, batches.stamp)
         if options.exact:
@@ -197,9 +125,9 @@ def _measure(
         torch.no_grad(),
     ):
         if function is not None:
-            return function(model, _counted((batch.raw for batch in _on_device(options, batches)), progress))
+            return function(model, _counted((batch.raw for batch in session.on_device(options, batches)), progress))
         with user_errors(f"running the {label} model", ModelError):
-            return evaluate.measure(model, _counted(_on_device(options, batches), progress))
+            return evaluate.measure(model, _counted(session.on_device(options, batches), progress))
 
 
 def _metric_pairs(
@@ -247,31 +175,6 @@ def _report(
 
 def _lines(metrics: dict[str, float]) -> list[RenderableType]:
     return [f"{name} {value:.6g}" for name, value in metrics.items()]
-
-
-def _after(
-    keeper: checkpoint.Checkpoint, calibration: calibrate.Calibration, batches: Batches, progress: BatchProgress
-) -> None:
-    progress.advance()
-    keeper.batch_done(calibration, batches.seen)
-
-
-def _rest(options: RunOptions, batches: Batches, keeper: checkpoint.Checkpoint, skip: int) -> Iterator[Batch]:
-    """The batches that a resumed run has not seen; the others are read again and must be the same."""
-    count = 0
-    for batch in _on_device(options, batches):
-        count += 1
-        if count > skip:
-            yield batch
-        elif count == skip:
-            keeper.check_data(batches.seen)
-    if count < skip:
-        keeper.check_data(None)
-
-
-def _on_device(options: RunOptions, batches: Batches) -> Iterator[Batch]:
-    device = session.device_of(options)
-    return (batch.to(device) for batch in batches)
 
 
 def _counted(items: Iterable[Any], progress: BatchProgress) -> Iterator[Any]:

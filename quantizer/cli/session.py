@@ -24,6 +24,7 @@ from quantizer.engine import results
 from quantizer.engine.inputs import OtherSizes, call_of_shapes, input_shapes
 from quantizer.engine.results import QuantInfo
 from quantizer.errors import DataError, ModelError, UsageError
+from quantizer.graph.edits import inserted, with_weights
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes, summary
 from quantizer.graph.trace import trace
@@ -204,13 +205,15 @@ def _trace(loaded: LoadedModel, batch: Batch) -> Graph:
         raise
 
 
-def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False) -> Plan:
+def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False, graph: Graph | None = None) -> Plan:
     """The plan of a config for a traced graph; warnings and notes go to stderr.
+
+    `graph` is what the passes, and algorithms after them, made of `original`; without it the passes run here.
 
     Raises:
         ConfigError: a selector matches nothing, or values conflict once merged.
     """
-    plan = resolve(read.config, apply_passes(original, read.config.settings), original)
+    plan = resolve(read.config, graph or apply_passes(original, read.config.settings), original)
     findings = (*read.diagnostics, *plan.diagnostics)
     if any(finding.severity == "error" for finding in findings):
         raise ConfigError(findings, read.sources)
@@ -238,11 +241,28 @@ def apply_passes(original: Graph, settings: Settings, *, device: bool = True) ->
     return run_passes(original, settings, device=device)
 
 
+def calibrated_graph(original: Graph, info: QuantInfo) -> Graph:
+    """The graph that a calibration planned, with the layers that its algorithms inserted."""
+    return inserted(apply_passes(original, info.settings), info.solution.insertions)
+
+
+def reference_graph(original: Graph, info: QuantInfo) -> Graph:
+    """The float graph that the calibrated one is compared with, node by node: rescaled as that is."""
+    graph = inserted(apply_passes(original, info.settings, device=False), info.solution.insertions)
+    return with_weights(graph, info.solution.rescaled)
+
+
 def console(*, stderr: bool = False) -> Console:
     """A console that does not cut lines when it is not a terminal: layer names must survive a pipe."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else int(os.environ.get("COLUMNS", 0)) or 1000
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+
+
+def on_device(options: Options, batches: Batches) -> Iterator[Batch]:
+    """A pass over the batches, on the device of `--device`."""
+    device = device_of(options)
+    return (batch.to(device) for batch in batches)
 
 
 def shows_bars() -> bool:

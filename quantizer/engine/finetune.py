@@ -110,7 +110,7 @@ def finetuned(found: Solution, layers: Mapping[str, Settled]) -> Solution:
         spec, _, zero_point = tensors[name, "weights"]
         tensors[name, "weights"] = spec, layer.scale, zero_point
     weights = {name: {"weight": layer.weight} for name, layer in layers.items()}
-    return dataclasses.replace(found, tensors=tensors, weights={**found.weights, **weights})
+    return dataclasses.replace(found, tensors=tensors).with_weights(weights)
 
 
 def _with_outputs(network: Network, batches: Iterable[Batch], outputs: list[Any], shelf: Shelf) -> Iterator[Batch]:

@@ -45,6 +45,11 @@ def decisions(plan: Plan) -> str:
     return _text([settings, specs])
 
 
+def values(value: Any) -> str:
+    """A digest of nested values that JSON can hold."""
+    return _text(value)
+
+
 def combined(digests: Mapping[str, str]) -> str:
     """One digest of many."""
     return _text(dict(digests))

@@ -16,10 +16,12 @@ import quantizer
 from quantizer.config.model import Config, QuantizationSpec, Settings
 from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
+from quantizer.engine.adjust import settings_json
 from quantizer.engine.attach import writes_inplace
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.files import read_json, read_tensors, write_bytes, write_json, write_tensors
 from quantizer.engine.inputs import input_shapes
+from quantizer.engine.replaced import RESCALED, WEIGHTS, float_tensors, header_of, read_replaced
 from quantizer.engine.solution import Solution
 from quantizer.errors import ResultError
 from quantizer.graph.edits import with_weights
@@ -28,10 +30,10 @@ from quantizer.graph.ir import Graph
 from quantizer.nn.load import GROUP_SCALES, qparams_of
 from quantizer.nn.network import Network
 
-FORMAT = 1
+FORMAT = 2
 INFO = "quant_info.json"
-WEIGHTS = "weights.safetensors"
 CORRECTIONS = "bias_corr.safetensors"
+ALGORITHMS = "algorithms.json"
 ORIGINS = ("plan.json", "config.resolved.json")
 """Where decisions come from, for people to read. Files that say the same differ in it, so no sum names these."""
 TESTED = (
@@ -95,8 +97,11 @@ def write_results(
         write_json(folder / name, content)
     if found.corrections:
         files[CORRECTIONS] = write_tensors(folder / CORRECTIONS, dict(found.corrections))
-    if groups := _group_scales(found, network):
-        files[GROUP_SCALES] = write_tensors(folder / GROUP_SCALES, groups)
+    for name, more in ((GROUP_SCALES, _group_scales(found, network)), (RESCALED, float_tensors(network, found))):
+        if more:
+            files[name] = write_tensors(folder / name, more)
+    if found.algorithms:
+        files[ALGORITHMS] = write_json(folder / ALGORITHMS, found.algorithms)
     settings = {key: value for key, value in asdict(config.settings).items() if key != "places"}
     header = {
         "format": FORMAT,
@@ -111,7 +116,7 @@ def write_results(
         "weights": fingerprint.weights(original),
         "layers": fingerprint.layers(original),
         "files": files,
-        "replaced_weights": {network.module_names[name]: sorted(tensors) for name, tensors in found.weights.items()},
+        **header_of(network, found),
         **run,
     }
     tensors: dict[str, dict[str, Any]] = {}
@@ -131,7 +136,7 @@ def _owned(folder: Path) -> list[str]:
         named = [name for name in files if "/" not in name and "\\" not in name]
     except (ResultError, KeyError, TypeError):
         named = []
-    return [INFO, CORRECTIONS, GROUP_SCALES, *ORIGINS, *named]
+    return [INFO, CORRECTIONS, GROUP_SCALES, RESCALED, ALGORITHMS, *ORIGINS, *named]
 
 
 def _group_scales(found: Solution, network: Network) -> dict[str, Tensor]:
@@ -212,12 +217,8 @@ def _solution(folder: Path, header: Mapping[str, Any], entries: Mapping[str, Any
         for layer, roles in entries.items()
         for role, entry in roles.items()
     }
-    layers = {entry["module"]: layer for layer, roles in entries.items() for entry in roles.values()}
-    replaced = header["replaced_weights"]
-    stored = read_tensors(folder / WEIGHTS) if replaced else {}
-    weights = {layers[module]: {key: stored[f"{module}.{key}"] for key in keys} for module, keys in replaced.items()}
     corrections = read_tensors(folder / CORRECTIONS) if CORRECTIONS in header["files"] else {}
-    return Solution(tensors, weights, corrections)
+    return Solution(tensors, corrections=corrections, **read_replaced(folder, header))
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
@@ -258,6 +259,11 @@ def check_plan(info: QuantInfo, config: Config, planned: Mapping[tuple[str, str]
                 f"calibrated with {getattr(info.settings, f.name)!r}",
                 help="calibrate with this config first, or leave out --config_file",
             )
+    if [settings_json(settings) for settings in config.algorithms] != info.header["algorithms"]:
+        raise ResultError(
+            "the config is not the calibrated one: its algorithms differ",
+            help="calibrate with this config first, or leave out --config_file",
+        )
     known = info.solution.tensors
     for key in [*planned, *known]:
         mine, stored = planned.get(key), known.get(key)

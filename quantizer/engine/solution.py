@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantizer.algorithms.adjustment import Adjustment
 from quantizer.config.model import QuantizationSpec
+from quantizer.graph.edits import Insertion
 
 Key = tuple[str, str]
 
@@ -19,12 +22,38 @@ class Solution:
 
     `weights` replaces parameters of a layer, before quantization (fast finetuning); `corrections` is added to a layer's
     bias after quantization, [channels] in the dtype of its weight; `notes` say why a scale is not the observed one.
+    What algorithms did before: `insertions`, layers that the graph of the network has; `rescaled`, parameters of the
+    float network, with them as good as the model; `algorithms` is algorithms.json.
     """
 
     tensors: Mapping[Key, tuple[QuantizationSpec, Tensor, Tensor]]
     weights: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     corrections: Mapping[str, Tensor] = field(default_factory=dict)
     notes: Mapping[Key, tuple[str, ...]] = field(default_factory=dict)
+    insertions: tuple[Insertion, ...] = ()
+    rescaled: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    algorithms: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_weights(self, layers: Mapping[str, Mapping[str, Tensor]]) -> Solution:
+        """With more parameters replaced."""
+        merged = {name: {**self.weights.get(name, {}), **own} for name, own in layers.items()}
+        return replace(self, weights={**self.weights, **merged})
+
+    def adjusted_by(self, found: Adjustment, report: Mapping[str, Any]) -> Solution:
+        """With what algorithms found: their parameters, and weights on their grids; `report` is algorithms.json."""
+        tensors = dict(self.tensors)
+        for name, layer in found.rounded.items():
+            spec = tensors[name, "weights"][0]
+            tensors[name, "weights"] = spec, layer.qparams.scale, layer.qparams.zero_point
+        weights = {name: {"weight": layer.weight} for name, layer in found.rounded.items()}
+        changed = replace(
+            self,
+            tensors=tensors,
+            insertions=found.insertions,
+            rescaled=found.parameters,
+            algorithms=report,
+        )
+        return changed.with_weights(found.parameters).with_weights(weights)
 
     def position(self, key: Key) -> int | None:
         """The fix position fp of a tensor with a power-of-two scale 2^-fp per tensor; None for others."""

@@ -1,0 +1,140 @@
+"""What calibration runs before it observes anything: the algorithms of the config, with progress and checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
+from quantizer.cli import session
+from quantizer.cli.options import RunOptions
+from quantizer.cli.progress import BatchProgress
+from quantizer.cli.refine import again
+from quantizer.config.diagnostics import ConfigError
+from quantizer.config.model import Config
+from quantizer.engine import adjust
+from quantizer.engine.adjust_checkpoint import AdjustCheckpoint
+from quantizer.errors import QuantizerError, UsageError
+from quantizer.graph.ir import Graph
+from quantizer.plan.model import Plan
+from quantizer.sources.batches import Batch
+from quantizer.sources.data import Batches
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Adjusted:
+    """What algorithms found, the graph with it (the same float function), and algorithms.json."""
+
+    graph: Graph
+    found: Adjustment
+    report: Mapping[str, Any]
+
+
+def refuse(options: RunOptions, config: Config) -> None:
+    """Refuse options that do not go with the config's algorithms.
+
+    Raises:
+        UsageError: two steps would round the same weights.
+    """
+    rounding = [settings.name for settings in config.algorithms if settings.stage == "round"]
+    if options.fast_finetune and rounding:
+        raise UsageError(
+            f"--fast_finetune {options.fast_finetune} and the config's {rounding[0]} both round the weights",
+            help="leave out --fast_finetune, or the algorithm",
+        )
+
+
+def run_algorithms(options: RunOptions, read: session.ReadConfig, plan: Plan, batches: Batches) -> Adjusted:
+    """All algorithms of the config, in order.
+
+    Raises:
+        ConfigError: an algorithm's entry names what is not in the model.
+        DataError: a value in the network is not finite, or the data are not the same when they are read again.
+        ResultError: the checkpoint to resume from is damaged or of another run.
+    """
+    try:
+        todo = adjust.steps(plan.graph, read.config.algorithms)
+    except ConfigError as error:
+        raise ConfigError(error.diagnostics, read.sources) from error
+    specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
+    run = {"seed": options.seed}
+    keeper = AdjustCheckpoint(Path(options.output_dir), plan.graph, todo, specs, run, lambda: batches.fingerprint)
+
+    def opened() -> Iterator[Batch]:
+        return again(options, batches, "the algorithms", "calibrate with batches that stay the same")
+
+    start = _restored(keeper, opened) if options.resume else adjust.Start()
+    found = start.found
+    for index, step in enumerate(todo):
+        if index >= start.index:
+            done = start.done if index == start.index else 0
+            task = Task(plan.graph, specs, step.structure, opened, partial(keeper.group_done, index), done)
+            before, found = found, _run_step(options, step, task, found, keeper)
+            keeper.step_done(index + 1, found)
+            _tell(step, before, found, idle=adjust.idle(step, specs))
+    if found.parameters or found.insertions:
+        _tell_difference(adjust.difference(plan.graph, found, next(session.on_device(options, batches))))
+    return Adjusted(adjusted(plan.graph, found), found, adjust.report(todo, found))
+
+
+def _restored(keeper: AdjustCheckpoint, opened: Callable[[], Iterable[Batch]]) -> adjust.Start:
+    """What a stopped run had found; the data are read once to see that they are the same."""
+    if not keeper.exists():
+        return adjust.Start()
+    for _ in opened():
+        pass
+    start = keeper.restore()
+    logger.info("the algorithms go on after %s", keeper.words(start))
+    return start
+
+
+def _run_step(
+    options: RunOptions, step: adjust.Step, task: Task, found: Adjustment, keeper: AdjustCheckpoint
+) -> Adjustment:
+    """One algorithm, with its progress; a stop leaves a checkpoint."""
+    total, bar = len(step.structure.groups), session.shows_bars()
+    with BatchProgress(step.name, total, bar=bar, quiet=options.quiet, unit="groups") as progress:
+        progress.advance(task.done)
+
+        def after_group(made: Adjustment, done: int) -> None:
+            task.after_group(made, done)
+            progress.advance(done)
+
+        try:
+            return step.run(replace(task, after_group=after_group), step.settings, found)
+        except (KeyboardInterrupt, QuantizerError):
+            if keeper.has_news():
+                logger.warning("stopped after %s; --resume goes on from there", keeper.words(keeper.save()))
+            raise
+
+
+def _tell(step: adjust.Step, before: Adjustment, after: Adjustment, *, idle: bool) -> None:
+    """Say what an algorithm did, and what it remarked, each text once."""
+    if idle:
+        logger.warning("%s has nothing to round: the config leaves the weights of its layers float", step.name)
+    logger.info("%s", adjust.summary(step, before, after))
+    texts: dict[tuple[str, bool], list[str]] = defaultdict(list)
+    for remark in after.remarks[len(before.remarks) :]:
+        texts[remark.text, remark.is_warning].append(remark.layer)
+    for (text, is_warning), layers in texts.items():
+        more = f" and {len(layers) - 1} more" if layers[1:] else ""
+        logger.log(logging.WARNING if is_warning else logging.INFO, "%s%s: %s", layers[0], more, text)
+
+
+def _tell_difference(share: float) -> None:
+    """Say how well the float function was kept."""
+    if share <= adjust.KEPT:
+        logger.info("the rescaled float network's outputs differ by %.1e of the largest", share)
+        return
+    logger.warning(
+        "the rescaled float network's outputs differ by %.1e of the largest: its numbers have too few digits for "
+        "these factors, so compare the metrics of test mode with those of float mode",
+        share,
+    )
