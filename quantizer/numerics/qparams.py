@@ -108,7 +108,7 @@ def power_of_two(step: Tensor) -> Tensor:
     >>> power_of_two(torch.tensor([0.0, 0.25, 0.26, 3.0], dtype=torch.float64)).tolist()
     [0.0, 0.25, 0.5, 4.0]
     """
-    return _truncated(step, _MANTISSA)
+    return _truncate_(step.clone(), _MANTISSA)
 
 
 def step_from_range(low: Tensor, high: Tensor, grid: Grid | FloatGrid) -> Tensor:
@@ -124,17 +124,16 @@ def step_from_range(low: Tensor, high: Tensor, grid: Grid | FloatGrid) -> Tensor
     >>> step_from_range(torch.tensor(-7.0), torch.tensor(0.5), FloatGrid("fp4", "e8m0")).item()
     1.0
     """
-    low, high = low.double().clamp(max=0), high.double().clamp(min=0)
-    if isinstance(grid, FloatGrid):
-        amax = torch.maximum(-low, high)
-        step = _shared_exponent(amax, grid) if grid.scale_type == "e8m0" else amax / grid.row.largest
-    elif not grid.symmetric:
-        step = (high - low) / (grid.quant_max - grid.quant_min)
-    elif grid.scale_type == "float":
-        step = torch.maximum(-low, high) / grid.quant_max
+    if isinstance(grid, FloatGrid) and grid.scale_type == "e8m0":
+        return _shared_exponent_(_amax(low, high), grid)
+    if not grid.symmetric:
+        step = high.clamp(min=0).double().sub_(low.clamp(max=0)).div_(grid.span)
+    elif isinstance(grid, Grid) and grid.scale_type == "poweroftwo":
+        ends = low.double() / (grid.quant_min - 0.5), high.double() / (grid.quant_max + 0.5)
+        step = torch.maximum(*ends).clamp_(min=0)
     else:
-        step = torch.maximum(low / (grid.quant_min - 0.5), high / (grid.quant_max + 0.5))
-    return power_of_two(step) if grid.scale_type == "poweroftwo" else step
+        step = _amax(low, high).div_(grid.quant_max if isinstance(grid, Grid) else grid.span)
+    return _truncate_(step, _MANTISSA) if grid.scale_type == "poweroftwo" else step
 
 
 def qparams_from_step(step: Tensor, low: Tensor, grid: Grid | FloatGrid) -> QParams:
@@ -146,26 +145,31 @@ def qparams_from_step(step: Tensor, low: Tensor, grid: Grid | FloatGrid) -> QPar
     grid, and is 0 for symmetric grids.
     """
     least, most = _scale_bounds(grid)
-    if grid.scale_type != "float":
-        step = power_of_two(step)
     silent = least if isinstance(grid, Grid) and grid.finest_position is not None else 1.0
-    scale = step.clamp(least, most).masked_fill_(step == 0, silent)
+    scale = step.clone() if grid.scale_type == "float" else power_of_two(step)
+    scale.clamp_(least, most).masked_fill_(step == 0, silent)
     if grid.symmetric or isinstance(grid, FloatGrid):
         return QParams(scale.float(), torch.zeros_like(scale, dtype=torch.int32))
     zero_point = grid.quant_min - torch.round(low.double().clamp(max=0) / scale)
     return QParams(scale.float(), zero_point.clamp(grid.quant_min, grid.quant_max).to(torch.int32))
 
 
-def _shared_exponent(amax: Tensor, grid: FloatGrid) -> Tensor:
-    """2^(e - emax), see FloatGrid; 0 for 0."""
+def _amax(low: Tensor, high: Tensor) -> Tensor:
+    """The largest magnitude in [low, high], float64 in memory of its own; exact in the dtype of the two."""
+    return torch.maximum(-low, high).clamp_(min=0).to(torch.float64, copy=True)
+
+
+def _shared_exponent_(amax: Tensor, grid: FloatGrid) -> Tensor:
+    """2^(e - emax) in the place of `amax`, see FloatGrid; 0 for 0."""
     half = 0 if grid.row.mantissa is None else 1 << (51 - grid.row.mantissa)
     bump = {"floor": 0, "even": half, "ceil": _MANTISSA}[grid.scale_mode]
-    return _truncated(amax, bump).mul_(2.0**-grid.row.emax)
+    return _truncate_(amax, bump).mul_(2.0**-grid.row.emax)
 
 
-def _truncated(x: Tensor, bump: int) -> Tensor:
-    """The power of two below each `x` (float64, normal or 0) after `bump` was added to the last bit of its mantissa."""
-    return ((x.view(torch.int64) + bump) & ~_MANTISSA).view(torch.float64)
+def _truncate_(x: Tensor, bump: int) -> Tensor:
+    """Replace `x` (float64, normal or 0) by the power of two below it plus `bump` in the last bit of its mantissa."""
+    x.view(torch.int64).add_(bump).bitwise_and_(~_MANTISSA)
+    return x
 
 
 def _scale_bounds(grid: Grid | FloatGrid) -> tuple[float, float]:

@@ -23,6 +23,7 @@ BINS = 2048  # per sign; the resolution of TensorRT's and pytorch_nndct's calibr
 SAMPLE = 1 << 17
 SAMPLE_PER_ROW = 1 << 12
 NARROW = 16
+READ = 2 * BLOCK  # values per step where nothing is written, so that as much again stays in the cache
 
 Range = tuple[Tensor, Tensor]
 
@@ -49,12 +50,13 @@ def extremes(rows: Tensor) -> Range:
     if len(rows) == 1:
         low, high = rows.aminmax()
         return low.view(1), high.view(1)
-    height = max(1, BLOCK // max(1, rows.shape[1]))
+    height = max(1, READ // max(1, rows.shape[1]))
     low, high = rows.new_empty(len(rows)), rows.new_empty(len(rows))
     for start in range(0, len(rows), height):
         here = slice(start, start + height)
-        torch.amin(_narrowed(rows[here], torch.minimum), 1, out=low[here])
-        torch.amax(_narrowed(rows[here], torch.maximum), 1, out=high[here])
+        part = rows[here]
+        torch.amin(_narrowed(part, torch.minimum), 1, out=low[here])
+        torch.amax(_narrowed(part, torch.maximum), 1, out=high[here])
     return low, high
 
 
@@ -80,7 +82,7 @@ def stride_for(length: int, limit: int) -> int:
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch's values as `rows` (R, N), with the exact extremes `low` and `high` (R,), float64 on the CPU."""
+    """One batch's values as `rows` (R, N), with the exact extremes `low` and `high` (R,), in its dtype, on the CPU."""
 
     rows: Tensor
     low: Tensor
@@ -89,7 +91,7 @@ class Batch:
     @cached_property
     def amax(self) -> Tensor:
         """The largest magnitude of each row, (R,) float64."""
-        return torch.maximum(-self.low, self.high)
+        return torch.maximum(-self.low, self.high).double()
 
     def split(self, rows: int) -> list[Batch]:
         """Return the batch in parts of about equal height, each of at most `rows` rows."""

@@ -40,18 +40,18 @@ class Observer:
         self._shape: tuple[int, ...] | None = None if self._axis is not None else ()
         self._method = lookup(METHODS, spec.method, "calibration method")
         lookup(STATISTICS, spec.statistic, "statistic over batches")
-        # Of each batch (4, R): the method's low and high, the least and greatest value.
-        self._batches: list[Tensor] = []
+        # Of each batch the method's low and high, the least and greatest value, each (R,).
+        self._batches: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     @property
     def low(self) -> Tensor:
         """The smallest value seen, float64 of the scale's shape. Raises UnobservedError before the first batch."""
-        return self._shaped(self._stacked()[:, 2].amin(0))
+        return self._shaped(self._seen(2).double().amin(0))
 
     @property
     def high(self) -> Tensor:
         """The largest value seen, like `low`."""
-        return self._shaped(self._stacked()[:, 3].amax(0))
+        return self._shaped(self._seen(3).double().amax(0))
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
@@ -66,13 +66,15 @@ class Observer:
         else:
             ranges = [self._method(part, self.spec) for part in batch.split(ROWS_AT_ONCE)]
             low, high = (torch.cat(ends) for ends in zip(*ranges, strict=True))
-        self._batches.append(torch.stack([low, high, batch.low, batch.high]))
+        self._batches.append((low, high, batch.low, batch.high))
         self._shape = scale_shape(tuple(x.shape), self.spec.qscheme, self._axis, self.spec.group_size)
 
     def qparams(self) -> QParams:
         """Return scale and zero point for the batches so far, of `scale_shape`. Raises UnobservedError without any."""
-        lows, highs = self._stacked()[:, 0], self._stacked()[:, 1]
-        if self._grid.symmetric:
+        lows, highs = self._seen(0), self._seen(1)
+        if len(lows) == 1:  # any statistic of one batch is that batch
+            qparams = qparams_from_range(lows[0], highs[0], self._grid)
+        elif self._grid.symmetric:
             step = reduce_batches(step_from_range(lows, highs, self._grid), self.spec.statistic)
             qparams = qparams_from_step(step, torch.zeros_like(step), self._grid)
         else:
@@ -93,14 +95,15 @@ class Observer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all there is to keep: "batches", float64 (B, 4, R), 32 bytes per batch and row; (0, 4, 0) if new."""
-        return {"batches": self._stacked() if self._batches else torch.empty(0, 4, 0, dtype=torch.float64)}
+        batches = torch.stack([self._seen(end) for end in range(4)], 1) if self._batches else torch.empty(0, 4, 0)
+        return {"batches": batches.double()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace what was seen by a state of `state_dict`. Raises ValueError for anything else."""
         batches = state.get("batches")
         if set(state) != {"batches"} or batches is None or batches.ndim != 3 or batches.shape[1] != 4:
             raise ValueError(f'An observer\'s state is one tensor "batches" of shape (B, 4, R), not {sorted(state)}.')
-        self._batches = list(batches.double().unbind(0))
+        self._batches = [(low, high, least, most) for low, high, least, most in batches.double()]
 
     def _batch(self, x: Tensor) -> Batch:
         """Return `x` with its extremes, read once; NaN and infinity show in them."""
@@ -109,7 +112,7 @@ class Observer:
         if x.numel() == 0:
             raise ObservationError(f"The tensor of shape {tuple(x.shape)} has no values.")
         rows = as_rows(x, self.spec.qscheme, self._axis, self.spec.group_size)
-        low, high = (end.double().cpu() for end in extremes(rows))
+        low, high = (end.cpu() for end in extremes(rows))
         if not (math.isfinite(low.min()) and math.isfinite(high.max())):
             raise NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
         if isinstance(self._grid, Grid) and self._grid.nonnegative and bool((low < 0).any()):
@@ -119,10 +122,12 @@ class Observer:
             )
         return Batch(rows, low, high)
 
-    def _stacked(self) -> Tensor:
+    def _seen(self, end: int) -> Tensor:
+        """One end of the ranges of all batches, (B, R)."""
         if not self._batches:
             raise UnobservedError("No values were observed, so there is no range and no scale.")
-        return torch.stack(self._batches) if len(self._batches) > 1 else self._batches[0][None]
+        ends = [batch[end] for batch in self._batches]
+        return torch.stack(ends) if len(ends) > 1 else ends[0][None]
 
     def _shaped(self, row: Tensor) -> Tensor:
         return row if self._shape is None else row.view(self._shape)
