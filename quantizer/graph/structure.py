@@ -51,6 +51,7 @@ class InputGroup:
         channels: how many there are.
         block: index into `Structure.blocks`; None outside.
         fold: None where only an explicit multiplication is exact; `why_not` says why.
+        tied: nodes outside the group that have the weight of one of its layers: other columns need a copy of their own.
     """
 
     source: str
@@ -60,6 +61,7 @@ class InputGroup:
     block: int | None = None
     fold: Fold | None = None
     why_not: str = ""
+    tied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,73 @@
+"""The structure of a traced graph: its blocks, the layers that read one value, and where each value's channels fold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quantizer.config.algorithms import Names
+from quantizer.graph.blocks import find_blocks
+from quantizer.graph.folds import Folds, channel_axis, is_multiplying
+from quantizer.graph.ir import Graph, Node
+from quantizer.graph.structure import Block, InputGroup, Structure
+
+
+def find_structure(graph: Graph, names: Names | None = None) -> Structure:
+    """Blocks, and groups in the order in which their values are made; `names` override what the graph shows.
+
+    The graph is that after the passes.
+
+    Raises:
+        ConfigError: a name that the graph does not have, or that does not fit; all of them at once.
+    """
+    from quantizer.graph.named_structure import named_structure  # it builds on this file's groups
+
+    found = Structure(find_blocks(graph), input_groups(graph))
+    named = named_structure(graph, found, names) if names is not None else found
+    folds = Folds(graph)
+    groups = tuple(folds.folded(group) for group in named.groups)
+    return Structure(named.blocks, tuple(_in_block(graph, named.blocks, group) for group in groups))
+
+
+def input_groups(graph: Graph) -> tuple[InputGroup, ...]:
+    """All layers that multiply, by the value that they read; without folds and blocks."""
+    by_source: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        if is_multiplying(node):
+            by_source.setdefault(node.inputs["input"].name, []).append(node)
+    order = [node.name for node in graph.nodes if node.name in by_source]
+    return tuple(group for name in order for group in _by_axis(graph, name, by_source[name]))
+
+
+def _by_axis(graph: Graph, source: str, layers: Sequence[Node]) -> list[InputGroup]:
+    """A group, or one for each axis along which the layers of one value find their channels."""
+    by_axis: dict[tuple[int, int], list[str]] = {}
+    for node in layers:
+        dims = len(graph.by_name[source].shape or node.shape or ())
+        by_axis.setdefault((channel_axis(node, dims), _channels(graph, node)), []).append(node.name)
+    return [
+        InputGroup(source, tuple(names), axis, channels, tied=_tied(graph, names))
+        for (axis, channels), names in by_axis.items()
+    ]
+
+
+def _channels(graph: Graph, node: Node) -> int:
+    """How many channels a layer reads."""
+    shape = graph.tensors[node.params["weight"]].shape
+    return shape[0] if "transpose" in node.op else shape[1] * int(node.attrs.get("groups", 1))
+
+
+def _tied(graph: Graph, layers: Sequence[str]) -> tuple[str, ...]:
+    weights = {graph.by_name[layer].params["weight"] for layer in layers}
+    return tuple(n.name for n in graph.nodes if n.name not in layers and n.params.get("weight") in weights)
+
+
+def _in_block(graph: Graph, blocks: Sequence[Block], group: InputGroup) -> InputGroup:
+    """The group with its block: the one that has all its layers."""
+    from dataclasses import replace
+
+    index = {node.name: at for at, node in enumerate(graph.nodes)}
+    homes = {
+        next((number for number, block in enumerate(blocks) if block.start <= index[layer] < block.stop), None)
+        for layer in group.layers
+    }
+    return replace(group, block=homes.pop() if len(homes) == 1 else None)

@@ -1,0 +1,245 @@
+"""Where the channels of a value can be divided by factors, exactly: found by following channels through the graph."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from quantizer.graph.channel_labels import CARRIERS, NONE, Step, carried, channels_along, compressed, distinct
+from quantizer.graph.fake_values import fake_values
+from quantizer.graph.ir import Graph, Node, Ref
+from quantizer.graph.structure import Fold, InputGroup
+
+_NORMS = {"layer_norm": -1, "rms_norm": -1, "batch_norm": 1, "channel_scale": 1, "group_norm": 1, "instance_norm": 1}
+"""Normalizations that end with a factor for each channel, and the axis of the channels."""
+
+
+def is_multiplying(node: Node) -> bool:
+    """Whether it is a linear or convolution layer with a weight of its own and one input."""
+    layer = node.op == "linear" or node.op.startswith("conv")
+    return layer and "weight" in node.params and isinstance(node.inputs.get("input"), Ref)
+
+
+def channel_axis(node: Node, dims: int) -> int:
+    """The axis of the channels in what a multiplying layer reads or makes, a value of `dims` dimensions."""
+    return -1 if node.op == "linear" else dims - 1 - int(node.op[-2])
+
+
+@dataclass(frozen=True)
+class Source:
+    """A layer whose parameters have a factor for each channel; `skipped` is the sum that adds `offset` to them."""
+
+    kind: Literal["norm", "layer"]
+    node: Node
+    offset: float = 0.0
+    skipped: str = ""
+
+
+@dataclass
+class Flow:
+    """Where the channels of a source go.
+
+    Args:
+        ends: multiplying layer -> for each channel of its input the source's channel.
+        mixed: who reads channels in any other way -> those channels; "" is the network's output.
+    """
+
+    ends: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    mixed: dict[str, frozenset[int]] = field(default_factory=dict)
+
+    def mix(self, reader: str, labels: Any) -> None:
+        """Note that `reader` does with these labels what no factor passes."""
+        self.mixed[reader] = self.mixed.get(reader, frozenset()) | distinct(labels)
+
+
+class Folds:
+    """Finds folds on one graph; flows are found once for each source."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.values = fake_values(graph)
+        self._index = {node.name: at for at, node in enumerate(graph.nodes)}
+        self._flows: dict[str, Flow] = {}
+
+    @cached_property
+    def _uses(self) -> Counter[str]:
+        return Counter(path for node in self.graph.nodes for path in node.params.values())
+
+    def folded(self, group: InputGroup) -> InputGroup:
+        """The group with its fold, or with the reason why it has none."""
+        if group.tied:
+            return replace(group, fold=None, why_not=f"its weight is also that of {', '.join(group.tied)}")
+        sources, why_not = self.sources(group.source)
+        for source in sorted(sources, key=lambda each: -self._index[each.node.name]):
+            found = self._fold(source, group)
+            if isinstance(found, Fold):
+                return replace(group, fold=found, why_not="")
+            why_not = found
+        return replace(group, fold=None, why_not=why_not)
+
+    def sources(self, name: str) -> tuple[list[Source], str]:
+        """Layers whose channels a value's may be, nearest first, and what ends the first way back otherwise."""
+        found: list[Source] = []
+        ends: list[str] = []
+        waiting, seen = [name], {name}
+        while waiting:
+            node = self.graph.by_name[waiting.pop(0)]
+            source = self._source(node)
+            paths = CARRIERS[node.op].paths(node) if source is None and node.op in CARRIERS else ()
+            if source is not None:
+                found.append(source)
+            elif not paths:
+                ends.append(_end(node))
+            for path in paths:
+                if (factor := self._factor(node, path)) is not None:
+                    found.append(factor)
+                elif path not in seen:
+                    seen.add(path)
+                    waiting.append(path)
+        return found, next(iter(ends), "")
+
+    def way_back(self, name: str) -> frozenset[str]:
+        """The nodes between a value and the layers whose channels it may have, with both ends."""
+        seen, waiting = {name}, [name]
+        while waiting:
+            node = self.graph.by_name[waiting.pop()]
+            if self._source(node) is None and node.op in CARRIERS:
+                new = set(CARRIERS[node.op].paths(node)) - seen
+                seen |= new
+                waiting += new
+        return frozenset(seen)
+
+    def _source(self, node: Node) -> Source | None:
+        """The node, where the rows of its own weight are the channels of what it makes."""
+        if not node.is_float or "weight" not in node.params or "bias" in node.inputs:
+            return None
+        if is_multiplying(node):
+            return Source("layer", node)
+        one_axis = self.graph.tensors[node.params["weight"]].dim() == 1
+        return Source("norm", node) if node.op in _NORMS and one_axis else None
+
+    def _factor(self, node: Node, name: str) -> Source | None:
+        """What a decomposed normalization multiplies with: a tensor of the model, or one and a number."""
+        if node.op != "mul":
+            return None
+        offset, skipped = 0.0, ""
+        factor = self.graph.by_name[name]
+        while factor.op not in ("parameter", "constant"):
+            other = factor.attrs.get("other")
+            plain = factor.op == "add" and isinstance(other, (int, float)) and factor.attrs.get("alpha", 1) == 1
+            if plain and not skipped:
+                offset, skipped = float(other or 0), factor.name
+            elif factor.op != "to":
+                return None
+            first = next(iter(factor.inputs.values()), None)
+            if not isinstance(first, Ref):
+                return None
+            factor = self.graph.by_name[first.name]
+        weight = self.graph.tensors[factor.params["weight"]]
+        is_vector = weight.is_floating_point() and weight.numel() > 1 and max(weight.shape) == weight.numel()
+        return Source("norm", factor, offset, skipped) if is_vector else None
+
+    def _fold(self, source: Source, group: InputGroup) -> Fold | str:
+        """The fold of a group whose value may be the source's, or why its channels cannot be divided there."""
+        name = source.node.name
+        if shared := [path for path in source.node.params.values() if self._uses[path] > 1]:
+            users = (n.name for n in self.graph.nodes if shared[0] in n.params.values() and n.name != name)
+            return f"{name} shares its parameters with {next(users)}"
+        flow = self.flow(source)
+        channels = flow.ends.get(group.layers[0])
+        if channels is None or NONE in channels or any(flow.ends.get(layer) != channels for layer in group.layers):
+            return f"not each of its channels is one of {name}"
+        needed = frozenset(channels)
+        for reader, read in flow.mixed.items():
+            if read & needed:
+                return f"{name} is also read by {reader or 'the output of the network'}"
+        extra = [end for end, read in flow.ends.items() if end not in group.layers and needed & set(read)]
+        for end in extra:
+            if flow.ends[end] != channels:
+                return f"{name} is also read by {end}, with its channels in another order"
+            if self._uses[self.graph.by_name[end].params["weight"]] > 1:
+                return f"{name} is also read by {end}, whose weight others use"
+        same = channels == tuple(range(self._channels(source)))
+        return Fold(source.kind, name, None if same else channels, source.offset, tuple(extra))
+
+    def _channels(self, source: Source) -> int:
+        labels = self._start(source)
+        return 0 if labels is None else len(distinct(labels))
+
+    def _start(self, source: Source) -> Tensor | None:
+        """A source's own channels in what it makes."""
+        node = source.node
+        if node.op in ("parameter", "constant"):
+            shape = self.graph.tensors[node.params["weight"]].shape
+            return torch.arange(shape.numel(), dtype=torch.float32).view(shape)
+        if node.name not in self.values:
+            return None
+        shape = self.values[node.name].shape
+        axis = _NORMS[node.op] if node.op in _NORMS else channel_axis(node, len(shape))
+        view = [1] * len(shape)
+        view[axis] = shape[axis]
+        return torch.arange(shape[axis], dtype=torch.float32).view(view).expand(shape)
+
+    def flow(self, source: Source) -> Flow:
+        """Follow a source's channels in execution order."""
+        name = source.node.name
+        if name not in self._flows:
+            self._flows[name] = self._followed(source)
+        return self._flows[name]
+
+    def _followed(self, source: Source) -> Flow:
+        flow, start = Flow(), self._start(source)
+        if start is None:
+            return flow
+        labels: dict[str, Any] = {source.node.name: compressed(start)}
+        queue, queued = list[int](), set[int]()
+        waiting = [source.node.name]
+        while waiting or queue:
+            for name in waiting:
+                new = {self._index[reader] for reader in self.graph.consumers[name] if reader} - queued
+                queued |= new
+                for at in new:
+                    heapq.heappush(queue, at)
+                if "" in self.graph.consumers[name]:
+                    flow.mix("", labels[name])
+            waiting = []
+            if queue:
+                node = self.graph.nodes[heapq.heappop(queue)]
+                made = self._step(node, source, labels, flow)
+                if made is not None:
+                    labels[node.name] = made
+                    waiting = [node.name]
+        return flow
+
+    def _step(self, node: Node, source: Source, labels: Mapping[str, Any], flow: Flow) -> Any:
+        """Labels of what a node makes; None where it ends the way, which is noted."""
+        read = {name: labels[name] for name in node.refs() if name in labels}
+        if node.name == source.skipped:
+            return next(iter(read.values()))
+        if is_multiplying(node):
+            value = read.get(node.inputs["input"].name)
+            channels = channels_along(value, channel_axis(node, value.dim())) if isinstance(value, Tensor) else None
+            if channels is not None and len(read) == 1:
+                flow.ends[node.name] = channels
+                return None
+        paths = CARRIERS[node.op].paths(node) if node.op in CARRIERS else ()
+        carriers = {name: found for name, found in read.items() if name in paths}
+        made = carried(Step(node, carriers, self.values)) if carriers else None
+        for name, found in read.items():
+            if made is None or name not in paths:
+                flow.mix(node.name, found)
+        return made
+
+
+def _end(node: Node) -> str:
+    """Why a way back ends at a node that no factor passes."""
+    if node.op == "input":
+        return "it is an input of the network"
+    return f"no factor passes through {node.name}"
