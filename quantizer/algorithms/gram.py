@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from quantizer.algorithms.patches import weight_matrix, windows
 from quantizer.observers import NonFiniteError, ObservationError
 
 TILES = 4  # along each side: below the diagonal nothing is computed, which saves 6 of 16 products
-LEAST_TILE = 256
+LEAST_TILE = 128
 PATCHES = 1 << 24  # values of a convolution's patches at once
 
 
@@ -56,11 +57,8 @@ class Gram:
             NonFiniteError: it holds NaN or infinity; the sums are of no use any more.
             ObservationError: its squares are beyond float32.
         """
-        if isinstance(self._layer, nn.Linear):
-            self._add_rows(x.reshape(1, -1, x.shape[-1]).float())
-        else:
-            for part in windows(self._layer, x, PATCHES):
-                self._add_rows(part.float())
+        for part in _parts(self._layer, x):
+            self._add_rows(part)
         if not math.isfinite(self._sum.diagonal(dim1=1, dim2=2).sum()):
             if math.isfinite(x.float().abs().sum()):
                 raise ObservationError(f"Values as large as {x.abs().max():g} have squares beyond float32.")
@@ -75,3 +73,26 @@ class Gram:
                 self._sum[0, here, here.start :].addmm_(left[0], right[0])
             else:
                 self._sum[:, here, here.start :].baddbmm_(left, right)
+
+
+class Cross:
+    """The matrix sum of f x^T, where x is as in `Gram`, and f the same of another input: [groups, depth, depth]."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        weight = layer.get_parameter("weight")
+        groups, _, depth = weight_matrix(layer, weight).shape
+        self._layer, self.matrix = layer, torch.zeros(groups, depth, depth, device=weight.device)
+
+    @torch.no_grad()
+    def add(self, f: Tensor, x: Tensor) -> None:
+        """Take in one batch, of one shape."""
+        for left, right in zip(_parts(self._layer, f), _parts(self._layer, x), strict=True):
+            self.matrix.baddbmm_(left.mT, right)
+
+
+def _parts(layer: nn.Module, x: Tensor) -> Iterator[Tensor]:
+    """What the layer multiplies its weight with: float32 [groups, positions, depth], in parts."""
+    if isinstance(layer, nn.Linear):
+        yield x.reshape(1, -1, x.shape[-1]).float()
+    else:
+        yield from (part.float() for part in windows(layer, x, PATCHES))

@@ -85,7 +85,7 @@ def windows(layer: nn.Module, x: Tensor, values: int) -> Iterator[Tensor]:
     """
     view, dims = _windows(layer, x), _kernel_dims(layer)
     groups: int = getattr(layer, "groups", 1)
-    for part in view.split(max(1, values // max(1, view[0].numel()))):
+    for part in torch.split(view, max(1, values // max(1, view[0].numel()))):
         yield part.reshape(math.prod(part.shape[: dims + 1]), groups, -1).transpose(0, 1)
 
 

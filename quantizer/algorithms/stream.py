@@ -5,6 +5,7 @@ Between legs it keeps what later nodes read, of every batch; within a leg it run
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -46,8 +47,15 @@ class Stream:
         """A node's value for each batch, while a later node reads it."""
         return [values[name] for values in self._values]
 
+    def branch(self) -> Stream:
+        """Another stream that goes on from here with the same network, while this one stays where it is."""
+        branch = copy.copy(self)
+        branch._shelf, branch._values = Shelf(), [dict(values) for values in self._values]
+        return branch
+
     def advance(self, upto: str | None = None, watch: Watchers | None = None) -> None:
-        """Run all batches up to and with node `upto`, or to the end; values of watched nodes are shown as they come.
+        """Run all batches up to and with node `upto`, or to the end; values of watched nodes are shown as they come,
+        of those that ran in an earlier leg first.
 
         Raises:
             DataError: a batch cannot run; it is named by its number.
@@ -55,10 +63,13 @@ class Stream:
         nodes = self.network.graph.nodes
         index = {node.name: at for at, node in enumerate(nodes)}
         stop = len(nodes) if upto is None else index[upto] + 1
+        earlier = [name for name in watch or {} if index[name] < self._at]
         for number, values in enumerate(self._values):
             before = dict(values)
             try:
                 with torch.no_grad():
+                    for name in earlier:
+                        (watch or {})[name](values[name])
                     self._run(nodes[self._at : stop], values, watch or {})
             except DataError as error:
                 raise DataError(f"batch {number}: {error.message}", help=error.help) from error

@@ -1,0 +1,24 @@
+"""GPTQ: weights are rounded one input channel after the other, and those left make up for the error.
+
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022.
+"""
+
+from __future__ import annotations
+
+from quantizer.algorithms.adjustment import Adjustment, Task
+from quantizer.algorithms.aim import Aim
+from quantizer.algorithms.in_order import in_order
+from quantizer.config.algorithms import Algorithm, Gptq
+
+
+def gptq(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
+    """Round the weights that the plan quantizes, on the grids of their ranges or on those that were found before.
+
+    Columns of zeros and layers that no token reached are rounded plainly, and so is a layer whose outputs on the
+    calibration data would be worse; the remarks say which.
+
+    Raises:
+        DataError: a value in the network is not finite; layer and batch are named.
+    """
+    assert isinstance(settings, Gptq)
+    return in_order(task, found, Aim(settings))

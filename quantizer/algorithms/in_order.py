@@ -1,0 +1,170 @@
+"""Goes through a network group by group: gathers what a group's layers read, has them settled, and goes on with that.
+
+Knows no way of rounding; `settle` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
+from quantizer.algorithms.aim import Aim, Products
+from quantizer.algorithms.gram import Cross, Gram
+from quantizer.algorithms.patches import LAYERS, weight_matrix
+from quantizer.algorithms.plain import on_grid, plain_grid
+from quantizer.algorithms.settle import Settled, member, settle
+from quantizer.algorithms.stream import Stream
+from quantizer.errors import DataError
+from quantizer.graph.structure import InputGroup
+from quantizer.nn.network import Network
+from quantizer.observers import NonFiniteError, ObservationError
+
+DEEPEST = 16384  # inputs of an output channel: the Gram matrix has the square of it
+TOO_DEEP = f"it sums over more than {DEEPEST} inputs, too many for their Hessian; it is rounded plainly"
+UNREACHED = "no token of the calibration data reached it; it is rounded plainly"
+
+
+def in_order(task: Task, found: Adjustment, aim: Aim) -> Adjustment:
+    """Settle the layers whose weights the plan quantizes, in execution order, on inputs that those before have changed.
+
+    Inputs are not quantized, whatever the plan says. Without `true_sequential`, the layers of a block are settled on
+    their inputs in the float block.
+
+    Raises:
+        DataError: an input is not finite; layer and batch are named.
+    """
+    passage = _Passage(task, found, aim)
+    for chunk in _chunks(task.structure.groups, aim.settings.true_sequential):
+        passage.settle(chunk)
+    return passage.found
+
+
+def _chunks(groups: Sequence[InputGroup], true_sequential: bool) -> Iterator[list[tuple[int, InputGroup]]]:
+    """Groups, with their numbers, that are gathered before any of them is settled."""
+    for block, members in itertools.groupby(enumerate(groups), lambda row: row[1].block):
+        if true_sequential or block is None:
+            yield from ([row] for row in members)
+        else:
+            yield list(members)
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """Layers that multiply one value alike, and the sums of that value."""
+
+    names: list[str]
+    gram: Gram
+    cross: Cross | None
+
+
+class _Passage:
+    """The network as it is rounded so far, beside the float one where the aim needs that."""
+
+    def __init__(self, task: Task, found: Adjustment, aim: Aim) -> None:
+        self.task, self.found, self.aim = task, found, aim
+        graph = adjusted(task.graph, found)
+        self.stream = Stream(Network(graph), task.batches())
+        self.float_stream = Stream(Network(graph), task.batches()) if aim.needs_float else None
+        own = {name for group in task.structure.groups for name in self._own(group)}
+        for name, rounded in found.rounded.items():
+            if name not in own:
+                self._put(name, rounded.weight)
+
+    def settle(self, chunk: Sequence[tuple[int, InputGroup]]) -> None:
+        """Settle groups; those that an interrupted run had settled get what it found."""
+        fresh = [number for number, _ in chunk if number >= self.task.done]
+        gathered, stream = {}, self.stream
+        for number, group in chunk:
+            if number in fresh:
+                if number != fresh[0]:
+                    stream = self.stream.branch() if stream is self.stream else stream
+                gathered[number] = self._gather(stream, self._own(group))
+        for number, group in chunk:
+            for each in gathered.pop(number, []):
+                settled = self._solve(each)
+                self.found = self.found.with_rounded(settled.rounded).with_remarks(*settled.remarks)
+            for name in self._own(group):
+                self._put(name, self._weight(name))
+            if number in fresh:
+                self.task.after_group(self.found, number + 1)
+
+    def _own(self, group: InputGroup) -> list[str]:
+        """The group's layers whose weights go on a grid."""
+        ops, specs = self.task.graph.by_name, self.task.specs
+        planned = [name for name in group.layers if (name, "weights") in specs and ops[name].op in LAYERS]
+        return [name for name in planned if specs[name, "weights"].is_scaled]
+
+    def _gather(self, stream: Stream, names: Sequence[str]) -> list[_Gathered]:
+        """Run up to the value that the layers read, and sum it up."""
+        network = stream.network
+        by_reading: dict[tuple[Any, ...], list[str]] = {}
+        for name in names:
+            source = next(network.graph.by_name[name].refs())
+            by_reading.setdefault((source, *_geometry(network.layers[name])), []).append(name)
+        found = []
+        for (source, *_), alike in by_reading.items():
+            layer = network.layers[alike[0]]
+            if weight_matrix(layer, layer.get_parameter("weight")).shape[2] > DEEPEST:
+                self._remark(alike, TOO_DEEP)
+                continue
+            each = _Gathered(alike, Gram(layer), Cross(layer) if self.float_stream else None)
+            stream.advance(source, {source: self._watcher(each, source)})
+            found.append(each)
+        return found
+
+    def _watcher(self, gathered: _Gathered, source: str) -> Callable[[Tensor], None]:
+        """Takes in the value of each batch, beside that of the float network."""
+        floats: Iterator[Any] = iter(())
+        if self.float_stream is not None:
+            self.float_stream.advance(source)
+            floats = iter(self.float_stream.value(source))
+
+        def watch(x: Tensor) -> None:
+            try:
+                gathered.gram.add(x)
+            except NonFiniteError as error:
+                text = f"the input of {gathered.names[0]} has {error.nans} NaN and {error.infinities} infinite values"
+                raise DataError(text, help="check that batch, and the weights of the layers before") from error
+            except ObservationError as error:
+                raise DataError(f"the input of {gathered.names[0]}: {error}", help="check that batch") from error
+            if gathered.cross is not None:
+                gathered.cross.add(next(floats), x)
+
+        return watch
+
+    def _solve(self, gathered: _Gathered) -> Settled:
+        if gathered.gram.tokens == 0:
+            self._remark(gathered.names, UNREACHED)
+            return Settled()
+        layers, specs = self.stream.network.layers, self.task.specs
+        members = [
+            member(name, layers[name], specs[name, "weights"], self.found.grids.get(name)) for name in gathered.names
+        ]
+        cross = gathered.cross.matrix if gathered.cross is not None else [None] * len(gathered.gram.matrix)
+        return settle(members, [Products(*pair) for pair in zip(gathered.gram.matrix, cross, strict=True)], self.aim)
+
+    def _weight(self, name: str) -> Tensor:
+        """The layer's weight from now on; where nothing was found, rounded plainly, as it will be."""
+        if name in self.found.rounded:
+            return self.found.rounded[name].weight
+        spec = self.task.specs[name, "weights"]
+        weight = self.stream.network.layers[name].get_parameter("weight")
+        return on_grid(weight, spec, self.found.grids.get(name) or plain_grid(spec, weight))
+
+    def _put(self, name: str, weight: Tensor) -> None:
+        parameter = self.stream.network.layers[name].get_parameter("weight")
+        parameter.data = weight.to(parameter.device)
+
+    def _remark(self, names: Sequence[str], text: str) -> None:
+        self.found = self.found.with_remarks(*(Remark(name, text) for name in names))
+
+
+def _geometry(layer: nn.Module) -> tuple[Any, ...]:
+    """Layers that read one value and are equal in this multiply the same patches of it."""
+    fields = ("kernel_size", "stride", "padding", "dilation", "groups", "output_padding", "transposed")
+    return tuple(getattr(layer, key, None) for key in fields)

@@ -1,0 +1,125 @@
+"""One column of a weight after the other goes onto its grid, and the columns after it make up for the error.
+
+Frantar et al. 2022, "GPTQ" (arXiv 2210.17323), with its names: W, H, Q, B columns in a block. Instead of the inverse of
+H it takes the factors H = M D M^T with M unit upper triangular, and rounds column j at W_j + (W - Q)_{<j} M_{<j, j}:
+the same by theorem 6 of Chee et al. 2023, "QuIP" (arXiv 2307.13304). Matrices of weights are transposed, [depth, rows],
+so that a column of W is a run of memory.
+"""
+
+# ruff: noqa: N803, N806 - the paper's letters
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quantizer.numerics.blocks import Kernel
+
+INNER = 32  # columns that reach each other one by one; the others get the errors of so many in one product
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The grid of each column of W: scale and zero point [kinds, rows], float32, and which of them each column has.
+
+    `kernel` puts values that are divided by their scale on the grid, as `numerics.blocks.fill` uses it.
+    """
+
+    kernel: Kernel
+    scale: Tensor
+    zero_point: Tensor
+    kind: Tensor
+
+    def permuted(self, order: Tensor) -> Columns:
+        """For W with its columns in another order."""
+        return replace(self, kind=self.kind[order])
+
+
+@dataclass(frozen=True)
+class Factor:
+    """H = M diag(D) M^T: `M` [depth, depth] with ones on its diagonal and zeros below it, `D` [depth]."""
+
+    M: Tensor
+    D: Tensor
+
+
+def factored(H: Tensor) -> Factor | None:
+    """The factors of a symmetric matrix; None if it is not positive definite.
+
+    >>> found = factored(torch.tensor([[5.0, 2.0], [2.0, 1.0]]))
+    >>> found.M.tolist(), found.D.tolist()
+    ([[1.0, 2.0], [0.0, 1.0]], [1.0, 1.0])
+    """
+    L, info = torch.linalg.cholesky_ex(H.flip(0, 1))
+    M = L.flip(0, 1)
+    root = M.diagonal().clone()
+    if info or not root.isfinite().all():
+        return None
+    return Factor(M.div_(root), root.square_())
+
+
+def optimal_rounding(
+    W: Tensor,
+    factor: Factor,
+    columns: Columns,
+    B: int,
+    begin: Callable[[int, Tensor], None] | None = None,
+    first: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Round W so that tr((W - Q) H (W - Q)^T) is small, greedily in the order of the columns.
+
+    Args:
+        W: float32 [depth, rows], transposed.
+        factor: of H.
+        columns: the grids.
+        B: columns in a block, whose errors reach the later blocks in one product; no more than that hangs on it.
+        begin: called with the first column of each block and the block [at most B, rows] as the errors so far have left
+            it; may change the grids of its columns in place.
+        first: what to round for the first column [rows], if not W.
+
+    Returns:
+        Q [depth, rows], each value on its grid, and the error of each row, float64 [rows].
+
+    >>> columns = Columns(lambda x, zero_point: x.round_(), torch.ones(1, 1), torch.zeros(1, 1), torch.tensor([0, 0]))
+    >>> H = torch.tensor([[2.0, 1.0], [1.0, 1.0]])
+    >>> optimal_rounding(torch.tensor([[0.4], [0.3]]), factored(H), columns, 128)
+    (tensor([[0.],
+            [1.]]), tensor([0.2500], dtype=torch.float64))
+    """
+    Q, E = torch.empty_like(W), torch.empty_like(W)
+    error = torch.zeros(W.shape[1], dtype=torch.float64, device=W.device)
+    for start in range(0, len(W), B):
+        here = slice(start, min(start + B, len(W)))
+        block = torch.addmm(W[here], factor.M[:start, here].T, E[:start])
+        if begin is not None:
+            begin(start, block)
+        if first is not None and start == 0:
+            block[0] = first
+        _round_block(
+            block, factor.M[here, here], replace(columns, kind=columns.kind[here]), W[here], (Q[here], E[here])
+        )
+        if start == 0:
+            block[0] = W[0]
+        error += (factor.D[here] @ block.sub_(Q[here]).square_()).double()
+    return Q, error
+
+
+def _round_block(block: Tensor, M: Tensor, columns: Columns, W: Tensor, out: tuple[Tensor, Tensor]) -> None:
+    """Round columns that the errors of earlier blocks have reached; writes Q and E = W - Q, and to `block` what each
+    column was before it was rounded."""
+    Q, E = out
+    scale = columns.scale[columns.kind].unbind()
+    offset = columns.zero_point[columns.kind].unbind() if columns.zero_point.any() else (0,) * len(block)
+    for start in range(0, len(block), INNER):
+        stop = min(start + INNER, len(block))
+        if start:
+            block[start:stop].addmm_(M[:start, start:stop].T, E[:start])
+        for j in range(start, stop):
+            w, q = block[j], Q[j]
+            if j > start:
+                w.addmv_(E[start:j].T, M[start:j, j])
+            torch.div(w, scale[j], out=q)
+            q.copy_(columns.kernel(q, offset[j])).mul_(scale[j])
+            torch.sub(W[j], q, out=E[j])
