@@ -28,6 +28,7 @@ COMMANDS = {
     "explain": ("quantizer.cli.explain:explain", "Explain a code, a config key, or what holds for one layer."),
     "inspect": ("quantizer.cli.inspect:inspect", "Show the layers of a model and what can be quantized."),
     "plan": ("quantizer.cli.plan:plan", "Show what a config does to a model, without data."),
+    "analyze": ("quantizer.cli.analyze:analyze", "Measure each weight's widths; choose them under a budget of size."),
     "schema": ("quantizer.cli.schema:schema", "Print the JSON Schema of the config, for editors."),
 }
 """Each subcommand: where it is, and its help, so that `--help` imports none of them."""

@@ -37,14 +37,20 @@ def weight_bytes(plan: Plan) -> tuple[int, int]:
             if planned is None:
                 after += size
                 continue
-            bits = planned.spec.bit_width if planned.spec.dtype == "int" else _BITS.get(planned.spec.dtype, 32)
-            after += math.ceil(tensor.numel() * bits / 8) + _scale_bytes(planned.spec) * planned.scales
+            after += parameter_bytes(tensor.numel(), planned.spec, planned.scales)
     return before, after
 
 
-def _scale_bytes(spec: QuantizationSpec) -> int:
-    """A float32 or a shared exponent; integers have a zero point, too."""
-    return 1 if spec.scale_type == "e8m0" else 4 + (spec.dtype == "int")
+def bits_of(spec: QuantizationSpec) -> int:
+    """Bits of one value."""
+    return spec.bit_width if spec.dtype == "int" else _BITS.get(spec.dtype, 32)
+
+
+def parameter_bytes(values: int, spec: QuantizationSpec, scales: int) -> int:
+    """Of a parameter with that many values and scales: a scale is a float32 or a shared exponent, integers have a zero
+    point, too."""
+    each = 1 if spec.scale_type == "e8m0" else 4 + (spec.dtype == "int")
+    return math.ceil(values * bits_of(spec) / 8) + each * scales
 
 
 def peak_activation_bytes(graph: Graph, batch_size: int) -> int:

@@ -1,0 +1,228 @@
+"""What plain rounding of single weights costs: errors of layers' outputs, noise of the network's. Decides nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from quantizer.algorithms.gram import Gram
+from quantizer.algorithms.patches import weight_matrix
+from quantizer.algorithms.plain import on_grid, output_error, plain_grid
+from quantizer.algorithms.stream import Stream
+from quantizer.config.model import QuantizationSpec
+from quantizer.errors import DataError
+from quantizer.graph.ir import Ref, map_refs
+from quantizer.nn.network import Network, arguments
+from quantizer.numerics.metrics import energy
+from quantizer.numerics.qparams import QParams
+from quantizer.observers import ObservationError
+from quantizer.sources.batches import Batch
+
+Width = int | str
+"""The bits of an integer grid, or the name of a format without a scale."""
+AfterLayer = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A weight that may get another width: the linear and convolution layers that share it, and their specs."""
+
+    layers: tuple[str, ...]
+    specs: tuple[QuantizationSpec, ...]
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """Squared errors of a layer's outputs over the data, one for each width, and the energy of what they disturb."""
+
+    errors: tuple[float, ...]
+    energy: float
+
+
+def with_width(spec: QuantizationSpec, width: Width) -> QuantizationSpec:
+    """The same grid with other bits, or a format without a scale.
+
+    >>> with_width(QuantizationSpec(qscheme="per_channel"), 3).quant_max
+    3
+    """
+    return replace(spec, bit_width=width) if isinstance(width, int) else QuantizationSpec(dtype=width)
+
+
+def rounded(network: Network, candidate: Candidate, width: Width) -> dict[str, Tensor]:
+    """The weight of each of the candidate's layers as plain rounding leaves it."""
+    found = {}
+    for name, own in zip(candidate.layers, candidate.specs, strict=True):
+        spec, weight = with_width(own, width), network.layers[name].get_parameter("weight")
+        nothing = QParams(torch.ones(()), torch.zeros((), dtype=torch.int32))
+        found[name] = on_grid(weight, spec, plain_grid(spec, weight) if spec.is_scaled else nothing)
+    return found
+
+
+def layer_errors(
+    network: Network,
+    candidates: Sequence[Candidate],
+    widths: Sequence[Width],
+    batches: Iterable[Batch],
+    after_layer: AfterLayer = lambda: None,
+) -> list[LayerError]:
+    """For each candidate tr(d H d^T) of every width, d being what rounding changes and H the Gram matrix of its inputs.
+
+    One pass over the data. One value's Gram matrices exist at a time: one for linear layers, one for each convolution.
+
+    Raises:
+        DataError: an input of a layer is not finite (layer and batch are named).
+    """
+    changes = {name: candidate for candidate in candidates for name in candidate.layers}
+    found: dict[str, LayerError] = {}
+    stream = Stream(network, batches)
+    for source, names in _readers(network, changes).items():
+        shared = next((name for name in names if network.graph.by_name[name].op == "linear"), "")
+        owner = {name: shared if network.graph.by_name[name].op == "linear" else name for name in names}
+        grams = {name: Gram(network.layers[name]) for name in dict.fromkeys(owner.values())}
+        stream.advance(source, {source: _watcher(grams)})
+        for name in names:
+            found[name] = _layer_error(network, name, changes[name], widths, grams[owner[name]].matrix)
+            after_layer()
+    return [_sum([found[name] for name in candidate.layers]) for candidate in candidates]
+
+
+def _readers(network: Network, names: Mapping[str, Candidate]) -> dict[str, list[str]]:
+    """The layers that read each value, values in execution order."""
+    readers: dict[str, list[str]] = {node.name: [] for node in network.graph.nodes}
+    for node in network.graph.nodes:
+        if node.name in names:
+            value = node.inputs["input"]
+            assert isinstance(value, Ref)  # a layer that multiplies by a weight reads one value
+            readers[value.name].append(node.name)
+    return {source: layers for source, layers in readers.items() if layers}
+
+
+def _watcher(grams: Mapping[str, Gram]) -> Callable[[Tensor], None]:
+    def add(value: Tensor) -> None:
+        for name, gram in grams.items():
+            try:
+                gram.add(value)
+            except ObservationError as error:
+                raise DataError(f"input of {name}: {error}", help="check the data and the weights") from error
+
+    return add
+
+
+def _layer_error(
+    network: Network, name: str, candidate: Candidate, widths: Sequence[Width], gram: Tensor
+) -> LayerError:
+    layer = network.layers[name]
+    weight = layer.get_parameter("weight").detach()
+    errors = []
+    for width in widths:
+        difference = rounded(network, candidate, width)[name].float() - weight.float()
+        errors.append(output_error(gram, weight_matrix(layer, difference)))
+    return LayerError(tuple(errors), output_error(gram, weight_matrix(layer, weight.float())))
+
+
+def _sum(found: Sequence[LayerError]) -> LayerError:
+    """Of a weight that several layers multiply with."""
+    errors = zip(*(each.errors for each in found), strict=True)
+    return LayerError(tuple(map(math.fsum, errors)), math.fsum(each.energy for each in found))
+
+
+def output_noise(
+    network: Network,
+    candidates: Sequence[Candidate],
+    widths: Sequence[Width],
+    batches: Iterable[Batch],
+    after_layer: AfterLayer = lambda: None,
+) -> tuple[list[tuple[float, ...]], float]:
+    """Energy of the change of the network's outputs when one candidate alone is rounded, for each candidate and width;
+    and the energy of the outputs.
+
+    For each batch, candidate and width the rest of the network runs once, from the candidate on.
+
+    Raises:
+        DataError: an output of the float network is not finite, or no batch.
+    """
+    first = {min(candidate.layers, key=_order(network)): at for at, candidate in enumerate(candidates)}
+    noise = [[0.0] * len(widths) for _ in candidates]
+    signal = count = 0.0
+    with torch.no_grad():
+        for batch in batches:
+            values = dict(zip(_inputs(network), network.inputs(batch.args, batch.kwargs), strict=True))
+            reference = _rest(network, 0, values)
+            signal += math.fsum(map(energy, reference))
+            count += 1
+            for at, node in enumerate(network.graph.nodes):
+                if node.name in first:
+                    row = noise[first[node.name]]
+                    for column, width in enumerate(widths):
+                        with _replaced(network, rounded(network, candidates[first[node.name]], width)):
+                            row[column] += _distance(reference, _rest(network, at, values))
+                    after_layer()
+                _step(network, at, values)
+    if not count or not math.isfinite(signal):
+        raise DataError("the float model's output is not finite" if count else "the calibration data has no batches")
+    return [tuple(row) for row in noise], signal
+
+
+def noise_of(network: Network, weights: Mapping[str, Tensor], batches: Iterable[Batch]) -> float:
+    """Energy of the change of the network's outputs when all these weights are replaced at once."""
+    total = 0.0
+    with torch.no_grad():
+        for batch in batches:
+            values = dict(zip(_inputs(network), network.inputs(batch.args, batch.kwargs), strict=True))
+            reference = _rest(network, 0, values)
+            with _replaced(network, weights):
+                total += _distance(reference, _rest(network, 0, values))
+    return total
+
+
+def _inputs(network: Network) -> list[str]:
+    return [node.name for node in network.graph.nodes if node.op == "input"]
+
+
+def _order(network: Network) -> Callable[[str], int]:
+    places = {node.name: at for at, node in enumerate(network.graph.nodes)}
+    return places.__getitem__
+
+
+def _rest(network: Network, start: int, values: Mapping[str, Any]) -> list[Tensor]:
+    """The floating-point outputs, from what is alive before node `start`; `values` stay as they are."""
+    alive = dict(values)
+    for at in range(start, len(network.graph.nodes)):
+        _step(network, at, alive)
+    outputs = pytree.tree_leaves(map_refs(network.graph.output, alive.__getitem__))
+    return [value for value in outputs if isinstance(value, Tensor) and value.is_floating_point()]
+
+
+def _step(network: Network, at: int, values: dict[str, Any]) -> None:
+    """Run one node, and forget what nothing reads any more."""
+    node = network.graph.nodes[at]
+    values[node.name] = network.run_layer(node, arguments(node, values))
+    for name in network.last_uses[node.name]:
+        del values[name]
+
+
+def _distance(reference: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """Squared; infinite where rounding makes an output that is no number."""
+    found = math.fsum(energy(x - y) for x, y in zip(reference, other, strict=True))
+    return found if math.isfinite(found) else math.inf
+
+
+@contextlib.contextmanager
+def _replaced(network: Network, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """The network with other weights, for a while."""
+    parameters = {name: network.layers[name].get_parameter("weight") for name in weights}
+    kept = {name: parameter.data for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.data = weights[name].to(parameter.dtype)
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = kept[name]

@@ -1,0 +1,237 @@
+"""`quantizer analyze`: what each weight's width costs, and the config with the best widths under a budget."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, fields
+from typing import Any
+
+import click
+from rich.console import RenderableType
+from rich.text import Text
+
+from quantizer.algorithms.sensitivity import Width
+from quantizer.cli import session
+from quantizer.cli.files import write_text
+from quantizer.cli.options import SETTINGS, ModelOptions, model_options
+from quantizer.cli.progress import BatchProgress
+from quantizer.config.diagnostics import ConfigError
+from quantizer.config.document import Document
+from quantizer.config.load import check_document
+from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
+from quantizer.config.patch import patched
+from quantizer.engine import analyze as engine
+from quantizer.engine.analyze import Analysis, Budget, width_bits
+from quantizer.errors import UsageError
+from quantizer.graph.ir import Graph
+from quantizer.plan.model import Plan
+from quantizer.plan.resolve import resolve
+from quantizer.report import sensitivity
+from quantizer.seeding import seed_everything
+from quantizer.sources.batches import Batch
+from quantizer.sources.data import Batches
+
+Choice = tuple[int, ...]
+Changes = Mapping[str, Mapping[Role, QuantizationSpec]]
+
+MANY = 200
+"""Up to so many weights, the noise is followed to the output unless --passes says otherwise."""
+_FLOATS = tuple(sorted(CAST_ONLY - {"float32"}))
+
+
+@dataclass(frozen=True)
+class AnalyzeOptions(ModelOptions):
+    """Those of commands that look at a model, and its own."""
+
+    budget: float | None = None
+    size: str | None = None
+    max_mb: float | None = None
+    choices: str = "2,3,4,8"
+    passes: str | None = None
+    subset_len: int | None = None
+    seed: int = 0
+    device: str = "cpu"
+
+
+@click.command(context_settings=SETTINGS)
+@model_options
+@click.option("--budget", type=float, metavar="BITS", help="Mean bits per weight, without scales, e.g. 4.5.")
+@click.option("--size", metavar="SHARE", help="Size of all weights against that at the config's widths, e.g. 60%.")
+@click.option("--max_mb", type=float, metavar="MB", help="Size of all weights with their scales, in 10^6 bytes.")
+@click.option("--choices", default="2,3,4,8", show_default=True, help="Bits to choose from, also float16, bfloat16.")
+@click.option(
+    "--passes",
+    type=click.Choice(engine.PASSES),
+    help="Follow noise to the output at the smallest width, at every width, or no further than each layer.  "
+    f"[default: network; over {MANY} weights fast]",
+)
+@click.option("--subset_len", type=click.IntRange(1), metavar="N", help="Use the first N samples.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all randomness.")
+@click.option("--device", default="cpu", show_default=True, help="Where the model runs: cpu or cuda.")
+def analyze(options: ModelOptions, **own: Any) -> None:
+    """Measure what each weight loses at each width; with a budget, choose widths and write the config that has them.
+
+    Without -o FILE the config is printed, and the table goes to standard error.
+
+    \b
+    quantizer analyze --config_file configs/weight_int8.json --model examples/digits.py
+    quantizer analyze --budget 3 -o mixed.json --config_file configs/weight_int8.json --model examples/digits.py
+    """
+    asked = AnalyzeOptions(**{field.name: getattr(options, field.name) for field in fields(ModelOptions)}, **own)
+    widths, budget = parse_choices(asked.choices), parse_budget(asked)
+    if budget and asked.config_file is None:
+        raise UsageError("Missing option '--config_file'", help="a budget changes the widths that a config states")
+    with session.told_notes(asked.json), redirect_stdout(sys.stderr):
+        result = _run(asked, widths, budget)
+    if asked.output and asked.output != "-":
+        write_text(asked.output, result.text)
+    if asked.json:
+        click.echo(session.as_json(result.content))
+        return
+    # Paths and layer names are not markup, and a path is one line however long.
+    on_stdout = budget is None or asked.output not in (None, "-")
+    console = session.console(stderr=not on_stdout)
+    for item in result.shown:
+        console.print(Text(item) if isinstance(item, str) else item, soft_wrap=isinstance(item, str))
+    if not on_stdout:
+        click.echo(result.text, nl=False)
+
+
+@dataclass(frozen=True)
+class Result:
+    """`content` is what --json prints, `shown` what people see, `text` the file that is written."""
+
+    content: dict[str, Any]
+    shown: list[RenderableType]
+    text: str
+
+
+def parse_choices(text: str) -> tuple[Width, ...]:
+    """The widths of `--choices`, the smallest first.
+
+    Raises:
+        UsageError: one is none.
+    """
+    found: list[Width] = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        if word not in _FLOATS and not (word.isdecimal() and 2 <= int(word) <= 16):
+            raise UsageError(f"--choices {text!r}: {word!r} is no width", help=f"2 to 16 bits, {', '.join(_FLOATS)}")
+        found.append(word if word in _FLOATS else int(word))
+    if not found:
+        raise UsageError(f"--choices {text!r} has no width", help="write for example 2,3,4,8")
+    return tuple(sorted(dict.fromkeys(found), key=lambda width: (width_bits(width), str(width))))
+
+
+def parse_budget(asked: AnalyzeOptions) -> Budget | None:
+    """The budget of `--budget`, `--size` or `--max_mb`; None if there is none.
+
+    Raises:
+        UsageError: several, or a value that is no size.
+    """
+    given = {name: value for name in ("budget", "size", "max_mb") if (value := getattr(asked, name)) is not None}
+    if len(given) > 1:
+        raise UsageError(f"--{' and --'.join(given)} are budgets: give one of them")
+    if not given:
+        return None
+    (name, value), *_ = given.items()
+    try:
+        number = float(value.strip().removesuffix("%")) / 100 if name == "size" else float(value)
+    except ValueError:
+        raise UsageError(f"--size {value!r} is no share", help="write for example 60%") from None
+    if not 0 < number < math.inf or (name == "size" and not value.strip().endswith("%")):
+        raise UsageError(
+            f"--{name} {value} is no size", help="write for example --budget 4.5, --size 60% or --max_mb 20"
+        )
+    return {
+        "budget": Budget(bits=number),
+        "size": Budget(share=number),
+        "max_mb": Budget(max_bytes=int(number * 1e6)),
+    }[name]
+
+
+def _run(asked: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | None) -> Result:
+    seed_everything(asked.seed)
+    read = session.read_config(asked.config_file)
+    loaded = session.open_model(asked)
+    batches = session.open_data(asked, loaded)
+    session.require_data(batches)
+    original = session.trace_model(asked, loaded, batches)
+    plan = session.make_plan(read, original, quiet=asked.json)
+    if read.config.algorithms:
+        names = ", ".join(algorithm.name for algorithm in read.config.algorithms)
+        click.echo(f"note: errors are those of plain rounding, without {names}", err=True)
+    found = _measure(asked, plan, widths, batches)
+    if budget is None:
+        content = sensitivity.analysis_json(found)
+        return Result(content, [sensitivity.sensitivity_table(found)], session.as_json(content) + "\n")
+    picked = engine.chosen(found, budget)
+    changes = engine.specs_of(plan, found, picked)
+    changed = patched(read.config.document, changes)
+    _check(plan, original, changes, changed)
+    return _result(asked, plan, found, batches, {"mixed": picked, "uniform": engine.uniform(found, budget)}, changed)
+
+
+def _measure(asked: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batches: Batches) -> Analysis:
+    count = len(engine.candidates(plan)[0])
+    passes = asked.passes or ("network" if count <= MANY else "fast")
+    runs = min(batches.total or engine.NOISE_BATCHES, engine.NOISE_BATCHES) if passes != "fast" else 0
+    total = count * (1 + runs)
+    with BatchProgress("analyze", total, bar=session.shows_bars(), quiet=asked.json, unit="layers") as progress:
+        return engine.analyze(plan, widths, lambda: _on_device(asked, batches), passes, progress.advance)
+
+
+def _check(plan: Plan, original: Graph, changes: Changes, changed: dict[str, Any]) -> None:
+    """Refuse a config that does not do exactly what was chosen.
+
+    Raises:
+        ConfigError: it is not valid, as where a device has no such width.
+        UsageError: the config's form cannot say it.
+    """
+    checked = check_document(Document.of(changed, "the config with the chosen widths"))
+    config = checked.require()
+    after = resolve(config, plan.graph, original)
+    if any(finding.severity == "error" for finding in after.diagnostics):
+        raise ConfigError(after.diagnostics, checked.sources)
+    if wrong := engine.differing(plan, after, changes):
+        raise UsageError(
+            f"the config cannot be changed in place: {wrong[0]} would not be as chosen",
+            help="state the weights' dtype, scheme and axis in one place, global or overall",
+        )
+
+
+def _result(
+    asked: AnalyzeOptions,
+    plan: Plan,
+    found: Analysis,
+    batches: Batches,
+    choices: dict[str, Choice | None],
+    changed: dict[str, Any],
+) -> Result:
+    """The choice beside the uniform one, both measured."""
+    picked = choices["mixed"] or ()
+    content = sensitivity.analysis_json(found, picked)
+    shown: list[RenderableType] = [sensitivity.choice_table(found, picked)]
+    noise: dict[str, float] = {}
+    for label, each in choices.items():
+        if each is None:
+            continue
+        if found.passes != "fast":
+            noise[label] = engine.measured(plan, found, each, lambda: _on_device(asked, batches))
+        name = label if label == "mixed" else f"uniform {found.widths[each[0]]}"
+        content[label] = sensitivity.choice_json(found, each, noise.get(label))
+        shown.append(sensitivity.choice_line(name, found, each, noise.get(label)))
+    if noise.get("mixed", 0.0) > noise.get("uniform", math.inf):
+        shown.append("warning: as measured, the uniform width is better: try --passes every, or other --choices")
+    content["config"] = changed
+    if asked.output and asked.output != "-":
+        shown.append(f"config: {asked.output}")
+    return Result(content, shown, json.dumps(changed, indent=2, ensure_ascii=False) + "\n")
+
+
+def _on_device(asked: AnalyzeOptions, batches: Batches) -> Iterator[Batch]:
+    device = session.device_of(asked)
+    return (batch.to(device) for batch in batches)

@@ -1,0 +1,278 @@
+"""Which widths the weights of single layers may have, what each costs, and the best choice under a budget of size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from torch import Tensor
+
+from quantizer.algorithms.budget import Option, choose
+from quantizer.algorithms.patches import LAYERS
+from quantizer.algorithms.sensitivity import (
+    AfterLayer,
+    Candidate,
+    Width,
+    layer_errors,
+    noise_of,
+    output_noise,
+    rounded,
+    with_width,
+)
+from quantizer.config.model import QuantizationSpec, Role
+from quantizer.config.roles import base_role
+from quantizer.errors import GateError
+from quantizer.nn.network import Network
+from quantizer.numerics.metrics import decibel
+from quantizer.plan.model import Plan
+from quantizer.plan.size import bits_of, parameter_bytes, weight_bytes
+from quantizer.sources.batches import Batch
+
+NOISE_BATCHES = 4
+"""How many batches the network's output is compared on: each costs half a pass for every layer."""
+PASSES = ("network", "every", "fast")
+"""How far the noise of a layer is followed: to the output at the smallest width, at every width, or not at all."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One weight.
+
+    Args:
+        candidate: the layers that have it.
+        values: how many values it holds.
+        own: bits in the config.
+        own_bytes: size in the config, with scales.
+        bits: of each width.
+        sizes: bytes at each width, with scales.
+        noise: at each width, the energy it adds to the network's output, or the relative error of its layer's outputs.
+    """
+
+    candidate: Candidate
+    values: int
+    own: int
+    own_bytes: int
+    bits: tuple[int, ...]
+    sizes: tuple[int, ...]
+    noise: tuple[float, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the first layer."""
+        return self.candidate.layers[0]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What was measured: `rows` in execution order; `kept` says why other quantized weights stay as they are.
+
+    `energy` is that of the network's output, or 1 where noise is relative. `rest` are the bytes of all other weights.
+    """
+
+    widths: tuple[Width, ...]
+    rows: tuple[Row, ...]
+    kept: Mapping[str, str]
+    energy: float
+    rest: int
+    passes: str
+
+    def db(self, noise: float) -> float:
+        """Signal to noise of the output; of relative errors, their inverse."""
+        return decibel(self.energy, noise)
+
+    def total(self, chosen: Sequence[int]) -> float:
+        """Predicted noise of a choice: as if the layers' noises had nothing to do with each other."""
+        return math.fsum(row.noise[at] for row, at in zip(self.rows, chosen, strict=True))
+
+    def bytes(self, chosen: Sequence[int]) -> int:
+        """All weights' size."""
+        return self.rest + sum(row.sizes[at] for row, at in zip(self.rows, chosen, strict=True))
+
+    def mean_bits(self, chosen: Sequence[int]) -> float:
+        """Bits per value of the weights that were analysed, without scales."""
+        values = sum(row.values for row in self.rows)
+        return sum(row.values * row.bits[at] for row, at in zip(self.rows, chosen, strict=True)) / values
+
+
+@dataclass(frozen=True)
+class Budget:
+    """One of: `bits` per analysed weight, without scales; `share` of all weights' size in the config; `max_bytes`."""
+
+    bits: float | None = None
+    share: float | None = None
+    max_bytes: int | None = None
+
+
+def analyze(
+    plan: Plan,
+    widths: Sequence[Width],
+    batches: Callable[[], Iterable[Batch]],
+    passes: str,
+    after_layer: AfterLayer = lambda: None,
+) -> Analysis:
+    """Measure what plain rounding of each weight costs at each width, the smallest first.
+
+    Raises:
+        GateError: the plan has no weights that could get another width.
+        DataError: an input of a layer or an output of the network is not finite.
+    """
+    found, kept = candidates(plan)
+    if not found:
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(kept.items())[:3])
+        raise GateError(
+            "no weight can get another width", help=reasons or "the config quantizes no weights: see quantizer plan"
+        )
+    network = Network(plan.graph)
+    errors = layer_errors(network, found, widths, batches(), after_layer)
+    followed = {"network": widths[:1], "every": widths, "fast": ()}[passes]
+    energy = 1.0
+    noise: list[tuple[float, ...]] = [(each.errors[0] / each.energy if each.energy else 0.0,) for each in errors]
+    if followed:
+        noise, energy = output_noise(network, found, followed, few(batches), after_layer)
+    rows = tuple(
+        _row(plan, candidate, widths, _predicted(each.errors, known))
+        for candidate, each, known in zip(found, errors, noise, strict=True)
+    )
+    rest = weight_bytes(plan)[1] - sum(row.own_bytes for row in rows)
+    return Analysis(tuple(widths), rows, kept, energy, rest, passes)
+
+
+def width_bits(width: Width) -> int:
+    """Bits of one value."""
+    return bits_of(with_width(QuantizationSpec(), width))
+
+
+def few(batches: Callable[[], Iterable[Batch]]) -> Iterable[Batch]:
+    """The batches that the network's output is compared on."""
+    return islice(iter(batches()), NOISE_BATCHES)
+
+
+def candidates(plan: Plan) -> tuple[list[Candidate], dict[str, str]]:
+    """Weights of linear and convolution layers on integer grids; and why other quantized ones are none."""
+    sharing: dict[str, list[str]] = {}
+    for node in plan.graph.nodes:
+        for path in node.params.values():
+            sharing.setdefault(path, []).append(node.name)
+    kept: dict[str, str] = {}
+    found: dict[str, Candidate] = {}
+    for name, role in plan.tensors:
+        node = plan.graph.by_name[name]
+        if base_role(role) != "weights":
+            continue
+        layers = tuple(dict.fromkeys(sharing[node.params["weight"]])) if "weight" in node.params else (name,)
+        if why := next(filter(None, (_why_kept(plan, other) for other in (name, *layers))), None):
+            kept[name] = why
+        elif layers[0] == name:
+            specs = tuple(plan.tensors[other, "weights"].spec for other in layers)
+            found[name] = Candidate(layers, specs)
+    order = {node.name: at for at, node in enumerate(plan.graph.nodes)}
+    return sorted(found.values(), key=lambda candidate: order[candidate.layers[0]]), kept
+
+
+def _why_kept(plan: Plan, name: str) -> str | None:
+    tensor = plan.tensors.get((name, "weights"))
+    if plan.graph.by_name[name].op not in LAYERS:
+        return f"{name} is no linear or convolution layer"
+    if tensor is None:
+        return f"the weight of {name} is not quantized"
+    if tensor.spec.dtype != "int" or tensor.spec.scale_type == "e8m0":
+        return f"the weight of {name} is {tensor.spec.dtype}, not on an integer grid with a scale"
+    return None
+
+
+def _predicted(errors: tuple[float, ...], known: tuple[float, ...]) -> tuple[float, ...]:
+    """Noise at each width: measured, or the measured one at the first width, times what the layer's error shrinks."""
+    if len(known) == len(errors):
+        return known
+    return tuple(known[0] * error / errors[0] if errors[0] else 0.0 for error in errors)
+
+
+def _row(plan: Plan, candidate: Candidate, widths: Sequence[Width], noise: tuple[float, ...]) -> Row:
+    name, spec = candidate.layers[0], candidate.specs[0]
+    values = plan.graph.tensors[plan.graph.by_name[name].params["weight"]].numel()
+    scales = plan.tensors[name, "weights"].scales
+    specs = [with_width(spec, width) for width in widths]
+    return Row(
+        candidate,
+        values,
+        bits_of(spec),
+        parameter_bytes(values, spec, scales),
+        tuple(map(bits_of, specs)),
+        tuple(parameter_bytes(values, each, scales if each.is_scaled else 0) for each in specs),
+        noise,
+    )
+
+
+def chosen(found: Analysis, budget: Budget) -> tuple[int, ...]:
+    """For each row the index of its width: the least predicted noise within the budget.
+
+    Raises:
+        GateError: the smallest widths are too large.
+    """
+    costs, limit = _costs(found, budget)
+    pairs = zip(costs, found.rows, strict=True)
+    picked = choose([list(map(Option, sizes, row.noise)) for sizes, row in pairs], limit)
+    if picked is None:
+        least = [row.bits.index(min(row.bits)) for row in found.rows]
+        raise GateError(
+            f"the budget cannot be met: the smallest choice takes {found.mean_bits(least):.4g} bits per weight, "
+            f"{found.bytes(least) / 1e6:.4g} MB with all other weights ({found.rest / 1e6:.4g} MB) and scales",
+            help="raise the budget, or give smaller widths in --choices",
+        )
+    return picked
+
+
+def uniform(found: Analysis, budget: Budget) -> tuple[int, ...] | None:
+    """The widest single width for all weights within the budget; None if there is none."""
+    costs, limit = _costs(found, budget)
+    fitting = [at for at in range(len(found.widths)) if sum(sizes[at] for sizes in costs) <= limit]
+    return (max(fitting, key=found.rows[0].bits.__getitem__),) * len(found.rows) if fitting else None
+
+
+def _costs(found: Analysis, budget: Budget) -> tuple[list[list[int]], int]:
+    """What each row costs at each width, and how much there is: in bits without scales, or in bytes with them."""
+    if budget.bits is not None:
+        values = sum(row.values for row in found.rows)
+        return [[row.values * bits for bits in row.bits] for row in found.rows], math.floor(budget.bits * values)
+    own = found.rest + sum(row.own_bytes for row in found.rows)
+    most = math.floor(budget.share * own) if budget.share is not None else budget.max_bytes or 0
+    return [list(row.sizes) for row in found.rows], most - found.rest
+
+
+def measured(plan: Plan, found: Analysis, picked: Sequence[int], batches: Callable[[], Iterable[Batch]]) -> float:
+    """Energy of the noise of the network's output when all weights have the widths of a choice, on the few batches."""
+    network = Network(plan.graph)
+    weights: dict[str, Tensor] = {}
+    for row, at in zip(found.rows, picked, strict=True):
+        weights |= rounded(network, row.candidate, found.widths[at])
+    return noise_of(network, weights, few(batches))
+
+
+def specs_of(plan: Plan, found: Analysis, picked: Sequence[int]) -> dict[str, dict[Role, QuantizationSpec]]:
+    """For each layer whose width is not the config's, the specs of all its tensors, its weights' as chosen."""
+    changed: dict[str, dict[Role, QuantizationSpec]] = {}
+    for row, at in zip(found.rows, picked, strict=True):
+        for name, own in zip(row.candidate.layers, row.candidate.specs, strict=True):
+            spec = with_width(own, found.widths[at])
+            if spec != own:
+                others = {base_role(t.role): t.spec for t in plan.tensors.values() if name in t.members}
+                changed[name] = {**others, "weights": spec}
+    return changed
+
+
+def differing(before: Plan, after: Plan, changed: Mapping[str, Mapping[Role, QuantizationSpec]]) -> list[str]:
+    """The tensors that a patched config's plan has otherwise than it should: none but the weights of `changed`."""
+    wanted = {key: tensor.spec for key, tensor in before.tensors.items()}
+    for name, specs in changed.items():
+        wanted[name, "weights"] = specs["weights"]
+    got = {key: tensor.spec for key, tensor in after.tensors.items()}
+    for key, spec in wanted.items():
+        if not spec.is_scaled and key in got and got[key].dtype == spec.dtype:
+            wanted[key] = got[key]  # its other fields mean nothing
+    return sorted(
+        f"{role} of {name}"
+        for name, role in wanted.keys() | got.keys()
+        if wanted.get((name, role)) != got.get((name, role))
+    )

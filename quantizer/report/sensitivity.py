@@ -1,0 +1,82 @@
+"""Tables and figures of an analysis: what each weight's width costs, and which was chosen. Runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quantizer.engine.analyze import Analysis
+from quantizer.report.summary import finite
+from quantizer.report.tables import Listing
+
+
+def sensitivity_table(found: Analysis) -> Listing:
+    """One line per weight, most sensitive first: at each width, how far the noise lies below the output, in dB."""
+    worst = sum(row.noise[0] for row in found.rows)
+    rows = [
+        (
+            row.name,
+            str(row.values),
+            str(row.own),
+            *(f"{found.db(noise):.1f}" for noise in row.noise),
+            _percent(row.noise[0], worst),
+        )
+        for row in sorted(found.rows, key=lambda row: (-row.noise[0], row.name))
+    ]
+    widths = tuple(f"{width} bits dB" if isinstance(width, int) else f"{width} dB" for width in found.widths)
+    share = f"share at {found.widths[0]}"
+    titles = ("layer", "weights", "config bits", *widths, share)
+    return Listing(titles, rows, frozenset(titles[1:]))
+
+
+def choice_table(found: Analysis, picked: Sequence[int]) -> Listing:
+    """One line per weight in execution order: the chosen width, and its share of the predicted noise."""
+    total = found.total(picked)
+    rows = [
+        (
+            row.name,
+            str(row.values),
+            str(row.own),
+            str(found.widths[at]),
+            f"{found.db(row.noise[at]):.1f}",
+            _percent(row.noise[at], total),
+        )
+        for row, at in zip(found.rows, picked, strict=True)
+    ]
+    titles = ("layer", "weights", "config bits", "bits", "dB", "share")
+    return Listing(titles, rows, frozenset(titles[1:]))
+
+
+def analysis_json(found: Analysis, picked: Sequence[int] | None = None) -> dict[str, Any]:
+    """The same for programs; noise relative to the output's energy."""
+    layers = []
+    for index, row in enumerate(found.rows):
+        entry: dict[str, Any] = {"layers": list(row.candidate.layers), "weights": row.values, "config_bits": row.own}
+        entry["noise"] = {
+            str(width): finite(noise / found.energy) for width, noise in zip(found.widths, row.noise, strict=True)
+        }
+        entry["bytes"] = {str(width): size for width, size in zip(found.widths, row.sizes, strict=True)}
+        layers.append(entry | ({"bits": found.widths[picked[index]]} if picked else {}))
+    return {"passes": found.passes, "layers": layers, "kept": dict(found.kept)}
+
+
+def choice_json(found: Analysis, picked: Sequence[int], measured: float | None) -> dict[str, Any]:
+    """What a choice takes and gives; `measured` is None where noise is relative to each layer."""
+    shown = {
+        "mean_bits": found.mean_bits(picked),
+        "weight_bytes": found.bytes(picked),
+        "predicted_db": finite(found.db(found.total(picked))),
+    }
+    return shown if measured is None else shown | {"measured_db": finite(found.db(measured))}
+
+
+def choice_line(label: str, found: Analysis, picked: Sequence[int], measured: float | None) -> str:
+    """One line on a choice."""
+    line = f"{label}: {found.mean_bits(picked):.3f} bits per weight, weights {found.bytes(picked) / 1e6:.3f} MB"
+    if measured is None:
+        return f"{line}, sum of relative layer errors {found.total(picked):.3g}"
+    return f"{line}, output {found.db(found.total(picked)):.2f} dB predicted, {found.db(measured):.2f} dB measured"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else ""
