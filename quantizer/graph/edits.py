@@ -29,14 +29,18 @@ class Insertion:
 
 
 def with_weights(graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> Graph:
-    """The graph with some layers' parameters replaced; other layers that shared them keep the old values."""
+    """The graph with some layers' parameters replaced; other layers that shared them keep the old values.
+
+    A layer without a bias may be given one.
+    """
     tensors = dict(graph.tensors)
     nodes = []
     for node in graph.nodes:
         if node.name in weights:
-            own = {key: f"{node.params[key]}@{node.name}" for key in weights[node.name]}
+            own = {key: f"{node.params.get(key, key)}@{node.name}" for key in weights[node.name]}
             tensors |= {own[key]: tensor for key, tensor in weights[node.name].items()}
-            node = dataclasses.replace(node, params={**node.params, **own})
+            attrs = {key: value for key, value in node.attrs.items() if key not in own}  # a bias given as None
+            node = dataclasses.replace(node, params={**node.params, **own}, attrs=attrs)
         nodes.append(node)
     return graph.replaced(nodes=tuple(nodes), tensors=tensors) if weights else graph
 

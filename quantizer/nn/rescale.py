@@ -1,4 +1,4 @@
-"""Layers that algorithms insert: a factor on each channel, or a rotation of them. Exact in float; they have no grid of their own."""
+"""Layers that algorithms insert: factors of channels, or a rotation. Exact in float; they have no grid of their own."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ def rotated(values: Tensor, signs: Tensor, left: Tensor, right: Tensor) -> Tenso
     >>> bool(torch.allclose(turned @ turned.T, torch.eye(n, dtype=torch.float64)))
     True
     """
-    table = (values * signs).unflatten(-1, (len(left), len(right)))
+    table = (values * signs).reshape(*values.shape[:-1], len(left), len(right))
     # The result is left transposed: its order is as good as any.
-    return ((table @ right).transpose(-1, -2) @ left.T).flatten(-2)
+    return torch.matmul((table @ right).transpose(-1, -2), left.T).flatten(-2)
 
 
 def factors(channels: int) -> tuple[Tensor, Tensor]:

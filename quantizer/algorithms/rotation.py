@@ -1,0 +1,218 @@
+"""Rotations that spread outliers over all channels: QuaRot (Ashkboos et al. 2024, arXiv:2404.00456), exact in float.
+
+R1 turns the residual stream, R2 the values of attention heads, both in the weights alone; R4 turns what a product or an
+activation function makes, by a layer of its own (names as in SpinQuant, Liu et al. 2024, arXiv:2405.16406).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
+from quantizer.algorithms.heads import heads
+from quantizer.algorithms.moves import input_of, is_move
+from quantizer.algorithms.residual import Residual, residuals
+from quantizer.config.algorithms import Rotation
+from quantizer.config.roles import base_role
+from quantizer.graph.edits import Insertion
+from quantizer.graph.ir import Graph, Node
+from quantizer.graph.structure import InputGroup
+from quantizer.numerics.hadamard import factors, rotated
+
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+Turn = Callable[[Tensor], Tensor]
+
+
+def rotation(task: Task, settings: Rotation, found: Adjustment) -> Adjustment:
+    """The network with its channels turned: another network of the same function.
+
+    Needs no data. What was rounded before is dropped for the layers that change, as their weights are others.
+    """
+    work = _Work(task, found, adjusted(task.graph, found), torch.Generator().manual_seed(settings.seed))
+    turned: set[str] = set()
+    if settings.residual:
+        turned |= _turn_residuals(work)
+    groups = [group for group in task.structure.groups if not turned & set(group.layers)]
+    if settings.values:
+        turned |= {layer for group in groups for layer in _turn_heads(work, group)}
+    if settings.online:
+        for group in groups:
+            _turn_online(work, [layer for layer in group.layers if layer not in turned])
+    return work.found
+
+
+@dataclass
+class _Work:
+    """The network so far, and where signs come from."""
+
+    task: Task
+    found: Adjustment
+    graph: Graph
+    generator: torch.Generator
+
+    def signs(self, channels: int) -> Tensor:
+        """Random signs, float64 [channels]."""
+        drawn = torch.randint(0, 2, (channels,), generator=self.generator)
+        return (drawn * 2 - 1).to(self.task.device, torch.float64)
+
+    def value(self, layer: str, key: str) -> Tensor | None:
+        """A parameter as it is now, float64; None where the layer has none."""
+        path = self.graph.by_name[layer].params.get(key)
+        now = self.found.parameters.get(layer, {}).get(key)
+        now = self.graph.tensors[path] if now is None and path is not None else now
+        return None if now is None else now.double()
+
+    def put(self, layer: str, key: str, value: Tensor) -> None:
+        """Another value for a parameter, in its dtype; a new bias has that of the weight."""
+        params = self.graph.by_name[layer].params
+        dtype = self.graph.tensors[params.get(key, params.get("weight", ""))].dtype
+        self.found = replace(
+            self.found.with_parameters(layer, **{key: value.to(dtype)}),
+            rounded={name: was for name, was in self.found.rounded.items() if name != layer},
+            grids={name: was for name, was in self.found.grids.items() if name != layer},
+        )
+
+    def is_quantized(self, layers: Iterable[str]) -> bool:
+        """Whether the plan has a grid for the weight of one of these layers."""
+        return any((layer, "weights") in self.task.specs for layer in layers)
+
+
+def _orthogonal(signs: Tensor, keeps_mean: bool = False) -> Turn:
+    """Multiplies rows by an orthogonal matrix: signs and a Hadamard matrix, float64.
+
+    With `keeps_mean` a reflection behind it takes the image of the vector of ones back to itself. Means over channels,
+    and with them a LayerNorm, are then the same before and after; entries grow by O(1/n) beside 1/sqrt(n).
+    """
+    left, right = (factor.to(signs.device) for factor in factors(len(signs)))
+    ones = torch.full_like(signs, len(signs) ** -0.5)
+    normal = rotated(ones, signs, left, right) - ones
+    square = normal @ normal
+
+    def turn(rows: Tensor) -> Tensor:
+        rows = rotated(rows, signs, left, right)
+        return rows - torch.outer(rows.reshape(-1, len(signs)) @ normal, normal * (2 / square)).view_as(rows)
+
+    return turn if keeps_mean and square > 1e-20 else lambda rows: rotated(rows, signs, left, right)
+
+
+def _turn_residuals(work: _Work) -> set[str]:
+    """R1: turn all that has no obstacle; returns the layers that read it."""
+    turned: set[str] = set()
+    obstacles = []
+    for residual in residuals(work.graph):
+        if residual.obstacle is not None:
+            obstacles.append(residual)
+        elif residual.readers and work.is_quantized((*residual.readers, *residual.writers)):
+            _turn_residual(work, residual)
+            turned |= residual.readers.keys()
+    if obstacles and not turned:
+        node = max(obstacles, key=lambda residual: len(residual.members)).obstacle
+        assert node is not None
+        text = f"the residual stream is not rotated: {node.op} is in the way"
+        work.found = work.found.with_remarks(Remark(node.name, text))
+    return turned
+
+
+def _turn_residual(work: _Work, residual: Residual) -> None:
+    """Readers take over the factors of norms and turn back; writers turn."""
+    turn = _orthogonal(work.signs(residual.channels), residual.keeps_mean)
+    for reader, name in residual.readers.items():
+        weight = _known(work.value(reader, "weight"))
+        if name is not None:
+            norm = residual.norms[name]
+            if norm.shift is not None and bool(norm.shift.any()):
+                bias = work.value(reader, "bias")
+                work.put(reader, "bias", weight @ norm.shift + (0 if bias is None else bias))
+            weight = weight * norm.factor
+        work.put(reader, "weight", turn(weight))
+    for writer, axis in residual.writers.items():
+        _turn_writer(work, work.graph.by_name[writer], axis, turn)
+    for norm in residual.norms.values():
+        for layer, key, value in norm.neutral:
+            work.put(layer, key, value)
+
+
+def _turn_writer(work: _Work, node: Node, axis: int, turn: Turn) -> None:
+    """The channels of what a layer makes."""
+    weight = _known(work.value(node.name, "weight"))
+    if node.op in ("linear", *_CONVOLUTIONS):
+        axis = 0
+        if (bias := work.value(node.name, "bias")) is not None:
+            work.put(node.name, "bias", turn(bias))
+    elif node.op == "embedding":
+        axis = 1
+    work.put(node.name, "weight", _along(weight, axis, turn))
+
+
+def _turn_heads(work: _Work, group: InputGroup) -> tuple[str, ...]:
+    """R2: one rotation for all heads of a layer; returns the layers that read them."""
+    found = heads(work.graph, group)
+    if found is None or not work.is_quantized((*group.layers, found.maker)):
+        return ()
+    turn = _orthogonal(work.signs(found.width))
+    for layer in group.layers:
+        weight = _known(work.value(layer, "weight"))
+        work.put(layer, "weight", turn(weight.reshape(len(weight), -1, found.width)).flatten(1))
+    for key in ("weight", "bias"):
+        rows = work.value(found.maker, key)
+        if rows is not None:
+            rows = rows.clone()
+            for head in found.rows:
+                rows[list(head)] = _along(rows[list(head)], 0, turn)
+            work.put(found.maker, key, rows)
+    return group.layers
+
+
+def _turn_online(work: _Work, layers: list[str]) -> None:
+    """R4: a rotation before linear layers whose inputs have a grid and come from a product or an activation."""
+    nodes = [work.graph.by_name[layer] for layer in layers]
+    nodes = [node for node in nodes if node.op == "linear" and work.is_quantized((node.name,))]
+    source = input_of(work.graph, nodes[0]) if nodes else None
+    if source is None or source.shape is None or not _is_product(work.graph, source):
+        return
+    readers = tuple(node.name for node in nodes if _has_input_grid(work, node, source))
+    channels = source.shape[-1]
+    if not readers or channels is None:
+        return
+    signs = work.signs(channels)
+    turn = _orthogonal(signs)
+    for reader in readers:
+        work.put(reader, "weight", turn(_known(work.value(reader, "weight"))))
+    weight = signs.to(source.dtype)
+    made = Insertion(_name(work, source), "rotation", source.name, readers, weight)
+    work.found = replace(work.found, insertions=(*work.found.insertions, made))
+
+
+def _is_product(graph: Graph, node: Node | None) -> bool:
+    """Whether the value is a product of two, or an activation function's, but for moves."""
+    while node is not None and is_move(node):
+        node = input_of(graph, node)
+    if node is None or node.op != "mul":
+        return node is not None and node.row.kind in ("nonlinear", "fusable")
+    shapes = [graph.by_name[name].shape for name in node.refs()]
+    return len(shapes) == 2 and all(shape == node.shape for shape in shapes)  # unlike the product with a norm's weight
+
+
+def _has_input_grid(work: _Work, node: Node, source: Node) -> bool:
+    own = any(layer == node.name and base_role(role) == "input" for layer, role in work.task.specs)
+    return own or (source.name, "activation") in work.task.specs
+
+
+def _name(work: _Work, source: Node) -> str:
+    """A name beside that of the value's maker."""
+    name = f"{source.name.rpartition('/')[0]}/rotation"
+    taken = work.graph.by_name.keys() | {made.name for made in work.found.insertions}
+    return next(other for other in (name, *(f"{name}.{at}" for at in range(1, len(taken)))) if other not in taken)
+
+
+def _along(tensor: Tensor, axis: int, turn: Turn) -> Tensor:
+    return turn(tensor.movedim(axis, -1)).movedim(-1, axis).contiguous()
+
+
+def _known(value: Tensor | None) -> Tensor:
+    assert value is not None
+    return value
