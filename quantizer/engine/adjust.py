@@ -24,6 +24,7 @@ from quantizer.sources.batches import Batch
 
 RUNS: dict[str, str] = {
     "smoothquant": "quantizer.algorithms.smoothquant:smoothquant",
+    "rotation": "quantizer.algorithms.rotation:rotation",
     "awq": "quantizer.algorithms.awq:awq",
     "gptq": "quantizer.algorithms.gptq:gptq",
 }
