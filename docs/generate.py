@@ -8,12 +8,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.layered import FIELDS
 from quantizer.config.model import ROLES
 from quantizer.config.pages import key_names, key_page, rules_page
 
 ROOT = Path(__file__).parents[1]
 LAYERED = ROOT / "schemas" / "layered.schema.json"
+HIERARCHICAL = ROOT / "schemas" / "hierarchical.schema.json"
 SPEC = ROOT / "schemas" / "quantization_spec.schema.json"
 
 _WORDS = {field: word for word, field in FIELDS.items()}
@@ -28,12 +30,14 @@ def generated() -> dict[Path, str]:
 
 
 def layered_schema() -> str:
-    """The layered schema with the rules of the spec schema in the file's words, for editors."""
+    """The layered schema with the other form's algorithms, and the rules of the spec schema, for editors."""
     schema = json.loads(LAYERED.read_text("utf-8"))
     spec = json.loads(SPEC.read_text("utf-8"))
     rules = [rule for rule in (*spec["then"]["allOf"], *spec["allOf"]) if rule.get("form") != "hierarchical"]
     own = {name: entry for name, entry in schema["definitions"].items() if not name.startswith("rules")}
-    schema["definitions"] = {**own, **_definitions(rules)}
+    theirs = json.loads(HIERARCHICAL.read_text("utf-8"))["definitions"]
+    shared = {name: theirs[name] for name in ("algorithm", *ALGORITHMS, "scaling_layer")}
+    schema["definitions"] = {**own, **shared, **_definitions(rules)}
     schema["allOf"] = [_ref("rules_everywhere")]
     for device in _DEVICES:
         condition = {"properties": {"target_device": {"const": device}}, "required": ["target_device"]}

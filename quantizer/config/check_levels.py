@@ -38,7 +38,6 @@ def check_levels(levels: Hierarchical) -> Iterator[Diagnostic]:
     yield from _idle(scopes)
     yield from _devices(levels)
     yield from _patterns(levels)
-    yield from _reserved(levels)
     yield from _nothing(levels)
 
 
@@ -247,15 +246,3 @@ def _configurations(value: Mapping[str, Any], block: str) -> list[Mapping[str, A
     found = value.get(block)
     levels = [found] if block == "global_quant_config" else [*found.values()] if isinstance(found, dict) else []
     return [level for level in levels if isinstance(level, dict)]
-
-
-def _reserved(levels: Hierarchical) -> Iterator[Diagnostic]:
-    for key in ("algo_config", "pre_quant_opt_config"):
-        if levels.document.value.get(key):
-            yield Diagnostic(
-                "QZ110",
-                f"{key} is reserved: this version runs no algorithm",
-                levels.document.place(pointer_to(key), key=True),
-                "warning",
-                help="remove the key, or leave it for a later version",
-            )

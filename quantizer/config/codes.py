@@ -89,11 +89,6 @@ CODES: dict[str, Code] = {
         "Both entries match the same layers; key by key the later one wins.",
         "Make one entry of the two.",
     ),
-    "QZ110": Code(
-        "reserved key",
-        "algo_config and pre_quant_opt_config are checked, but this version runs no such algorithm.",
-        "Nothing has to be done; remove the key to say the same without the warning.",
-    ),
     "QZ111": Code(
         "key without effect",
         "`percentage` is read by the percentile method only, an axis or a group size by the schemes that have one; "
@@ -157,6 +152,50 @@ CODES: dict[str, Code] = {
         "Whether the two files mean the same depends on the model.",
         "Compare `quantizer plan` with both files.",
     ),
+    "QZ126": Code(
+        "a setting that another one decides",
+        "desc_act settles the columns of all groups in turn, so it needs the scales of all groups before the first "
+        "one: static_groups. Of the two a stated one beats a default.",
+        "Nothing has to be done; the help line has the setting that says it without the note.",
+    ),
+    "QZ127": Code(
+        "another grid than the weights'",
+        "bit, sym and group_size are of older files; how weights are quantized is what their specification says, and "
+        "algorithms look for codes on that grid.",
+        "Remove the key, or change the weights' specification.",
+    ),
+    "QZ128": Code(
+        "an algorithm with nothing to do",
+        "awq, gptq, gptaq and qronos find codes of weights, and no weights are quantized.",
+        "Quantize weights, or remove the algorithm.",
+    ),
+    "QZ210": Code(
+        "algorithms on the DPU",
+        "The DPU shifts by fix positions: after calibration the scales of weights are moved into its limits, which "
+        "would undo what an algorithm found. Equalization, fast finetuning and bias correction know them.",
+        "Remove the algorithm, or write another target_device.",
+    ),
+    "QZ330": Code(
+        "scaled after rounding",
+        "SmoothQuant, rotation and AWQ change float weights, and rounded ones would leave their grid.",
+        "Write the algorithm before the one that rounds.",
+    ),
+    "QZ331": Code(
+        "rounded twice",
+        "GPTQ, GPTAQ and Qronos each round all weights, so a second one would find nothing left to round.",
+        "Keep one of them.",
+    ),
+    "QZ332": Code(
+        "an algorithm in the wrong list",
+        "pre_quant_opt_config is about changes of the float network before weights have codes.",
+        "Write the algorithm in algo_config.",
+    ),
+    "QZ333": Code(
+        "order by activation without static groups",
+        "desc_act settles the columns of all groups in turn, so the scale of a group cannot wait until its first "
+        "column is reached.",
+        "Set static_groups to true (recommended), or desc_act to false.",
+    ),
     "QZ402": Code(
         "a selector matches no layer",
         "A rule that silently matches nothing would be lost.",
@@ -202,6 +241,33 @@ CODES: dict[str, Code] = {
         "integer parameters under a floating-point datatype",
         "A wider block sets a floating-point datatype, which the block inherits; its keys would have no effect.",
         'Write `"datatype": "int"` beside them, or remove them.',
+    ),
+    "QZ501": Code(
+        "a module that the model does not have",
+        "Names of blocks and embeddings are paths in the model; the others are relative to one block, and each must "
+        "be found in at least one.",
+        "Write one of the closest names; `quantizer inspect --algorithms` shows them.",
+    ),
+    "QZ502": Code(
+        "no blocks",
+        "Blocks are modules that stand side by side in one container, such as `model.layers`.",
+        "Write the container's path in model_decoder_layers.",
+    ),
+    "QZ503": Code(
+        "layers in another order than they run",
+        "A layer is settled on what the quantized layers before it make.",
+        "List the layers in the order of the help line.",
+    ),
+    "QZ504": Code(
+        "layers that do not read one value",
+        "A factor on the channels of a value changes all layers of the entry alike, so all of them must read it, and "
+        "a layer stands in one entry.",
+        "Make an entry of each value; `quantizer inspect --algorithms` shows which layers read one.",
+    ),
+    "QZ505": Code(
+        "a prev_op that does not feed the layers",
+        "The factors of prev_op would reach other layers than those of the entry.",
+        'Write the module of the help line, or `""` to have it found on the graph.',
     ),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quantizer.config.document import Document
@@ -13,6 +13,8 @@ from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest
 
 _FLOAT_DATATYPES = ("float16", "bfloat16", "float32")
+_ALGORITHMS = {"algo_config": "awq", "pre_quant_opt_config": "smoothquant", "algorithms": "gptq"}
+"""The keys that list algorithms, and the name to write where an entry has none."""
 
 
 def missing_keys(value: Mapping[str, Any], pointer: str) -> dict[str, Any]:
@@ -21,6 +23,8 @@ def missing_keys(value: Mapping[str, Any], pointer: str) -> dict[str, Any]:
     At the top the values are those of the preset for the file's device; in a layer entry, of the top's overall block.
     The hierarchical form requires few keys: the global configuration, each spec's dtype, each algorithm's name.
     """
+    if pointer.count("/") and pointer.split("/")[1] in _ALGORITHMS:
+        return _algorithm_keys(value, pointer)
     if is_hierarchical(value):
         return _hierarchical_keys(value, pointer)
     schema = load_resource("schemas", "layered.schema.json")
@@ -47,11 +51,18 @@ def missing_keys(value: Mapping[str, Any], pointer: str) -> dict[str, Any]:
 def _hierarchical_keys(value: Mapping[str, Any], pointer: str) -> dict[str, Any]:
     if not pointer:
         return {"global_quant_config": {"weight": {"dtype": "int8"}}}
-    block = pointer.split("/")[1]
-    names = {"algo_config": "awq", "pre_quant_opt_config": "smoothquant"}
-    wanted = {"name": names[block]} if block in names else {"dtype": "int8"}
-    known = {*SPEC_KEYS, "name"}
-    misspelt = {closest(key, wanted) for key in _at(value, pointer) if key not in known}
+    return _without_misspelt({"dtype": "int8"}, _at(value, pointer), SPEC_KEYS)
+
+
+def _algorithm_keys(value: Mapping[str, Any], pointer: str) -> dict[str, Any]:
+    """What an algorithm lacks, or a group of layers in it."""
+    if "/scaling_layers/" in pointer:
+        return _without_misspelt({"layers": ["self_attn.o_proj"]}, _at(value, pointer), ("prev_op", "inp"))
+    return {"name": _ALGORITHMS[pointer.split("/")[1]]}
+
+
+def _without_misspelt(wanted: Mapping[str, Any], here: Iterable[str], known: Iterable[str]) -> dict[str, Any]:
+    misspelt = {closest(key, wanted) for key in here if key not in known}
     return {key: default for key, default in wanted.items() if key not in misspelt}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from quantizer.config.algorithm_words import Entry, read_algorithms
 from quantizer.config.document import Document
 from quantizer.config.model import Config, QuantizationSpec, Role, Rule, Selector, Settings, Sourced
 from quantizer.config.spec_words import Block, normalized, over
@@ -61,6 +62,7 @@ class Hierarchical:
     settings: Settings
     levels: tuple[Level, ...]
     excludes: tuple[Selector, ...]
+    algorithms: tuple[Entry, ...] = ()
     ignored: frozenset[str] = frozenset()
 
     def is_wrong(self, key: str) -> bool:
@@ -81,7 +83,9 @@ class Hierarchical:
                 for at, selector in enumerate(self.excludes)
             ),
         )
-        return Config(self.settings, rules, self.document.source.name, self.document.value, "hierarchical")
+        algorithms = tuple(entry.algorithm() for entry in self.algorithms)
+        source = self.document.source.name
+        return Config(self.settings, rules, source, self.document.value, "hierarchical", algorithms)
 
     def _rule(self, level: Level) -> Rule:
         stated = {role: dict(self._fields(level, role)) for role in level.specs}
@@ -107,7 +111,8 @@ def translate(document: Document, ignored: Collection[str] = ()) -> Hierarchical
     """
     translator = _Translator(document, frozenset(ignored))
     levels, excludes = tuple(translator.levels()), tuple(translator.excludes())
-    return Hierarchical(document, translator.settings(), levels, excludes, translator.ignored)
+    algorithms = read_algorithms(translator, "pre_quant_opt_config", "algo_config")
+    return Hierarchical(document, translator.settings(), levels, excludes, algorithms, translator.ignored)
 
 
 class _Translator(View):

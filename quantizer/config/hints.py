@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.form import HIERARCHICAL_KEYS, Form
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest, listed, quoted
@@ -32,6 +33,13 @@ _BOOLEANS = {
 }
 
 
+_COUNTERPARTS: Mapping[Form, Mapping[str, str]] = {
+    "layered": {"algo_config": "algorithms", "pre_quant_opt_config": "algorithms"},
+    "hierarchical": {"algorithms": "algo_config"},
+}
+"""Keys of the other form that mean something in this one, and its key."""
+
+
 def help_for_value(key: str, value: Any, schema: Mapping[str, Any], form: Form = "layered") -> str:
     """What to write for `key` in place of `value`: the key it belongs to, the literal that is meant, or an example."""
     if isinstance(value, str):
@@ -53,6 +61,8 @@ def help_for_value(key: str, value: Any, schema: Mapping[str, Any], form: Form =
 
 def help_for_key(key: str, known: tuple[str, ...], form: Form = "layered") -> str:
     """The known key that a misspelt one is nearest to, or the block where it belongs, or all keys known here."""
+    if key in _COUNTERPARTS[form]:
+        return f'in this form it is "{_COUNTERPARTS[form][key]}"'
     homes = [home for home, keys in _homes(form).items() if key in keys]
     if homes:
         return f'"{key}" belongs in {" or ".join(homes)}'
@@ -111,6 +121,7 @@ def _is_word(option: Any) -> bool:
 def _homes(form: Form) -> Mapping[str, frozenset[str]]:
     """Each block of the form, and its keys; those of the other form are named as such."""
     homes = {home: frozenset(keys) for home, keys in _blocks(form).items()}
+    homes |= {f"the algorithm {name}": keys for name, keys in _algorithm_keys().items()}
     if form == "layered":
         blocks = load_resource("schemas", "layered.schema.json")["definitions"]
         homes["tensor_quantize_config"] = frozenset(blocks["tensor_quantize_config"]["properties"])
@@ -118,6 +129,11 @@ def _homes(form: Form) -> Mapping[str, frozenset[str]]:
         return homes | {"the hierarchical form, and a file has one form": HIERARCHICAL_KEYS}
     layered = frozenset(load_resource("schemas", "layered.schema.json")["properties"]) - {"target_device"}
     return homes | {"the layered form, and a file has one form": layered}
+
+
+def _algorithm_keys() -> Mapping[str, frozenset[str]]:
+    blocks = load_resource("schemas", "hierarchical.schema.json")["definitions"]
+    return {name: frozenset(blocks[name]["properties"]) - {"name"} for name in ALGORITHMS}
 
 
 def _blocks(form: Form) -> Mapping[str, Mapping[str, Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from quantizer.config.algorithm_words import Entry, read_algorithms
 from quantizer.config.diagnostics import Place
 from quantizer.config.document import Document
 from quantizer.config.model import ROLES, Config, Role, Rule, Selector, Settings, Sourced
@@ -61,6 +62,7 @@ class Layered:
     settings: Settings
     top: Level
     layers: tuple[Level, ...]
+    algorithms: tuple[Entry, ...] = ()
 
     def config(self) -> Config:
         """The rules in the file's order."""
@@ -73,7 +75,9 @@ class Layered:
                 for level in self.layers
             ),
         ]
-        return Config(self.settings, tuple(rules), self.document.source.name, self.document.value)
+        algorithms = tuple(entry.algorithm() for entry in self.algorithms)
+        source = self.document.source.name
+        return Config(self.settings, tuple(rules), source, self.document.value, algorithms=algorithms)
 
 
 def translate(document: Document, ignored: Collection[str] = ()) -> Layered:
@@ -83,7 +87,9 @@ def translate(document: Document, ignored: Collection[str] = ()) -> Layered:
     """
     translator = _Translator(document, frozenset(ignored))
     entries = translator.items("layer_quantize_config")
-    return Layered(document, translator.settings(), translator.top(), tuple(map(translator.layer, entries)))
+    layers = tuple(map(translator.layer, entries))
+    algorithms = read_algorithms(translator, "algorithms")
+    return Layered(document, translator.settings(), translator.top(), layers, algorithms)
 
 
 class _Translator(View):

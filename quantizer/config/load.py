@@ -9,6 +9,7 @@ from typing import Any
 
 from quantizer.config import hierarchical
 from quantizer.config.check import check_meaning
+from quantizer.config.check_algorithms import check_algorithms
 from quantizer.config.check_levels import check_levels
 from quantizer.config.diagnostics import ConfigError, Diagnostic, in_order
 from quantizer.config.document import Document, Text
@@ -65,12 +66,14 @@ def check_document(document: Document) -> LoadResult:
 
 def _layered(document: Document, wrong: Collection[str]) -> Reading:
     layered = translate(document, wrong)
-    return layered.config(), tuple(check_meaning(layered))
+    config = layered.config()
+    return config, (*check_meaning(layered), *check_algorithms(layered.algorithms, config))
 
 
 def _hierarchical(document: Document, wrong: Collection[str]) -> Reading:
     levels = hierarchical.translate(document, wrong)
-    return levels.config(), tuple(check_levels(levels))
+    config = levels.config()
+    return config, (*check_levels(levels), *check_algorithms(levels.algorithms, config))
 
 
 Reading = tuple[Config, tuple[Diagnostic, ...]]

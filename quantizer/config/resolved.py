@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from quantizer.config.algorithm_words import written
 from quantizer.config.hierarchical import ROLE_OF, SPEC_KEYS
 from quantizer.config.model import CAST_ONLY, Config, Settings
 
@@ -29,9 +30,15 @@ def resolved_document(config: Config) -> dict[str, Any]:
     """
     document = _without_comments(config.document)
     if config.form == "hierarchical":
-        return _hierarchical(document, config.settings)
+        return _hierarchical(document, config.settings) | _lists(config, "pre_quant_opt_config", "algo_config")
     switches = {f.name: getattr(config.settings, f.name) for f in fields(Settings) if f.name != "places"}
-    return {**switches, **document}
+    return {**switches, **document, **_lists(config, "algorithms")}
+
+
+def _lists(config: Config, *keys: str) -> dict[str, Any]:
+    """The lists of algorithms that are not empty, each with all its settings as they took effect."""
+    lists = {key: [written(found) for found in config.algorithms if found.label.startswith(key)] for key in keys}
+    return {key: entries for key, entries in lists.items() if entries}
 
 
 def _hierarchical(document: dict[str, Any], settings: Settings) -> dict[str, Any]:

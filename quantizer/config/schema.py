@@ -33,6 +33,7 @@ _BY_KEYWORD = {
     "maximum": "QZ104",
     "exclusiveMinimum": "QZ104",
     "minLength": "QZ104",
+    "minItems": "QZ104",
     "uniqueItems": "QZ107",
     "not": "QZ106",
 }
@@ -105,7 +106,7 @@ def _wrong_value(document: Document, error: ValidationError, schema: dict[str, A
         message = f"{quoted(value)} is listed twice"
     else:
         message = f"{quoted(value)} is out of range for {key}"
-        remark = _range(schema)
+        remark = "not empty" if keyword in ("minLength", "minItems") else _range(schema)
     remedy = schema.get("help")
     if keyword == "uniqueItems":
         remedy = f"name each {schema['items']['title']} once"
@@ -146,8 +147,6 @@ def _kind(value: Any) -> str:
 
 
 def _range(schema: dict[str, Any]) -> str:
-    if schema.get("minLength"):
-        return "not empty"
     low = f"more than {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else f"at least {schema['minimum']}"
     return f"{low}, at most {schema['maximum']}" if "maximum" in schema else low
 

@@ -37,7 +37,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "round_method": {"std_round": "round"},
     "target_device": {"cpu": "CPU", "gpu": "GPU", "cuda": "GPU", "ipu": "IPU"},
     "dtype": {"float8_e4m3": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "fp4_e2m1": "fp4"},
-    "name": {"smooth": "smoothquant"},
+    "name": {"smooth": "smoothquant", "quarot": "rotation"},
 }
 """Other spellings of a key's values."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from quantizer.config.algorithm_words import written
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.hierarchical import ROLE_OF
 from quantizer.config.model import CAST_ONLY, ROLES, Config, QuantizationSpec, Role, Rule, Settings, Sourced
@@ -49,7 +50,9 @@ def to_hierarchical(config: Config) -> tuple[dict[str, Any], tuple[Diagnostic, .
         }
     }
     document |= {block: levels for block, levels in blocks.items() if levels}
-    return document | ({"exclude": excluded} if excluded else {}), tuple(findings + found)
+    algorithms = [written(algorithm) for algorithm in config.algorithms]
+    optional = {"exclude": excluded, "algo_config": algorithms}
+    return document | {key: items for key, items in optional.items() if items}, tuple(findings + found)
 
 
 def _settings(settings: Settings) -> Iterator[Diagnostic]:

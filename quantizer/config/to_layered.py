@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from quantizer.config.algorithm_words import written
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.layered import FIELDS
 from quantizer.config.model import CAST_ONLY, ROLES, Config, QuantizationSpec, Role, Rule, Settings, Sourced
@@ -64,7 +65,8 @@ def to_layered(config: Config) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
         "overall_quantize_config": _parameters({}),
         "layer_quantize_config": [entry for entry in entries if entry],
     }
-    return document, tuple(findings)
+    algorithms = [written(algorithm) for algorithm in config.algorithms]
+    return document | ({"algorithms": algorithms} if algorithms else {}), tuple(findings)
 
 
 _SWITCHES = (

@@ -1,0 +1,129 @@
+"""Checks what the algorithms of a file mean: their order, their device, and settings that contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from quantizer.config.algorithm_words import Entry
+from quantizer.config.algorithms import Awq, Gptq
+from quantizer.config.diagnostics import Diagnostic, Place
+from quantizer.config.model import Config, QuantizationSpec, Sourced
+from quantizer.config.wording import quoted
+
+_FIELDS = {"bit": "bit_width", "sym": "symmetric", "group_size": "group_size"}
+"""Keys of older files about the weights' grid, which their specification decides."""
+
+
+def check_algorithms(entries: Sequence[Entry], config: Config) -> Iterator[Diagnostic]:
+    """Findings on the entries, in the order in which they run, of a file whose other settings are `config`."""
+    yield from _order([entry for entry in entries if not _is_misplaced(entry)])
+    weights = _global_weights(config)
+    for entry in entries:
+        yield from _device(entry, config)
+        if _is_misplaced(entry):
+            text = f"{entry.kind.name} finds weight codes, and this is about what happens before"
+            yield Diagnostic("QZ332", text, entry.place, help="write it in algo_config")
+        yield from _groups(entry, weights)
+        yield from _other_grid(entry, weights)
+        yield from _idle(entry, config)
+
+
+def _order(entries: Sequence[Entry]) -> Iterator[Diagnostic]:
+    """One algorithm rounds, and none rescales after it."""
+    rounding: Entry | None = None
+    for entry in entries:
+        name = entry.kind.name
+        if entry.kind.stage == "round" and rounding is None:
+            rounding = entry
+        elif rounding is not None:
+            first, related = rounding.kind.name, _related(rounding.place, "rounds here")
+            if entry.kind.stage == "round":
+                text = f"{first} rounds the weights already, and {name} would round them again"
+                yield Diagnostic("QZ331", text, entry.place, help="keep one of the two", related=related)
+            else:
+                text = f"{name} scales weights, and {first} has rounded them by then"
+                yield Diagnostic("QZ330", text, entry.place, help=f"write {name} before {first}", related=related)
+
+
+def _device(entry: Entry, config: Config) -> Iterator[Diagnostic]:
+    if config.settings.target_device == "DPU":
+        text = f"{entry.kind.name} is not for the DPU: after calibration its scales are moved into the limits of \
+shifters, which would undo what the algorithm found"
+        related = _related(config.settings.places.get("target_device"), "for this device")
+        yield Diagnostic("QZ210", text, entry.place, help="remove it, or write another target_device", related=related)
+
+
+def _finds_codes(entry: Entry) -> bool:
+    return entry.kind.stage == "round" or issubclass(entry.kind, Awq)
+
+
+def _is_misplaced(entry: Entry) -> bool:
+    return entry.path[0] == "pre_quant_opt_config" and _finds_codes(entry)
+
+
+def _groups(entry: Entry, weights: dict[str, Sourced]) -> Iterator[Diagnostic]:
+    """The order by activation jumps from group to group, so all scales have to be there before."""
+    if not issubclass(entry.kind, Gptq):
+        return
+    has_groups = _value(weights, "qscheme") == "per_group"
+    order, static = entry.stated.get("desc_act"), entry.stated.get("static_groups")
+    if order and static and order.value and not static.value:
+        text = "desc_act settles the columns of all groups in turn, so their scales are found first: static_groups"
+        related = _related(order.place, "because of this")
+        help_ = 'write "static_groups": true, or "desc_act": false'
+        yield Diagnostic("QZ333", text, static.place, help=help_, related=related)
+    elif entry.needs_static_groups and has_groups:
+        text = "groups are static here, as desc_act needs it"
+        yield Diagnostic("QZ126", text, entry.place, "note", help='to say the same: "static_groups": true')
+    elif static and not static.value and order is None:
+        text = "desc_act is off here, as it needs static groups"
+        yield Diagnostic("QZ126", text, static.place, "note", help='to say the same: "desc_act": false')
+
+
+def _other_grid(entry: Entry, weights: dict[str, Sourced]) -> Iterator[Diagnostic]:
+    """Stated keys that disagree with the grid of the weights."""
+    if not weights or _value(weights, "dtype") != "int":
+        return
+    for key, name in _FIELDS.items():
+        stated, found = entry.stated.get(key), _value(weights, name)
+        if key == "group_size" and _value(weights, "qscheme") != "per_group":
+            found = -1
+        if stated and stated.value != found:
+            text = f"{key} {quoted(stated.value)} is not what the weights' specification says: it decides"
+            source = weights.get("qscheme" if found == -1 else name, weights.get(name))
+            related = _related(source.place if source else None, f"here it is {quoted(found)}")
+            yield Diagnostic("QZ127", text, stated.place, "warning", help="remove the key", related=related)
+
+
+def _idle(entry: Entry, config: Config) -> Iterator[Diagnostic]:
+    """Rounding where no weights are quantized."""
+    if _finds_codes(entry) and not _quantizes_weights(config):
+        text = f"no weights are quantized, so {entry.kind.name} has nothing to do"
+        yield Diagnostic("QZ128", text, entry.place, "warning", help="quantize weights, or remove the algorithm")
+
+
+def _quantizes_weights(config: Config) -> bool:
+    inherited = _global_weights(config)
+    return any(
+        QuantizationSpec(dtype=_value({**inherited, **rule.fields.get("weights", {})}, "dtype")).is_scaled
+        for rule in config.rules
+        if "weights" in (rule.roles or ()) or "weights" in rule.adds
+    )
+
+
+def _global_weights(config: Config) -> dict[str, Sourced]:
+    """What holds for weights of all layers; nothing where they are not quantized everywhere."""
+    wide = [rule for rule in config.rules if rule.selector.kind in ("all", "weighted")]
+    if not any("weights" in (rule.roles or ()) or "weights" in rule.adds for rule in wide):
+        return {}
+    merged = {name: sourced for rule in wide for name, sourced in rule.fields.get("weights", {}).items()}
+    return {"dtype": Sourced("int"), **merged}
+
+
+def _value(weights: dict[str, Sourced], name: str) -> Any:
+    return weights[name].value if name in weights else getattr(QuantizationSpec(), name)
+
+
+def _related(place: Place | None, remark: str) -> tuple[tuple[Place, str], ...]:
+    return ((place, remark),) if place else ()
