@@ -78,7 +78,7 @@ def run_algorithms(options: RunOptions, read: session.ReadConfig, plan: Plan, ba
             task = Task(plan.graph, specs, step.structure, opened, partial(keeper.group_done, index), done)
             before, found = found, _run_step(options, step, task, found, keeper)
             keeper.step_done(index + 1, found)
-            _tell(step, before, found, idle=adjust.idle(step, specs))
+            _tell(step, before, found)
     if found.parameters or found.insertions:
         _tell_difference(adjust.difference(plan.graph, found, next(session.on_device(options, batches))))
     return Adjusted(adjusted(plan.graph, found), found, adjust.report(todo, found))
@@ -115,10 +115,8 @@ def _run_step(
             raise
 
 
-def _tell(step: adjust.Step, before: Adjustment, after: Adjustment, *, idle: bool) -> None:
+def _tell(step: adjust.Step, before: Adjustment, after: Adjustment) -> None:
     """Say what an algorithm did, and what it remarked, each text once."""
-    if idle:
-        logger.warning("%s has nothing to round: the config leaves the weights of its layers float", step.name)
     logger.info("%s", adjust.summary(step, before, after))
     texts: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for remark in after.remarks[len(before.remarks) :]:

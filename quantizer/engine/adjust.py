@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantizer.algorithms.adjustment import Adjustment, Key, Run, adjusted
+from quantizer.algorithms.adjustment import Adjustment, Run, adjusted
 from quantizer.config.algorithms import Algorithm
-from quantizer.config.model import QuantizationSpec
 from quantizer.errors import UsageError
+from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Structure
 from quantizer.nn.network import Network
@@ -104,20 +104,11 @@ def steps(graph: Graph, algorithms: Sequence[Algorithm]) -> tuple[Step, ...]:
         ConfigError: an algorithm's entry names what is not in the graph.
         UsageError: an algorithm that is not there.
     """
-    from quantizer.graph.find_structure import find_structure
-
     runs = [load_run(settings.name) for settings in algorithms]
     return tuple(
         Step(settings, find_structure(graph, settings.names), run)
         for settings, run in zip(algorithms, runs, strict=True)
     )
-
-
-def idle(step: Step, specs: Mapping[Key, QuantizationSpec]) -> bool:
-    """Whether a rounding algorithm finds no layer whose weights go on a grid."""
-    layers = {layer for group in step.structure.groups for layer in group.layers}
-    planned = [spec for (layer, role), spec in specs.items() if role == "weights" and layer in layers]
-    return step.settings.stage == "round" and not any(spec.is_scaled for spec in planned)
 
 
 def difference(graph: Graph, found: Adjustment, batch: Batch) -> float:

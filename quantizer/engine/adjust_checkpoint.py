@@ -124,7 +124,8 @@ class AdjustCheckpoint:
         info = read_json(path)
         if not isinstance(info, dict) or not set(info) >= _FIELDS:
             raise ResultError(f"{path} is damaged", help=AGAIN)
-        for name, value in {**self._key, "data": self._data()}.items():
+        read = {} if info["key"].get("data") is None else {"data": self._data()}
+        for name, value in {**self._key, **read}.items():
             if info["key"].get(name) != value:
                 raise ResultError(f"the algorithms' checkpoint belongs to another run: {name} differs", help=AGAIN)
         parts = [self._read(number, digest) for number, digest in enumerate(info["files"])]

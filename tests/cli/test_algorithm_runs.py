@@ -1,0 +1,259 @@
+"""Configs with algorithms at the shell: results, test mode, files for other runtimes, resuming, refusals."""
+
+from __future__ import annotations
+
+import filecmp
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stand_ins
+import torch
+from runs import calibrate, check
+
+from configs import document
+from quantizer.cli.main import run_command
+from quantizer.engine import adjust
+from quantizer.engine.adjust_checkpoint import AdjustCheckpoint
+
+Capture = pytest.CaptureFixture[str]
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.gate = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(torch.nn.functional.gelu(self.gate(y)) * self.up(y))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+def calibration_data():
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 7, 16, generator=g) for _ in range(3)]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(adjust.RUNS, "smoothquant", "stand_ins:doubled")
+    monkeypatch.setitem(adjust.RUNS, "gptq", "stand_ins:coarse")
+    stand_ins.SOLVED.clear()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "net.py"
+    path.write_text(MODEL)
+    return str(path)
+
+
+def config(tmp_path: Path, *names: str, roles: tuple[str, ...] = ("weights", "activation", "input")) -> str:
+    """4-bit weights with a scale per channel, and algorithms."""
+    content: dict[str, Any] = document(
+        tensor={"weights": {"bit_width": 4, "per_channel": True}} if "weights" in roles else None
+    )
+    content["quantizable_data_type"] = list(roles)
+    content["algorithms"] = [{"name": name} for name in names]
+    path = tmp_path / f"{'_'.join(names) or 'plain'}.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def info_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "quant_info.json").read_text())
+    return found
+
+
+def differing(one: Path, other: Path) -> set[str]:
+    """Files of two folders that are not the same, but for those that say when a run was."""
+    names = {path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()}
+    _, mismatch, missing = filecmp.cmpfiles(one, other, names, shallow=False)
+    return (set(mismatch) | set(missing)) - {"run.json", "run.log"}
+
+
+def metrics(folder: Path, model: str, capsys: Capture, *more: str) -> dict[str, float]:
+    capsys.readouterr()
+    assert check(folder, "--json", *more, model=model) == 0
+    found: dict[str, float] = json.loads(capsys.readouterr().out)["metrics"]
+    return found
+
+
+def test_rescaling_by_powers_of_two_keeps_the_network(model: str, tmp_path: Path, capsys: Capture) -> None:
+    """Nothing is quantized, so test mode gives the float model to rounding; norms and insertions carry the factors."""
+    path = config(tmp_path, "smoothquant", roles=("bias",))
+    assert calibrate(tmp_path / "out", model=model, config=path) == 0
+    header = info_of(tmp_path / "out")["header"]
+    assert len(header["insertions"]) >= 6
+    assert any(name.endswith("layer_norm") for name in header["rescaled"])
+    assert [row["name"] for row in header["algorithms"]] == ["smoothquant"]
+    assert metrics(tmp_path / "out", model, capsys)["sqnr_db"] > 20
+
+
+def test_results_repeat_and_are_what_the_algorithms_found(model: str, tmp_path: Path, capsys: Capture) -> None:
+    path = config(tmp_path, "smoothquant", "gptq")
+    for name in ("out", "again"):
+        assert calibrate(tmp_path / name, model=model, config=path) == 0
+    assert not differing(tmp_path / "out", tmp_path / "again")
+    told = json.loads((tmp_path / "out" / "algorithms.json").read_text())
+    assert [row["name"] for row in told["algorithms"]] == ["smoothquant", "gptq"]
+    assert {row["error"] for row in told["rounded"].values()} == {0.25}
+    assert told["remarks"][0]["text"] == "it is in no block"
+    info = info_of(tmp_path / "out")
+    assert "rescaled.safetensors" in info["header"]["files"]
+    assert check(tmp_path / "out", "--config_file", path, model=model) == 0
+    assert check(tmp_path / "out", "--config_file", config(tmp_path, "gptq"), model=model) == 5
+    assert "its algorithms differ" in capsys.readouterr().err
+    rows = json.loads((tmp_path / "out" / "report.json").read_text())["layers"]
+    assert min(row["local_sqnr_db"] for row in rows if row["tensor"] == "weights") > 5  # not against other columns
+
+
+def test_layers_are_compared_with_the_float_network_as_it_was_rescaled(
+    model: str, tmp_path: Path, capsys: Capture
+) -> None:
+    path = config(tmp_path, "smoothquant", roles=("weights",))
+    assert calibrate(tmp_path / "out", model=model, config=path) == 0
+    found = metrics(tmp_path / "out", model, capsys)
+    assert found["sqnr_db"] > 10
+    assert not (tmp_path / "out" / "rescaled.safetensors").exists()
+
+
+def test_the_generated_code_runs_alone_and_equals_test_mode(model: str, tmp_path: Path) -> None:
+    assert calibrate(tmp_path / "out", model=model, config=config(tmp_path, "smoothquant", "gptq")) == 0
+    assert check(tmp_path / "out", "--deploy", "pt2", "--deploy", "safetensors", model=model) == 0
+    spec = importlib.util.spec_from_file_location("generated_net", tmp_path / "out" / "Net.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    x = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(5))
+    program = torch.export.load(tmp_path / "out" / "export" / "Net.pt2").module()
+    torch.testing.assert_close(module.Net()(x), program(x))
+    verified = json.loads((tmp_path / "out" / "export" / "verify.json").read_text())
+    assert {row["equal"] for row in verified.values()} == {1.0}
+
+
+def test_onnx_equals_test_mode(model: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="runs the file (extra: onnx)")
+    pytest.importorskip("onnxscript", reason="torch exports with it (extra: onnx)")
+    assert calibrate(tmp_path / "out", model=model, config=config(tmp_path, "smoothquant", "gptq")) == 0
+    assert check(tmp_path / "out", "--deploy", "onnx", model=model) == 0
+    (row,) = json.loads((tmp_path / "out" / "export" / "verify.json").read_text()).values()
+    assert row["equal"] > 0.95
+
+
+@pytest.mark.parametrize("after", [1, 4, 7, 11])
+@pytest.mark.parametrize("how", ["killed", "interrupted"])
+def test_stopped_then_resumed_equals_undisturbed(
+    how: str, after: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """A kill leaves the last block's checkpoint; Ctrl-C saves by itself. Settled layers are not solved again."""
+    path = config(tmp_path, "smoothquant", "gptq")
+    assert calibrate(tmp_path / "whole", model=model, config=path) == 0
+    layers = list(stand_ins.SOLVED)
+    stand_ins.SOLVED.clear()
+    original = AdjustCheckpoint.group_done
+
+    def stopped(self: AdjustCheckpoint, index: int, found: Any, done: int) -> None:
+        original(self, index, found, done)
+        if done == after:
+            raise SystemExit(9) if how == "killed" else KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AdjustCheckpoint, "group_done", stopped)
+        if how == "killed":
+            with pytest.raises(SystemExit):
+                calibrate(tmp_path / "out", model=model, config=path)
+        else:
+            assert calibrate(tmp_path / "out", model=model, config=path) == 130
+            assert f"stopped after {after} of 13 groups of gptq; --resume goes on" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "quant_info.json").exists()
+    before, stand_ins.SOLVED[:] = list(stand_ins.SOLVED), []
+    assert calibrate(tmp_path / "out", "--resume", model=model, config=path) == 0
+    assert not differing(tmp_path / "whole", tmp_path / "out")
+    assert layers[len(layers) - len(stand_ins.SOLVED) :] == stand_ins.SOLVED
+    assert (len(stand_ins.SOLVED) < len(layers)) is (after > 1 or how == "interrupted")
+    if how == "interrupted":
+        assert before + stand_ins.SOLVED == layers
+    assert not list((tmp_path / "out").glob("checkpoint*"))
+
+
+def test_a_checkpoint_of_other_algorithms_or_a_damaged_one_is_refused(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    original = AdjustCheckpoint.group_done
+
+    def stopped(self: AdjustCheckpoint, index: int, found: Any, done: int) -> None:
+        original(self, index, found, done)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AdjustCheckpoint, "group_done", stopped)
+        assert calibrate(tmp_path / "out", model=model, config=config(tmp_path, "gptq")) == 130
+    more = ("--resume",)
+    assert calibrate(tmp_path / "out", *more, model=model, config=config(tmp_path, "smoothquant", "gptq")) == 5
+    assert "belongs to another run: algorithms differs" in capsys.readouterr().err
+    (tmp_path / "out" / "checkpoint.algorithms.0000.safetensors").write_bytes(b"")
+    assert calibrate(tmp_path / "out", *more, model=model, config=config(tmp_path, "gptq")) == 5
+    assert "checkpoint.algorithms.0000.safetensors is damaged" in capsys.readouterr().err
+
+
+def test_weights_alone_need_data_too(model: str, tmp_path: Path, capsys: Capture) -> None:
+    path = config(tmp_path, "gptq", roles=("weights",))
+    assert calibrate(tmp_path / "out", model=model, config=path) == 0
+    header = info_of(tmp_path / "out")["header"]
+    assert header["batches"] == 3
+    assert header["data"]["samples"] == 12
+    bare = tmp_path / "bare.py"
+    bare.write_text(
+        MODEL.partition("def calibration_data")[0] + "def example_input():\n    return torch.ones(1, 7, 16)\n"
+    )
+    assert calibrate(tmp_path / "other", model=str(bare), config=path) == 2
+    assert "Missing option '--data'" in capsys.readouterr().err
+
+
+def test_what_was_done_is_told(model: str, tmp_path: Path, capsys: Capture) -> None:
+    words = ["--quant_mode", "calib", "--model", model, "--output_dir", str(tmp_path / "out"), "--config_file"]
+    assert run_command([*words, config(tmp_path, "smoothquant", "gptq")]) == 0
+    said = capsys.readouterr().err
+    assert "smoothquant: 25 layers rescaled, 7 explicit multiplications" in said
+    assert "gptq: 19 layers settled, the median layer keeps 50% of plain rounding's error" in said
+    assert "head]/linear: it is in no block" in said
+    assert "the rescaled float network's outputs differ by" in said
+
+
+def test_two_roundings_are_refused(model: str, tmp_path: Path, capsys: Capture) -> None:
+    path = config(tmp_path, "gptq")
+    assert calibrate(tmp_path / "out", "--fast_finetune", model=model, config=path) == 2
+    assert "--fast_finetune adaround and the config's gptq both round the weights" in capsys.readouterr().err
+
+
+def test_finetuning_and_bias_correction_go_on_from_rescaled_weights(
+    model: str, tmp_path: Path, capsys: Capture
+) -> None:
+    path = config(tmp_path, "smoothquant", roles=("weights", "bias"))
+    assert calibrate(tmp_path / "out", "--fast_finetune", model=model, config=path) == 0
+    assert metrics(tmp_path / "out", model, capsys)["sqnr_db"] > 10
+    corrected = json.loads(Path(config(tmp_path, "gptq")).read_text()) | {"include_bias_corr": True}
+    (tmp_path / "corrected.json").write_text(json.dumps(corrected))
+    assert calibrate(tmp_path / "corrected", model=model, config=str(tmp_path / "corrected.json")) == 0
+    assert metrics(tmp_path / "corrected", model, capsys)["sqnr_db"] > 0

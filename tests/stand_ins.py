@@ -1,0 +1,65 @@
+"""Algorithms that do next to nothing, for tests of what is around algorithms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
+from quantizer.algorithms.plain import on_grid, plain_grid
+from quantizer.algorithms.stream import Stream
+from quantizer.config.algorithms import Algorithm
+from quantizer.graph.edits import Insertion
+from quantizer.nn.network import Network
+
+SOLVED: list[str] = []
+"""Layers that `coarse` has settled since a test cleared it."""
+
+
+def doubled(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
+    """Inputs of each group times powers of two, by a norm before them or explicitly; columns of weights divided."""
+    for group in task.structure.groups:
+        graph = adjusted(task.graph, found)
+        factors = 2.0 ** (torch.arange(group.channels) % 3 - 1)
+        for layer in group.layers:
+            node = graph.by_name[layer]
+            shape = [1, -1] + [1] * (graph.tensors[node.params["weight"]].dim() - 2)
+            found = found.with_parameters(layer, weight=graph.tensors[node.params["weight"]] / factors.view(shape))
+        fold = group.fold
+        if fold is not None and fold.kind == "norm" and not fold.offset:
+            node = graph.by_name[fold.node]
+            own = {key: graph.tensors[node.params[key]] * factors for key in ("weight", "bias") if key in node.params}
+            found = found.with_parameters(fold.node, **own)
+        else:
+            name = f"{group.layers[0].rpartition('/')[0]}/input_scale"
+            row = Insertion(name, "input_scale", group.source, group.layers, factors, {"axis": group.axis})
+            found = replace(found, insertions=(*found.insertions, row))
+    return found
+
+
+def coarse(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
+    """Plain rounding with scales twice as large, group by group on the network that is rounded so far."""
+    graph = adjusted(task.graph, found)
+    stream = Stream(Network(graph), task.batches())
+    for number, group in enumerate(task.structure.groups):
+        stream.advance(group.source)
+        for name in group.layers:
+            if (name, "weights") not in task.specs:
+                continue
+            if number >= task.done:
+                found = found.with_rounded({name: _rounded(task, name, stream)})
+                SOLVED.append(name)
+            stream.network.layers[name].get_parameter("weight").data = found.rounded[name].weight
+        if number >= task.done:
+            if group.block is None:
+                found = found.with_remarks(Remark(group.layers[0], "it is in no block", is_warning=False))
+            task.after_group(found, number + 1)
+    return found
+
+
+def _rounded(task: Task, name: str, stream: Stream) -> Rounded:
+    spec, weight = task.specs[name, "weights"], stream.network.layers[name].get_parameter("weight").detach()
+    grid = plain_grid(spec, weight)
+    grid = replace(grid, scale=grid.scale * 2)
+    return Rounded(on_grid(weight, spec, grid), grid, 0.5, 0.25)
