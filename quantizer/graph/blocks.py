@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -56,4 +57,4 @@ def _nested(one: str, other: str) -> bool:
 
 def _overlap(blocks: Sequence[Block]) -> bool:
     ordered = sorted(blocks, key=lambda block: block.start)
-    return any(before.stop > after.start for before, after in zip(ordered, ordered[1:], strict=False))
+    return any(before.stop > after.start for before, after in itertools.pairwise(ordered))

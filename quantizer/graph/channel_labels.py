@@ -82,7 +82,12 @@ def compressed(labels: Tensor) -> Tensor:
     """The same labels, with stride 0 along each axis along which they do not change."""
     for axis, (size, stride) in enumerate(zip(labels.shape, labels.stride(), strict=True)):
         first = labels.narrow(axis, 0, min(size, 1))
-        if size > 1 and stride and torch.equal(first, labels.narrow(axis, size - 1, 1)) and bool((labels == first).all()):
+        if (
+            size > 1
+            and stride
+            and torch.equal(first, labels.narrow(axis, size - 1, 1))
+            and bool((labels == first).all())
+        ):
             labels = first.expand(labels.shape)
     return labels
 
@@ -113,6 +118,11 @@ def _moved(step: Step) -> Any:
     """Run the operator on the labels; other values are no channels."""
     inputs = {key: map_refs(value, lambda name: _stand_in(step, name)) for key, value in step.node.inputs.items()}
     return call(step.node.target, {**step.node.attrs, **inputs})
+
+
+def _reshaped(step: Step) -> Any:
+    """A view where the values' memory allows one; the labels' memory is another."""
+    return step.first.reshape(step.shape) if step.first is not None else None
 
 
 def _stand_in(step: Step, name: str) -> Any:
@@ -221,11 +231,16 @@ def _einsum(step: Step) -> Any:
 
 def _names() -> Iterator[tuple[Carrier, str]]:
     """The rows of the table, by what the operators do."""
-    moves = "reshape permute transpose squeeze unsqueeze slice select expand repeat repeat_interleave chunk split getitem"
-    moves += " flatten unflatten narrow movedim swapaxes unbind roll flip pixel_shuffle pixel_unshuffle channel_shuffle"
+    moves = "permute transpose squeeze unsqueeze slice select expand repeat repeat_interleave chunk split getitem"
+    moves += " narrow movedim swapaxes unbind roll flip pixel_shuffle pixel_unshuffle channel_shuffle"
     pools = " ".join(f"{kind}_pool{dims}d" for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for dims in "123")
     for rule, names, keys in (
-        (_same, "relu leaky_relu prelu dropout contiguous clone to quant_stub dequant_stub input_scale neg abs", ""),
+        (
+            _same,
+            "relu leaky_relu prelu dropout contiguous clone to type_as quant_stub dequant_stub input_scale neg abs",
+            "",
+        ),
+        (_reshaped, "reshape flatten unflatten", ""),
         (_moved, moves, ""),
         (_moved, "cat stack", "tensors"),
         (_indexed, "index", ""),

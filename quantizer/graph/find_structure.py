@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from quantizer.config.algorithms import Names
 from quantizer.graph.blocks import find_blocks
 from quantizer.graph.folds import Folds, channel_axis, is_multiplying
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.named_structure import named_structure
 from quantizer.graph.structure import Block, InputGroup, Structure
 
 
@@ -19,17 +21,15 @@ def find_structure(graph: Graph, names: Names | None = None) -> Structure:
     Raises:
         ConfigError: a name that the graph does not have, or that does not fit; all of them at once.
     """
-    from quantizer.graph.named_structure import named_structure  # it builds on this file's groups
-
-    found = Structure(find_blocks(graph), input_groups(graph))
-    named = named_structure(graph, found, names) if names is not None else found
     folds = Folds(graph)
-    groups = tuple(folds.folded(group) for group in named.groups)
-    return Structure(named.blocks, tuple(_in_block(graph, named.blocks, group) for group in groups))
+    found = Structure(find_blocks(graph), input_groups(graph))
+    named = found if names is None else named_structure(folds, found, names)
+    groups = (replace(group, tied=_tied(graph, group.layers)) for group in named.groups)
+    return Structure(named.blocks, tuple(folds.folded(_in_block(graph, named.blocks, group)) for group in groups))
 
 
 def input_groups(graph: Graph) -> tuple[InputGroup, ...]:
-    """All layers that multiply, by the value that they read; without folds and blocks."""
+    """All layers that multiply, by the value that they read, and no more of the groups."""
     by_source: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if is_multiplying(node):
@@ -44,10 +44,7 @@ def _by_axis(graph: Graph, source: str, layers: Sequence[Node]) -> list[InputGro
     for node in layers:
         dims = len(graph.by_name[source].shape or node.shape or ())
         by_axis.setdefault((channel_axis(node, dims), _channels(graph, node)), []).append(node.name)
-    return [
-        InputGroup(source, tuple(names), axis, channels, tied=_tied(graph, names))
-        for (axis, channels), names in by_axis.items()
-    ]
+    return [InputGroup(source, tuple(names), axis, channels) for (axis, channels), names in by_axis.items()]
 
 
 def _channels(graph: Graph, node: Node) -> int:
@@ -63,8 +60,6 @@ def _tied(graph: Graph, layers: Sequence[str]) -> tuple[str, ...]:
 
 def _in_block(graph: Graph, blocks: Sequence[Block], group: InputGroup) -> InputGroup:
     """The group with its block: the one that has all its layers."""
-    from dataclasses import replace
-
     index = {node.name: at for at, node in enumerate(graph.nodes)}
     homes = {
         next((number for number, block in enumerate(blocks) if block.start <= index[layer] < block.stop), None)
