@@ -1,0 +1,215 @@
+"""AWQ: input channels with large values get finer steps, and ranges of weights are cut where that pays.
+
+Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", 2023. Errors of outputs
+are computed from the Gram matrix of the inputs, so each group's inputs are looked at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
+from quantizer.algorithms.clip import clipped_grid
+from quantizer.algorithms.fold import (
+    admissible,
+    folded,
+    input_name,
+    multiplied,
+    parameter,
+    powers_of_two,
+    without_overlap,
+)
+from quantizer.algorithms.group_sums import DEEPEST, GroupSums, deepest, quantized_layers
+from quantizer.algorithms.patches import weight_matrix
+from quantizer.algorithms.plain import on_grid, output_error, plain_grid
+from quantizer.algorithms.row_sample import sampled_rows
+from quantizer.algorithms.stream import Stream
+from quantizer.config.algorithms import Algorithm, Awq
+from quantizer.errors import DataError
+from quantizer.graph.structure import InputGroup
+from quantizer.nn.network import Network
+from quantizer.numerics.qparams import QParams
+from quantizer.observers import ObservationError
+
+LEAST_FACTOR = 1e-4
+TOO_DEEP = f"it sums over more than {DEEPEST} inputs, too many for their Gram matrix; it is rounded plainly"
+UNREACHED = "no token of the calibration data reached it; it is rounded plainly"
+
+
+def awq(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
+    """Rescale the input channels of each group, and settle the grids of its weights.
+
+    The factors are powers of two: the float network then keeps every bit of its outputs, in any dtype, which a run that
+    goes on after an interruption relies on. On the grids, weights are rounded plainly; an algorithm that rounds takes
+    over `grids`.
+
+    Raises:
+        DataError: a value in the network, or a weight, is not finite; it is named.
+    """
+    assert isinstance(settings, Awq)
+    return _Search(task, settings, found).run()
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """A group whose factors are found; `layers` are those whose weights go on grids."""
+
+    group: InputGroup
+    layers: Sequence[str]
+    sums: GroupSums
+    factors: Tensor
+
+
+class _Search:
+    """Goes through the groups in order; a group is settled once no later one changes the rows of its weights."""
+
+    def __init__(self, task: Task, settings: Awq, found: Adjustment) -> None:
+        self.task, self.settings, self.found = task, settings, found
+        self.groups = without_overlap(task.structure.groups)
+        self.own = [quantized_layers(task, group) for group in self.groups]
+        for name in (name for names in self.own for name in names):
+            self._grid(name, parameter(task.graph, found, name))
+        self.stream = Stream(Network(adjusted(task.graph, found)), task.batches())
+
+    def run(self) -> Adjustment:
+        """All groups, but those that an interrupted run had settled."""
+        waiting: dict[int, _Gathered] = {}
+        for number, (group, layers) in enumerate(zip(self.groups, self.own, strict=True)):
+            if number < self.task.done:
+                continue
+            sums = self._gather(group, layers)
+            if sums is not None:
+                waiting[number] = self._rescale(group, layers, sums)
+            later = {row.fold.node for row in self.groups[number + 1 :] if row.fold is not None}
+            for ready in [at for at, row in waiting.items() if not later & set(row.layers)]:
+                self._settle(waiting.pop(ready))
+            if not waiting:
+                self.task.after_group(self.found, number + 1)
+        return self.found
+
+    def _gather(self, group: InputGroup, layers: Sequence[str]) -> GroupSums | None:
+        """Run up to the value that the group reads, and sum up its products; None if there is nothing to go by."""
+        if not layers:
+            return None
+        if deepest(self.stream.network, layers) > DEEPEST:
+            self._remark(layers, TOO_DEEP)
+            return None
+        sums = GroupSums(self.stream.network, layers)
+        source = input_name(group, self.found)
+        self.stream.advance(source, {source: sums.add})
+        if sums.tokens == 0:
+            self._remark(layers, UNREACHED)
+            return None
+        return sums
+
+    def _rescale(self, group: InputGroup, layers: Sequence[str], sums: GroupSums) -> _Gathered:
+        """Find the group's factors, and fold them."""
+        size = sums.channel_size(group.channels)
+        if dead := int((size == 0).sum()):
+            self._remark(layers, f"{dead} input channels were zero on the calibration data")
+        ones = torch.ones_like(size)
+        if group.tied or not self.settings.scale_search:
+            return _Gathered(group, layers, sums, ones)
+
+        def factors(step: int) -> Tensor:
+            return admissible(self.task.graph, group, _factors(size, step / self.settings.grid), self.found)
+
+        best = least_step(lambda step: self._loss(layers, sums, factors(step)), self.settings.grid)
+        found = factors(best)
+        if not torch.equal(found, ones):
+            self.found = folded(self.task.graph, group, found, self.found)
+        return _Gathered(group, layers, sums, found)
+
+    def _loss(self, layers: Sequence[str], sums: GroupSums, factors: Tensor) -> float:
+        """Squared error of the group's outputs if the weights' columns are multiplied with these factors."""
+        graph, total = self.task.graph, 0.0
+        rows = sum(len(parameter(graph, self.found, name)) for name in layers)
+        for name in layers:
+            node, spec = graph.by_name[name], self.task.specs[name, "weights"]
+            weight, share = sampled_rows(parameter(graph, self.found, name), spec, node, rows)
+            scaled = multiplied(node, weight.float(), factors)
+            lost = on_grid(scaled, spec, self._grid(name, scaled)).sub_(scaled)
+            lost = multiplied(node, lost, 1 / factors)
+            total += share * output_error(sums.matrix(name), weight_matrix(self.stream.network.layers[name], lost))
+        return total
+
+    def _settle(self, gathered: _Gathered) -> None:
+        """Grids and rounded weights of a group's layers."""
+        gathered.sums.divide(gathered.factors)
+        for name in gathered.layers:
+            grid, rounded = self._rounded(name, gathered)
+            if rounded.after > rounded.before:
+                ratio = rounded.after / max(rounded.before, 1e-30)
+                text = f"its outputs are {ratio:.2f} times as wrong as with plain rounding, as others of its group gain more"
+                self.found = self.found.with_remarks(Remark(name, text, is_warning=False))
+            self.found = replace(self.found.with_rounded({name: rounded}), grids={**self.found.grids, name: grid})
+
+    def _rounded(self, name: str, gathered: _Gathered) -> tuple[QParams, Rounded]:
+        node, spec = self.task.graph.by_name[name], self.task.specs[name, "weights"]
+        layer, gram = self.stream.network.layers[name], gathered.sums.matrix(name)
+        stored = parameter(self.task.graph, self.found, name).detach()
+        weight = stored.float()
+
+        def lost(grid: QParams) -> float:
+            return output_error(gram, weight_matrix(layer, on_grid(weight, spec, grid).sub_(weight)))
+
+        grid = self._grid(name, weight)
+        plain = error = lost(grid)
+        if self.settings.clip_search:
+            clipped = clipped_grid(layer, spec, weight, gathered.sums.alive(name))
+            if (cut := lost(clipped)) < error:
+                grid, error = clipped, cut
+        if not bool((gathered.factors == 1).all()):
+            plain = self._plain_error(name, weight, gathered)
+        energy = output_error(gram, weight_matrix(layer, weight)) or 1.0
+        return grid, Rounded(on_grid(stored, spec, grid), grid, plain / energy, error / energy)
+
+    def _plain_error(self, name: str, weight: Tensor, gathered: _Gathered) -> float:
+        """What plain rounding would lose without the factors."""
+        node, spec = self.task.graph.by_name[name], self.task.specs[name, "weights"]
+        before = multiplied(node, weight, 1 / gathered.factors)
+        lost = multiplied(node, on_grid(before, spec, self._grid(name, before)).sub_(before), gathered.factors)
+        return output_error(gathered.sums.matrix(name), weight_matrix(self.stream.network.layers[name], lost))
+
+    def _grid(self, name: str, weight: Tensor) -> QParams:
+        try:
+            return plain_grid(self.task.specs[name, "weights"], weight)
+        except ObservationError as error:
+            raise DataError(f"the weight of {name} has no range: {error}", help="check the checkpoint") from error
+
+    def _remark(self, names: Sequence[str], text: str) -> None:
+        self.found = self.found.with_remarks(*(Remark(name, text) for name in names))
+
+
+def _factors(size: Tensor, ratio: float) -> Tensor:
+    """size^ratio, around 1; 1 for channels that were always zero."""
+    factors = (size**ratio).clamp_min(LEAST_FACTOR)
+    live = factors[size > 0]
+    if len(live):
+        factors = factors / (live.max() * live.min()).sqrt()
+    return powers_of_two(torch.where(size > 0, factors, 1.0))
+
+
+def least_step(loss: Callable[[int], float], steps: int) -> int:
+    """The step from 0 to `steps` with the least loss: every fourth first, then those next to the best so far.
+
+    Step 0 is always among them, and the first of equals is taken.
+
+    >>> least_step(lambda step: abs(step - 7), 20)
+    7
+    """
+    tried: dict[int, float] = {}
+    stride = max(1, steps // 5)
+    near = list(range(0, steps + 1, stride))
+    while True:
+        tried |= {step: loss(step) for step in near if step not in tried and 0 <= step <= steps}
+        best = min(tried, key=lambda step: (tried[step], step))
+        if stride == 1 or not math.isfinite(tried[best]):
+            return best
+        stride = (stride + 1) // 2 if stride > 2 else 1
+        near = [best - stride, best + stride]

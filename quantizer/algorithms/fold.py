@@ -1,0 +1,184 @@
+"""Divides what a group of layers reads by a factor for each channel, and multiplies their weights: same function.
+
+Where the division goes is the group's `Fold`, or else a layer of its own. Chooses no factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quantizer.algorithms.adjustment import Adjustment
+from quantizer.algorithms.patches import LAYERS
+from quantizer.graph.edits import Insertion
+from quantizer.graph.ir import Graph, Node
+from quantizer.graph.structure import Fold, InputGroup
+
+SCALE_OP = "input_scale"
+
+
+def folded(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) -> Adjustment:
+    """What was found, and the group's input divided by `factors`, the columns of its layers' weights multiplied.
+
+    What was rounded of the layers that change is forgotten.
+
+    Args:
+        graph: without what was found.
+        factors: float32 [channels], above 0; as `admissible` gives them.
+    """
+    fold = _fold(group, found)
+    for layer in (*group.layers, *(fold.extra if fold else ())):
+        weight = parameter(graph, found, layer)
+        found = found.with_parameters(layer, weight=multiplied(graph.by_name[layer], weight, factors))
+    found = _inserted(group, factors, found) if fold is None else _divided(graph, fold, factors, found)
+    changed = {*group.layers, *((fold.node, *fold.extra) if fold else ())}
+    kept = {name: rounded for name, rounded in found.rounded.items() if name not in changed}
+    return replace(found, rounded=kept, grids={name: at for name, at in found.grids.items() if name not in changed})
+
+
+def admissible(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) -> Tensor:
+    """The factors nearest to `factors` that can be folded: equal where channels are, and nothing overflows.
+
+    Parameters of 16 bits would be rounded by other factors than powers of two, so those are taken there.
+    """
+    factors, fold = tied(group, factors), _fold(group, found)
+    columns = [parameter(graph, found, layer) for layer in (*group.layers, *(fold.extra if fold else ()))]
+    rows = _parameters(graph, fold, found) if fold else {}
+    if any(tensor.element_size() < 4 for tensor in (*columns, *rows.values())):
+        factors = powers_of_two(factors)
+    most, least = 2.0**126, 2.0**-126
+    for tensor in columns:
+        most = min(most, torch.finfo(tensor.dtype).max / max(_largest(tensor), 1e-30))
+    for tensor in rows.values():
+        least = max(least, _largest(tensor) / torch.finfo(tensor.dtype).max)
+    inside = factors.clamp(least, most)
+    return inside if torch.equal(inside, factors) else powers_of_two(inside.clamp(2 * least, most / 2))
+
+
+def tied(group: InputGroup, factors: Tensor) -> Tensor:
+    """The factors, the largest one for all channels that come from one output channel of the layer before.
+
+    >>> group = InputGroup("x", ("layer",), -1, 4, fold=Fold("layer", "before", channels=(0, 0, 1, 1)))
+    >>> tied(group, torch.tensor([1.0, 2.0, 3.0, 1.0])).tolist()
+    [2.0, 2.0, 3.0, 3.0]
+    """
+    if group.fold is None or group.fold.channels is None:
+        return factors
+    origin = torch.tensor(group.fold.channels, device=factors.device)
+    return _by_origin(group.fold, factors, int(origin.max()) + 1)[origin]
+
+
+def powers_of_two(factors: Tensor) -> Tensor:
+    """The nearest powers of two: multiplying by them rounds nothing, so the network's float outputs keep every bit.
+
+    >>> powers_of_two(torch.tensor([0.3, 1.0, 3.0])).tolist()
+    [0.25, 1.0, 4.0]
+    """
+    return torch.exp2(torch.log2(factors).round())
+
+
+def parameter(graph: Graph, found: Adjustment, layer: str, key: str = "weight") -> Tensor:
+    """A layer's parameter as it was found, or as the model has it."""
+    value = found.parameters.get(layer, {}).get(key)
+    return graph.tensors[graph.by_name[layer].params[key]] if value is None else value
+
+
+def input_name(group: InputGroup, found: Adjustment) -> str:
+    """The node whose value the group's layers read, behind what was inserted."""
+    name = group.source
+    for row in found.insertions:
+        if row.source == name and group.layers[0] in row.readers:
+            name = row.name
+    return name
+
+
+def multiplied(node: Node, weight: Tensor, factors: Tensor) -> Tensor:
+    """The weight of a linear or convolution layer with each input channel times its factor; computed in float32."""
+    if "transpose" in node.op:
+        by_channel = factors.view(-1, *[1] * (weight.dim() - 1))
+        return (weight.float() * by_channel).to(weight.dtype)
+    groups = node.attrs.get("groups", 1) if weight.dim() > 2 else 1
+    rows = weight.float().view(groups, len(weight) // groups, *weight.shape[1:])
+    by_channel = factors.view(groups, 1, weight.shape[1], *[1] * (weight.dim() - 2))
+    return (rows * by_channel).view(weight.shape).to(weight.dtype)
+
+
+def without_overlap(groups: Sequence[InputGroup]) -> list[InputGroup]:
+    """The groups; one whose fold would rescale layers of another group gets a multiplication of its own instead."""
+    owner = {layer: group.source for group in groups for layer in group.layers}
+    return [
+        replace(group, fold=None) if group.fold and any(layer in owner for layer in group.fold.extra) else group
+        for group in groups
+    ]
+
+
+def _fold(group: InputGroup, found: Adjustment) -> Fold | None:
+    """The group's fold, unless something stands between it and the layers."""
+    between = any(row.readers and group.layers[0] in row.readers for row in found.insertions)
+    return None if between else group.fold
+
+
+def _parameters(graph: Graph, fold: Fold, found: Adjustment) -> Mapping[str, Tensor]:
+    """What is divided."""
+    keys = [key for key in ("weight", "bias") if key in graph.by_name[fold.node].params]
+    return {key: parameter(graph, found, fold.node, key) for key in keys}
+
+
+def _divided(graph: Graph, fold: Fold, factors: Tensor, found: Adjustment) -> Adjustment:
+    node, values = graph.by_name[fold.node], {}
+    for key, value in _parameters(graph, fold, found).items():
+        channels = _outputs(node, value)
+        by_channel = _spread(node, value, 1 / _by_origin(fold, factors, channels))
+        offset = fold.offset if key == "weight" else 0.0
+        values[key] = ((value.float() + offset) * by_channel - offset).to(value.dtype)
+    return found.with_parameters(fold.node, **values)
+
+
+def _by_origin(fold: Fold, factors: Tensor, channels: int) -> Tensor:
+    """A factor for each output channel of the fold's node; 1 for those that the group does not read."""
+    if fold.channels is None:
+        return factors
+    origin = torch.tensor(fold.channels, device=factors.device)
+    return torch.ones(channels, device=factors.device).scatter_reduce(0, origin, factors, "amax", include_self=False)
+
+
+def _outputs(node: Node, value: Tensor) -> int:
+    """How many output channels a parameter has."""
+    if "transpose" in node.op and value.dim() > 1:
+        return int(value.shape[1]) * int(node.attrs.get("groups", 1))
+    return len(value) if node.op in LAYERS else value.numel()
+
+
+def _spread(node: Node, value: Tensor, factors: Tensor) -> Tensor:
+    """A factor for each output channel, shaped so that it multiplies the parameter."""
+    if value.dim() < 2 or node.op not in LAYERS:
+        return factors.view(value.shape)
+    ones = [1] * (value.dim() - 2)
+    if "transpose" not in node.op:
+        return factors.view(-1, 1, *ones)
+    groups = int(node.attrs.get("groups", 1))
+    rows = factors.view(groups, 1, -1, *ones).expand(groups, len(value) // groups, *[-1] * (value.dim() - 1))
+    return rows.flatten(0, 1)
+
+
+def _inserted(group: InputGroup, factors: Tensor, found: Adjustment) -> Adjustment:
+    """The division as a layer of its own, or in the one that is there from before."""
+    before = input_name(group, found)
+    for index, row in enumerate(found.insertions):
+        if row.name == before and row.op == SCALE_OP and set(row.readers) == set(group.layers):
+            rows = list(found.insertions)
+            rows[index] = replace(row, weight=row.weight / factors)
+            return replace(found, insertions=tuple(rows))
+    scope, _, last = group.layers[0].rpartition("/")
+    _, dot, number = last.partition(".")
+    name = f"{scope}/{SCALE_OP}{dot}{number}" if scope else f"{SCALE_OP}{dot}{number}"
+    row = Insertion(name, SCALE_OP, before, group.layers, 1 / factors, {"axis": group.axis})
+    return replace(found, insertions=(*found.insertions, row))
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.detach().float().abs().max()) if tensor.numel() else 0.0
+

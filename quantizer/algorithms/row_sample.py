@@ -1,0 +1,24 @@
+"""A part of a weight's rows that stands for all, to search faster."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.graph.ir import Node
+
+ROWS = 512
+"""Rows that a search over a group's layers looks at."""
+
+
+def sampled_rows(weight: Tensor, spec: QuantizationSpec, node: Node, rows: int) -> tuple[Tensor, float]:
+    """Evenly strided rows of a weight, and how many each stands for, if all layers of its group have `rows`.
+
+    All rows where their grids depend on each other, or their inputs differ.
+    """
+    own = spec.qscheme == "per_channel" and spec.ch_axis == 0 or spec.qscheme == "per_group" and spec.ch_axis != 0
+    stride = -(-rows // ROWS)
+    if not own or stride == 1 or "transpose" in node.op or node.attrs.get("groups", 1) != 1:
+        return weight, 1.0
+    sample = weight[::stride]
+    return sample, len(weight) / len(sample)
