@@ -167,7 +167,11 @@ def _run(asked: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | None
     found = _measure(asked, plan, widths, batches)
     if budget is None:
         content = sensitivity.analysis_json(found)
-        return Result(content, [sensitivity.sensitivity_table(found)], session.as_json(content) + "\n")
+        return Result(
+            content,
+            [sensitivity.sensitivity_table(found), *sensitivity.kept_lines(found)],
+            session.as_json(content) + "\n",
+        )
     picked = engine.chosen(found, budget)
     changes = engine.specs_of(plan, found, picked)
     changed = patched(read.config.document, changes)
@@ -214,7 +218,7 @@ def _result(
     """The choice beside the uniform one, both measured."""
     picked = choices["mixed"] or ()
     content = sensitivity.analysis_json(found, picked)
-    shown: list[RenderableType] = [sensitivity.choice_table(found, picked)]
+    shown: list[RenderableType] = [sensitivity.choice_table(found, picked), *sensitivity.kept_lines(found)]
     noise: dict[str, float] = {}
     for label, each in choices.items():
         if each is None:

@@ -120,10 +120,8 @@ def analyze(
     """
     found, kept = candidates(plan)
     if not found:
-        reasons = "; ".join(f"{name}: {why}" for name, why in list(kept.items())[:3])
-        raise GateError(
-            "no weight can get another width", help=reasons or "the config quantizes no weights: see quantizer plan"
-        )
+        first = next((f"for example {name}: {why}" for name, why in kept.items()), "the config quantizes none")
+        raise GateError("no weight can get another width", help=f"{first}; quantizer plan shows all")
     network = Network(plan.graph)
     errors = layer_errors(network, found, widths, batches(), after_layer)
     followed = {"network": widths[:1], "every": widths, "fast": ()}[passes]
@@ -162,8 +160,10 @@ def candidates(plan: Plan) -> tuple[list[Candidate], dict[str, str]]:
         if base_role(role) != "weights":
             continue
         layers = tuple(dict.fromkeys(sharing[node.params["weight"]])) if "weight" in node.params else (name,)
-        if why := next(filter(None, (_why_kept(plan, other) for other in (name, *layers))), None):
+        if why := _why_kept(plan, name):
             kept[name] = why
+        elif other := next(filter(lambda other: _why_kept(plan, other), layers), None):
+            kept[name] = f"it shares the weight of {other}: {_why_kept(plan, other)}"
         elif layers[0] == name:
             specs = tuple(plan.tensors[other, "weights"].spec for other in layers)
             found[name] = Candidate(layers, specs)
@@ -174,11 +174,11 @@ def candidates(plan: Plan) -> tuple[list[Candidate], dict[str, str]]:
 def _why_kept(plan: Plan, name: str) -> str | None:
     tensor = plan.tensors.get((name, "weights"))
     if plan.graph.by_name[name].op not in LAYERS:
-        return f"{name} is no linear or convolution layer"
+        return "no linear or convolution layer"
     if tensor is None:
-        return f"the weight of {name} is not quantized"
+        return "not quantized"
     if tensor.spec.dtype != "int" or tensor.spec.scale_type == "e8m0":
-        return f"the weight of {name} is {tensor.spec.dtype}, not on an integer grid with a scale"
+        return f"{tensor.spec.dtype}, no integer grid with a scale"
     return None
 
 

@@ -47,6 +47,11 @@ def choice_table(found: Analysis, picked: Sequence[int]) -> Listing:
     return Listing(titles, rows, frozenset(titles[1:]))
 
 
+def kept_lines(found: Analysis) -> list[str]:
+    """One line for each quantized weight that has no choice."""
+    return [f"not analysed: {name}: {why}" for name, why in found.kept.items()]
+
+
 def analysis_json(found: Analysis, picked: Sequence[int] | None = None) -> dict[str, Any]:
     """The same for programs; noise relative to the output's energy."""
     layers = []

@@ -1,0 +1,293 @@
+"""`quantizer analyze`: what it measures, and the configs with mixed widths that it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import DIGITS, ROOT
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from configs import document, layer
+from quantizer.cli.main import run_command
+
+NETWORK = """
+import sys
+sys.path.insert(0, {here!r})
+from test_analyze import {name}, data as calibration_data
+
+def model():
+    return {name}()
+"""
+
+
+class Small(nn.Module):
+    """Two convolutions, one of them in groups, and a linear layer whose output hardly counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(4, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.quiet = nn.Linear(8, 5)
+        self.loud = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(F.relu(self.first(x))).mean((2, 3))
+        return self.loud(x) + 1e-3 * self.quiet(x)
+
+
+class Shared(nn.Module):
+    """One weight in two layers, beside an embedding, whose width cannot be chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(16, 8)
+        self.inner = nn.Linear(8, 8)
+        self.outer = nn.Linear(8, 8)
+        self.outer.weight = self.inner.weight
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x.flatten(1)[:, :6].abs() * 5).long().clamp(max=15)
+        return self.head(self.outer(self.inner(self.words(ids)).relu()))
+
+
+def data() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(6, 4, 5, 5, generator=generator) for _ in range(5)]
+
+
+LAYERED = document(
+    layer("Small::Small/Conv2d[first]/conv2d", tensor={"activation": {"method": "percentile", "percentage": 99.0}}),
+    layer(type="torch.nn.ReLU", roles=["activation"], bit_width=6),
+    layer(type="torch.nn.Linear", roles=["input", "weights", "bias"], tensor={"weights": {"per_channel": True}}),
+    tensor={"bias": {"bit_width": 16}, "activation": {"symmetry": False, "signed": False}},
+)
+HIERARCHICAL = {
+    "//": "kept",
+    "global_quant_config": {"weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}},
+    "layer_type_quant_config": {"Linear": {"weight": {"dtype": "uint8", "symmetric": False}}},
+    "layer_quant_config": {"quiet": {"weight": {"dtype": "int4"}, "input_tensors": {"dtype": "int8"}}},
+}
+CONFIGS: dict[str, dict[str, Any]] = {"layered": LAYERED, "hierarchical": HIERARCHICAL}
+
+Analyze = Callable[..., int]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Callable[[type[nn.Module]], str]:
+    def write(kind: type[nn.Module]) -> str:
+        path = tmp_path / f"{kind.__name__.lower()}.py"
+        path.write_text(NETWORK.format(here=str(Path(__file__).parent), name=kind.__name__))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def analyze(tmp_path: Path, model: Callable[[type[nn.Module]], str]) -> Analyze:
+    def run(content: dict[str, Any], *more: str, kind: type[nn.Module] = Small) -> int:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(content))
+        return run_command(["analyze", "--config_file", str(path), "--model", model(kind), *more])
+
+    return run
+
+
+def plan_of(config: Path | str, model: str, capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, str], Any]:
+    capsys.readouterr()
+    assert run_command(["plan", "--config_file", str(config), "--model", model, "--json"]) == 0
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    return {(row["name"], role): t["spec"] for row in layers for role, t in row.get("tensors", {}).items()}
+
+
+@pytest.mark.parametrize("form", CONFIGS)
+@pytest.mark.parametrize("choices", ["2,3,4,8", "2,4,float16"])
+def test_the_written_config_plans_the_chosen_bits_and_changes_nothing_else(
+    form: str,
+    choices: str,
+    analyze: Analyze,
+    model: Callable[[type[nn.Module]], str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    written = tmp_path / "mixed.json"
+    assert analyze(CONFIGS[form], "--budget", "3.4", "--choices", choices, "-o", str(written), "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    bits = {name: row["bits"] for row in told["layers"] for name in row["layers"]}
+    assert len(set(bits.values())) > 1
+    assert told["mixed"]["mean_bits"] <= 3.4
+    assert run_command(["validate", str(written)]) == 0
+    net = model(Small)
+    before, after = (plan_of(path, net, capsys) for path in (tmp_path / "config.json", written))
+    assert before.keys() == after.keys()
+    for key, spec in after.items():
+        if key[1] != "weights":
+            assert spec == before[key], key
+        elif spec["dtype"] == "int":
+            assert spec == before[key] | {"bit_width": bits[key[0]]}, key
+        else:
+            assert spec["dtype"] == bits[key[0]]
+
+
+def test_comments_stay_and_two_runs_print_the_same(analyze: Analyze, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for _ in range(2):
+        assert analyze(HIERARCHICAL, "--budget", "3.4") == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    changed = json.loads(printed[0])
+    assert changed["//"] == "kept"
+    assert changed["layer_quant_config"]["quiet"]["input_tensors"] == {"dtype": "int8"}
+    assert changed["global_quant_config"] == HIERARCHICAL["global_quant_config"]
+
+
+@pytest.mark.parametrize("passes", ["network", "every"])
+def test_noise_that_the_output_hardly_shows_costs_no_bits(
+    passes: str, analyze: Analyze, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert analyze(HIERARCHICAL, "--passes", passes, "--budget", "3.5", "--json") == 0
+    bits = {
+        row["layers"][0].split("[")[1].split("]")[0]: row["bits"]
+        for row in json.loads(capsys.readouterr().out)["layers"]
+    }
+    assert bits["quiet"] < bits["loud"]
+
+
+def test_noise_is_that_of_the_network_with_one_weight_rounded(
+    analyze: Analyze, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert analyze(HIERARCHICAL, "--passes", "every", "--json") == 0
+    rows = {row["layers"][0]: row["noise"] for row in json.loads(capsys.readouterr().out)["layers"]}
+    network = Small().requires_grad_(False)
+    batches = data()[:4]  # as many as the output is compared on
+    exact = [network(x) for x in batches]
+    with torch.no_grad():
+        weight = network.second.weight
+        scale = weight.abs().amax((1, 2, 3), keepdim=True) / 3  # symmetric int3: -4 to 3
+        weight.copy_((weight / scale).round().clamp(-4, 3) * scale)
+        noise = sum(float((network(x) - y).square().sum()) for x, y in zip(batches, exact, strict=True))
+    signal = sum(float(y.square().sum()) for y in exact)
+    assert rows["Small::Small/Conv2d[second]/conv2d"]["3"] == pytest.approx(noise / signal, rel=1e-3)
+
+
+def test_layer_errors_alone_are_those_of_the_layer(analyze: Analyze, capsys: pytest.CaptureFixture[str]) -> None:
+    assert analyze(HIERARCHICAL, "--passes", "fast", "--json") == 0
+    rows = {row["layers"][0]: row["noise"] for row in json.loads(capsys.readouterr().out)["layers"]}
+    network, noise, signal = Small(), 0.0, 0.0
+    with torch.no_grad():
+        weight = network.second.weight
+        scale = weight.abs().amax((1, 2, 3), keepdim=True)  # symmetric int2: -2 to 1
+        rounded = (weight / scale).round().clamp(-2, 1) * scale
+        for x in data():
+            x = network.first(x).relu()
+            signal += float(F.conv2d(x, weight, padding=1, groups=2).square().sum())
+            noise += float(F.conv2d(x, rounded - weight, padding=1, groups=2).square().sum())
+    assert rows["Small::Small/Conv2d[second]/conv2d"]["2"] == pytest.approx(noise / signal, rel=1e-3)
+
+
+def test_the_most_sensitive_weight_is_listed_first(analyze: Analyze, capsys: pytest.CaptureFixture[str]) -> None:
+    assert analyze(HIERARCHICAL) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    decibels = [float(line.split()[3]) for line in lines]
+    assert decibels == sorted(decibels)
+    assert "quiet" in lines[-1]
+
+
+@pytest.mark.parametrize(("option", "value", "most"), [("--size", "50%", 0.5), ("--max_mb", "0.0013", None)])
+def test_sizes_count_all_weights_with_their_scales(
+    option: str,
+    value: str,
+    most: float | None,
+    analyze: Analyze,
+    model: Callable[[type[nn.Module]], str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    written = tmp_path / "mixed.json"
+    assert analyze(HIERARCHICAL, option, value, "-o", str(written), "--json") == 0
+    told = json.loads(capsys.readouterr().out)["mixed"]["weight_bytes"]
+    sizes = []
+    for config in (tmp_path / "config.json", written):
+        assert run_command(["plan", "--config_file", str(config), "--model", model(Small), "--json"]) == 0
+        sizes.append(json.loads(capsys.readouterr().out)["weight_bytes"]["quantized"])
+    assert sizes[1] == told <= (most * sizes[0] if most else 1300)
+
+
+def test_layers_that_share_a_weight_get_one_width(
+    analyze: Analyze,
+    model: Callable[[type[nn.Module]], str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    written = tmp_path / "mixed.json"
+    config = {"global_quant_config": {"weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}}}
+    assert analyze(config, "--budget", "3.9", "-o", str(written), "--json", kind=Shared) == 0
+    told = json.loads(capsys.readouterr().out)
+    (kept,) = told["kept"].values()
+    assert "no linear or convolution layer" in kept
+    bits = {key[0]: spec["bit_width"] for key, spec in plan_of(written, model(Shared), capsys).items()}
+    inner, outer, head = (next(b for name, b in bits.items() if part in name) for part in ("inner", "outer", "head"))
+    assert inner == outer != head
+
+
+def test_the_digits_do_better_with_mixed_widths(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
+    config = str(ROOT / "configs" / "weight_int8.json")
+    command = ["analyze", "--config_file", config, "--model", DIGITS, "--subset_len", "64", "--budget", "3", "--json"]
+    assert run_command(command) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["mixed"]["mean_bits"] <= 3 == told["uniform"]["mean_bits"]
+    assert told["mixed"]["predicted_db"] > told["uniform"]["predicted_db"]
+    assert told["mixed"]["measured_db"] > told["uniform"]["measured_db"]
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "sentence"),
+    [
+        (["--budget", "1.5"], 1, "the budget cannot be met: the smallest choice takes 2 bits"),
+        (["--max_mb", "0.0001"], 1, "the budget cannot be met"),
+        (["--budget", "3", "--size", "50%"], 2, "give one of them"),
+        (["--size", "0.5"], 2, "--size 0.5 is no size"),
+        (["--size", "half%"], 2, "is no share"),
+        (["--budget", "nan"], 2, "--budget nan is no size"),
+        (["--choices", "2,x"], 2, "'x' is no width"),
+        (["--choices", ","], 2, "has no width"),
+        (["--choices", "2,5", "--budget", "3.5"], 2, "the hierarchical form has no dtype int5"),
+        (["--data", "random:0x4x5x5"], 2, ""),
+    ],
+)
+def test_what_cannot_be_is_a_sentence(
+    more: list[str], code: int, sentence: str, analyze: Analyze, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert analyze({"global_quant_config": {"weight": {"dtype": "int8"}}}, *more) == code
+    error = capsys.readouterr().err
+    assert "error:" in error.casefold()
+    assert sentence in error
+    assert "Traceback" not in error
+
+
+def test_formats_without_integers_have_no_widths(analyze: Analyze, capsys: pytest.CaptureFixture[str]) -> None:
+    assert analyze({"global_quant_config": {"weight": {"dtype": "bfloat16"}}}, "--budget", "3") == 1
+    assert "bfloat16, no integer grid" in capsys.readouterr().err
+
+
+def test_a_value_that_is_not_finite_names_the_layer(
+    analyze: Analyze, model: Callable[[type[nn.Module]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(model(Small))
+    broken = path.read_text().replace(
+        "return Small()", "net = Small(); net.first.bias.data[0] = 3e38; net.first.weight.data *= 1e38; return net"
+    )
+    path.write_text(broken)
+    config = path.with_name("weights.json")
+    config.write_text(json.dumps({"global_quant_config": {"weight": {"dtype": "int8"}}}))
+    assert run_command(["analyze", "--config_file", str(config), "--model", str(path)]) == 4
+    assert "batch 0: input of Small::Small/Conv2d[second]/conv2d" in capsys.readouterr().err
