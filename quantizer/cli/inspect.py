@@ -11,34 +11,44 @@ import click
 from quantizer.cli import session
 from quantizer.cli.gates import parse_gate
 from quantizer.cli.options import SETTINGS, ModelOptions, model_options
+from quantizer.config.algorithms import Names
+from quantizer.config.diagnostics import ConfigError
 from quantizer.engine.files import write_bytes
 from quantizer.errors import GateError, UsageError
 from quantizer.graph.emit import emit
+from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.plan.dpu import Verdict, subgraphs, verdicts
 from quantizer.plan.dpu_limits import NAME
 from quantizer.plan.model import Plan
 from quantizer.report import dpu, tables
+from quantizer.report.structure import structure_json, structure_tables
+from quantizer.report.tables import Listing
 
 
 @click.command(context_settings=SETTINGS)
 @model_options
 @click.option("--target", type=click.Choice(["DPU"]), help="Show which layers this device can run, and why not.")
+@click.option("--algorithms", is_flag=True, help="Show blocks, layers that read one value, and where factors fold.")
 @click.option("--gate", multiple=True, metavar="TEST", help="Exit 1 unless it holds, e.g. 'cpu_operators<=2'.")
-def inspect(options: ModelOptions, target: str | None, gate: tuple[str, ...]) -> None:
+def inspect(options: ModelOptions, target: str | None, algorithms: bool, gate: tuple[str, ...]) -> None:
     """Show each layer's name, operator and output shape, what is quantized, and why the rest is not.
 
-    With --target DPU, or a config for the DPU, show what the device can run instead. With -o FILE.py also write the
+    With --target DPU, or a config for the DPU, show what the device can run instead; with --algorithms what algorithms
+    find on the graph, by the names that scaling_layers and inside_layer_modules take. With -o FILE.py also write the
     network as readable code, as calibration does.
 
     \b
     quantizer inspect --model examples/digits.py
     quantizer inspect --target DPU --model examples/digits.py
+    quantizer inspect --algorithms --model examples/digits.py
     """
     gates = [parse_gate(text) for text in gate]
     read = session.read_config(options.config_file)
     settings = read.config.settings
     for_dpu = target is not None or (options.config_file is not None and settings.target_device == "DPU")
+    if algorithms and for_dpu:
+        raise UsageError("--algorithms and the DPU do not go together", help="leave out --target, or the DPU's config")
     if gates and not for_dpu:
         raise UsageError("--gate asks what the DPU can run", help="add --target DPU, or a config for the DPU")
     if for_dpu:
@@ -47,6 +57,9 @@ def inspect(options: ModelOptions, target: str | None, gate: tuple[str, ...]) ->
     with session.told_notes(options.json):
         loaded = session.open_model(options)
         original = session.trace_model(options, loaded, session.open_data(options, loaded))
+    if algorithms:
+        _show_structure(options, read, session.apply_passes(original, settings, device=False))
+        return
     plan = session.make_plan(read, original, quiet=True)
     content: dict[str, Any] = plan.to_json() | {"float": dict(plan.floats)}
     metrics: dict[str, float] = {}
@@ -66,6 +79,28 @@ def inspect(options: ModelOptions, target: str | None, gate: tuple[str, ...]) ->
         write_bytes(Path(options.output), emit(plan.graph).encode())
     if failed := [each.text for each in gates if not each.holds(metrics)]:
         raise GateError(f"not met: {', '.join(failed)}", help="the table above says why a layer cannot run on the DPU")
+
+
+def _show_structure(options: ModelOptions, read: session.ReadConfig, graph: Graph) -> None:
+    """What the graph shows; with a config that names parts of it, what each of its algorithms finds.
+
+    Raises:
+        ConfigError: a name that the model does not have, or that does not fit.
+    """
+    named: dict[str, Names | None] = {
+        f"{a.name} ({a.label}):": a.names for a in read.config.algorithms if a.names != Names()
+    }
+    try:
+        found = {title: find_structure(graph, names) for title, names in (named or {"": None}).items()}
+    except ConfigError as error:
+        raise ConfigError(error.diagnostics, read.sources) from error
+    if options.json:
+        shown = {title.rstrip(":"): structure_json(each) for title, each in found.items()}
+        click.echo(session.as_json(shown if named else shown[""]))
+        return
+    for title, each in found.items():
+        for part in filter(None, (title, *structure_tables(graph, each))):
+            session.console().print(part) if isinstance(part, Listing) else click.echo(part)
 
 
 def _counts(graph: Graph, found: dict[str, Verdict]) -> dict[str, float]:
