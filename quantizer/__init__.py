@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantizer import nn as nn
-    from quantizer.api.config import (
+    from quantizer.api.algorithms import (
         AlgoConfig,
         AWQConfig,
-        Config,
+        GPTAQConfig,
         GPTQConfig,
         PreQuantOptConfig,
+        QronosConfig,
+        RotationConfig,
+        SmoothQuantConfig,
+    )
+    from quantizer.api.config import (
+        Config,
         QuantizationConfig,
         QuantizationSpec,
-        SmoothQuantConfig,
     )
     from quantizer.api.model_quantizer import ModelQuantizer
     from quantizer.api.observers import (
@@ -41,6 +46,7 @@ __all__ = [
     "Config",
     "DeviceType",
     "Dtype",
+    "GPTAQConfig",
     "GPTQConfig",
     "ModelQuantizer",
     "ObserverBase",
@@ -54,13 +60,21 @@ __all__ = [
     "PlaceholderObserver",
     "PreQuantOptConfig",
     "QSchemeType",
+    "QronosConfig",
     "QuantizationConfig",
     "QuantizationSpec",
+    "RotationConfig",
     "RoundType",
     "ScaleType",
     "SmoothQuantConfig",
 ]  # not nn: a star import must not hide torch.nn
-_HOMES = ("quantizer.config.types", "quantizer.api.observers", "quantizer.api.config", "quantizer.api.model_quantizer")
+_HOMES = (
+    "quantizer.config.types",
+    "quantizer.api.observers",
+    "quantizer.api.algorithms",
+    "quantizer.api.config",
+    "quantizer.api.model_quantizer",
+)
 """The modules that have the public names, cheapest first; none imports torch."""
 
 

@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from quantizer.api.algorithms import ALGORITHMS, AlgoConfig, PreQuantOptConfig
 from quantizer.api.fields import check, checked
 from quantizer.api.observers import ObserverBase
 from quantizer.api.reading import Reader
@@ -58,60 +59,6 @@ class QuantizationConfig:
     weight: QuantizationSpec | None = None
     bias: QuantizationSpec | None = None
     target_device: DeviceType | None = None
-
-
-class AlgoConfig:
-    """Settings of an algorithm that changes weights when their scales are known."""
-
-
-class PreQuantOptConfig:
-    """Settings of an algorithm that changes weights before they are quantized."""
-
-
-@checked
-@dataclass
-class SmoothQuantConfig(PreQuantOptConfig, AlgoConfig):
-    """SmoothQuant (arXiv 2211.10438): moves the range of activations into weights; in either of the two fields."""
-
-    name: str = "smoothquant"
-    alpha: float = 1
-    scale_clamp_min: float = 1e-3
-    scaling_layers: list[dict[str, Any]] | None = None
-    embedding_layers: list[str] | None = None
-    model_decoder_layers: str | None = None
-
-
-@checked
-@dataclass
-class AWQConfig(AlgoConfig):
-    """Activation-aware weight quantization (arXiv 2306.00978). `algo_processor` is accepted and not used."""
-
-    name: str = "awq"
-    bit: int = 4
-    sym: bool = False
-    group_size: int = 128
-    algo_processor: type[object] | None = None
-    scaling_layers: list[dict[str, Any]] | None = None
-    model_decoder_layers: str | None = None
-    embedding_layers: list[str] | None = None
-
-
-@checked
-@dataclass
-class GPTQConfig(AlgoConfig):
-    """GPTQ (arXiv 2210.17323): rounds weights column by column, each making up for the errors before."""
-
-    name: str = "gptq"
-    bit: int = 4
-    sym: bool = False
-    group_size: int = 128
-    damp_percent: float = 0.01
-    desc_act: bool = True
-    static_groups: bool = False
-    true_sequential: bool = True
-    inside_layer_modules: list[str] | None = None
-    model_decoder_layers: str | None = None
-    embedding_layers: list[str] | None = None
 
 
 @checked
@@ -184,7 +131,7 @@ class Config:
         return read
 
 
-_READER = Reader(Config, {algorithm().name: algorithm for algorithm in (SmoothQuantConfig, AWQConfig, GPTQConfig)})
+_READER = Reader(Config, ALGORITHMS)
 
 
 def _check_path(path: Any) -> None:
@@ -193,11 +140,14 @@ def _check_path(path: Any) -> None:
 
 
 def _to_json(value: Any) -> Any:
-    """Enumeration members and classes become their names."""
+    """Enumeration members and classes become their names; what is None, or an algorithm's default, is not written."""
     if is_dataclass(value):
         check(value)
-        named = ((f.name, getattr(value, f.name)) for f in fields(value))
-        return {name: _to_json(item) for name, item in named if item is not None}
+        named = {f.name: getattr(value, f.name) for f in fields(value)}
+        if isinstance(value, (AlgoConfig, PreQuantOptConfig)):
+            default = vars(type(value)())
+            named = {name: item for name, item in named.items() if name == "name" or item != default[name]}
+        return {name: _to_json(item) for name, item in named.items() if item is not None}
     if isinstance(value, (Enum, type)):
         return value.name if isinstance(value, Enum) else value.__name__
     if isinstance(value, dict):

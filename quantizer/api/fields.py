@@ -8,7 +8,7 @@ import functools
 import types
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from quantizer.errors import UsageError
 
@@ -90,6 +90,8 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, dict) and all(fits(k, keys) and fits(v, values) for k, v in value.items())
     if origin is list:
         return isinstance(value, list) and all(fits(item, arguments[0]) for item in value)
+    if origin is Literal:
+        return value in arguments
     if hint in (int, float):
         return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
     return hint is Any or isinstance(value, hint)
@@ -106,6 +108,8 @@ def _expected(hint: Any) -> str:
         return " or ".join(_expected(argument) for argument in get_args(hint))
     if get_origin(hint) is type:
         return f"a subclass of {get_args(hint)[0].__name__}"
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
     if hint is type(None):
         return "None"
     name = hint.__name__

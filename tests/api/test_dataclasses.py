@@ -13,21 +13,26 @@ from api.specs import per_token, spec
 
 import quantizer
 from quantizer import (
+    AlgoConfig,
     AWQConfig,
     Config,
     DeviceType,
     Dtype,
+    GPTAQConfig,
     GPTQConfig,
     PerChannelMinMaxObserver,
     PerTensorMinMaxObserver,
     PerTensorPercentileObserver,
+    QronosConfig,
     QSchemeType,
     QuantizationConfig,
     QuantizationSpec,
+    RotationConfig,
     SmoothQuantConfig,
 )
 from quantizer.config.diagnostics import ConfigError
-from quantizer.config.load import load_config
+from quantizer.config.document import Document
+from quantizer.config.load import check_document, load_config
 from quantizer.errors import UsageError
 
 
@@ -38,8 +43,8 @@ def everything() -> Config:
         {"Linear": QuantizationConfig(bias=spec(Dtype.int32))},
         {"*.fc1": QuantizationConfig(output_tensors=spec(observer_cls=PerTensorPercentileObserver, percentage=99.9))},
         ["lm_head"],
-        [AWQConfig(), GPTQConfig(damp_percent=0.1)],
-        SmoothQuantConfig(alpha=0.5),
+        [AWQConfig(), GPTQConfig(damp_percent=0.1, block_size=64)],
+        [RotationConfig(seed=1), SmoothQuantConfig(alpha=[0.25, 0.5])],
     )
 
 
@@ -63,6 +68,12 @@ def everything() -> Config:
             "write QuantizationConfig(…) with it as input_tensors=, output_tensors=, weight=, bias=",
         ),  # type: ignore[dict-item]
         (lambda: Config(QuantizationConfig(), algo_config="awq"), "Config.algo_config is 'awq'", None),  # type: ignore[arg-type]
+        (
+            lambda: SmoothQuantConfig(alpha="all"),  # type: ignore[arg-type]
+            "SmoothQuantConfig.alpha is 'all', not a float or a list of float or 'auto'",
+            None,
+        ),
+        (lambda: GPTQConfig(damp_percnt=0.1), "GPTQConfig has no field 'damp_percnt'", "did you mean 'damp_percent'?"),  # type: ignore[call-arg]
     ],
 )
 def test_a_wrong_value_is_told_where_it_is_written(make: Any, message: str, help_: str | None) -> None:
@@ -85,6 +96,35 @@ def test_a_config_and_its_file_say_the_same(tmp_path: Path) -> None:
     assert Config.load(tmp_path / "config.json") == config
     assert Config.from_dict(config.to_dict()) == config
     assert load_config(tmp_path / "config.json").require().form == "hierarchical"
+
+
+ALGORITHMS = [
+    SmoothQuantConfig(),
+    SmoothQuantConfig(alpha="auto", scaling_layers=[{"prev_op": "norm", "layers": ["q", "k"], "inp": "q"}]),
+    RotationConfig(online=False),
+    AWQConfig(clip_search=False, model_decoder_layers="layers", bit=8),
+    GPTQConfig(),
+    GPTQConfig(inside_layer_modules=["q", "o"], desc_act=False),
+    GPTAQConfig(alpha=0.5),
+    QronosConfig(alpha=1e-3),
+]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_an_algorithm_and_its_file_say_the_same(algorithm: AlgoConfig, tmp_path: Path) -> None:
+    config = Config(QuantizationConfig(weight=spec(Dtype.int4)), algo_config=algorithm)
+    config.save(tmp_path / "config.json")
+    assert Config.load(tmp_path / "config.json") == Config.from_dict(config.to_dict()) == config
+    [found] = load_config(tmp_path / "config.json").require().algorithms
+    assert found.name == algorithm.name  # type: ignore[attr-defined]
+
+
+def test_defaults_of_an_algorithm_are_not_stated() -> None:
+    """So a width that the class has by default is no contradiction of the weights' specification."""
+    config = Config(QuantizationConfig(weight=spec()), algo_config=[AWQConfig(), GPTQConfig(group_size=64)])
+    assert config.to_dict()["algo_config"] == [{"name": "awq"}, {"name": "gptq", "group_size": 64}]
+    [told] = check_document(Document.of(config.to_dict(), "Config")).diagnostics
+    assert (told.code, str(told.place)) == ("QZ127", "Config.algo_config[1].group_size")
 
 
 def test_what_is_none_is_not_written() -> None:

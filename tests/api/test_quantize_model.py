@@ -17,7 +17,6 @@ from quantizer import (
     Config,
     DeviceType,
     Dtype,
-    GPTQConfig,
     ModelQuantizer,
     PerChannelMinMaxObserver,
     PerGroupMinMaxObserver,
@@ -398,12 +397,6 @@ def test_counts_per_rule_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         quantized(mlp(), weight=spec(), bias=spec(Dtype.int32))
     assert "global_quant_config: 2 layers, 4 tensors set" in caplog.text
-
-
-def test_reserved_algorithms_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    config = Config(QuantizationConfig(weight=spec()), algo_config=GPTQConfig())
-    ModelQuantizer(config).quantize_model(mlp())
-    assert "Config.algo_config" in caplog.text
 
 
 def bad_weights() -> nn.Sequential:

@@ -123,7 +123,7 @@ def test_the_layers_of_a_block_have_an_order() -> None:
 
 
 def test_empty_names_of_older_files_state_nothing() -> None:
-    empty = {"scaling_layers": [], "model_decoder_layers": "", "embedding_layers": None}
+    empty: dict[str, Any] = {"scaling_layers": [], "model_decoder_layers": "", "embedding_layers": None}
     assert load(algo_config={"name": "smoothquant", **empty}) == (SmoothQuant(alpha=1.0),)
 
 
