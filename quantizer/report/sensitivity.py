@@ -67,12 +67,11 @@ def analysis_json(found: Analysis, picked: Sequence[int] | None = None) -> dict[
 
 def choice_json(found: Analysis, picked: Sequence[int], measured: float | None) -> dict[str, Any]:
     """What a choice takes and gives; `measured` is None where noise is relative to each layer."""
-    shown = {
-        "mean_bits": found.mean_bits(picked),
-        "weight_bytes": found.bytes(picked),
-        "predicted_db": finite(found.db(found.total(picked))),
-    }
-    return shown if measured is None else shown | {"measured_db": finite(found.db(measured))}
+    shown: dict[str, Any] = {"mean_bits": found.mean_bits(picked), "weight_bytes": found.bytes(picked)}
+    if measured is None:
+        return shown | {"layer_errors": found.total(picked)}
+    predicted = finite(found.db(found.total(picked)))
+    return shown | {"predicted_db": predicted, "measured_db": finite(found.db(measured))}
 
 
 def choice_line(label: str, found: Analysis, picked: Sequence[int], measured: float | None) -> str:

@@ -291,3 +291,42 @@ def test_a_value_that_is_not_finite_names_the_layer(
     config.write_text(json.dumps({"global_quant_config": {"weight": {"dtype": "int8"}}}))
     assert run_command(["analyze", "--config_file", str(config), "--model", str(path)]) == 4
     assert "batch 0: input of Small::Small/Conv2d[second]/conv2d" in capsys.readouterr().err
+
+
+LLAMA = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def model():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    config = LlamaConfig(**sizes, **heads, bos_token_id=0, eos_token_id=1, use_cache=False)
+    return LlamaForCausalLM(config).eval()
+
+def calibration_data():
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(3, 64, (2, 12), generator=generator)} for _ in range(3)]
+"""
+
+
+@pytest.mark.parametrize("passes", ["network", "fast"])
+def test_a_language_model_in_groups(passes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    model, config, written = tmp_path / "llama.py", tmp_path / "int4.json", tmp_path / "mixed.json"
+    model.write_text(LLAMA)
+    groups = {"dtype": "int4", "observer_cls": "PerGroupMinMaxObserver", "qscheme": "per_group", "ch_axis": 1}
+    config.write_text(json.dumps({"global_quant_config": {"weight": {**groups, "group_size": 16}}}))
+    command = ["analyze", "--config_file", str(config), "--model", str(model), "--passes", passes, "--json"]
+    assert run_command([*command, "--budget", "4", "-o", str(written)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["layers"]) == 14
+    assert any("it shares the weight of" in why for why in told["kept"].values())  # the head, with the embedding
+    assert told["mixed"]["weight_bytes"] <= told["uniform"]["weight_bytes"]
+    if passes == "network":
+        assert told["mixed"]["predicted_db"] > told["uniform"]["predicted_db"]
+    else:
+        assert told["mixed"]["layer_errors"] <= told["uniform"]["layer_errors"]
+    bits = {row["layers"][0]: row["bits"] for row in told["layers"]}
+    after = plan_of(written, str(model), capsys)
+    assert {name: after[name, "weights"]["bit_width"] for name in bits} == bits
