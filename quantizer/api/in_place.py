@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantizer.algorithms.adjustment import Rounded
+from quantizer.api.adjust import adjust_in_place, write_rounded
 from quantizer.api.attach import attach
 from quantizer.api.config import Config
 from quantizer.api.undo import all_or_nothing
@@ -47,19 +49,27 @@ def quantize(model: Any, config: Config, dataloader: Iterable[Any] | None) -> No
     for name, layer in tree.layers.items():
         if roles := plan.of_layer(name):
             check_quantizable(layer, name, roles)
-    calibration = calibrate.start(plan)
-    if plan.needs_data:
-        if dataloader is None:
-            raise DataError(
-                f"no dataloader, but {_first_static(plan)} has a static scale, which is found on data",
-                help="give quantize_model(model, dataloader) some batches, or set is_dynamic=True",
-            )
-        with evaluating(model):
-            calibrate.run(calibration, tree, _batches(dataloader, model))
-        calibration = _without_unreached(calibration, tree)
-    solution = calibrate.solution(calibration)
+    if dataloader is None and (plan.needs_data or rules.algorithms):
+        raise DataError(
+            f"no dataloader, but {_wants_data(plan, rules)}",
+            help="give quantize_model(model, dataloader) some batches, or set is_dynamic=True",
+        )
+    batches: Iterable[Batch] = _batches(dataloader, model) if dataloader is not None else ()
+    rounded: dict[str, Rounded] = {}
     with all_or_nothing(model):
-        attach(model, graph, solution)
+        if rules.algorithms:
+            batches = list(batches)
+            with evaluating(model):
+                rounded = adjust_in_place(model, rules.algorithms, plan, batches)
+            plan = dataclasses.replace(plan, graph=module_graph(model))
+        calibration = calibrate.start(plan)
+        if plan.needs_data:
+            with evaluating(model):
+                calibrate.run(calibration, tree, batches)
+            calibration = _without_unreached(calibration, tree)
+        solution = calibrate.solution(calibration).on_grids({name: layer.qparams for name, layer in rounded.items()})
+        write_rounded(model, plan.graph, rounded)
+        attach(model, plan.graph, solution)
 
 
 @contextmanager
@@ -95,9 +105,11 @@ def _batches(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
         )
 
 
-def _first_static(plan: Plan) -> str:
+def _wants_data(plan: Plan, rules: InternalConfig) -> str:
+    if rules.algorithms:
+        return f"{rules.algorithms[0].name} works on the values that data give"
     found = next(tensor for tensor in plan.tensors.values() if tensor.is_calibrated)
-    return f"the {found.role} of {found.layer}"
+    return f"the {found.role} of {found.layer} has a static scale, which is found on data"
 
 
 def _without_unreached(calibration: calibrate.Calibration, tree: ModuleTree) -> calibrate.Calibration:

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from quantizer.api.attach import put
 from quantizer.api.codes import encode
-from quantizer.api.stored import DESCRIPTION, FORMAT, TENSORS, aliases, checksum, joined, read
+from quantizer.api.stored import DESCRIPTION, FORMAT, TENSORS, aliases, checksum, inserted_layers, joined, read
 from quantizer.api.undo import all_or_nothing
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.engine.files import write_json, write_tensors
 from quantizer.errors import ModelError, ResultError, UsageError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
-from quantizer.nn.inplace import InPlace, check_float, keep_layers_called
+from quantizer.nn.inplace import InPlace, check_float, insert_before, keep_layers_called
 from quantizer.nn.quantizer import TensorQuantizer
 
 
@@ -59,6 +59,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         "shared": {path: owner for path, owner in again.items() if owner in layers},
         "codes": codes,
         "ties": ties,
+        "inserted": {path: inserted for path, module in layers.items() if (inserted := inserted_layers(module))},
     }
     try:
         described["tensors"] = write_tensors(place / TENSORS, kept)
@@ -80,6 +81,9 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     stored = read(place, model)
     with all_or_nothing(model):
+        for path, layers in stored.inserted.items():
+            for layer in layers:
+                insert_before(modules[path], path, layer)
         for name, tensor in stored.values.items():
             _set(modules, name, tensor)
         for name, owner in stored.ties.items():

@@ -24,11 +24,17 @@ from quantizer.errors import ResultError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
 from quantizer.nn.inplace import check_quantizable
 from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.nn.rescale import InputScale, Rotation
 from quantizer.numerics.granularity import scale_shape
 from quantizer.observers import grid_of, kernel_of
 
-FORMAT = 2
+FORMAT = 3
 TENSORS, DESCRIPTION = "model.safetensors", "quantizer.json"
+INSERTED: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
+    "input_scale": (InputScale, ("axis",)),
+    "rotation": (Rotation, ()),
+}
+"""Class and constants of each operator that algorithms insert; a layer is made of the size of its weight and these."""
 _AGAIN = "save the model again with ModelQuantizer.save"
 _CHANGED = "its checksum is another one than when it was saved"
 
@@ -37,12 +43,13 @@ _CHANGED = "its checksum is another one than when it was saved"
 class Stored:
     """The state of a quantized model: values by the names of its `state_dict`, quantizers by path and role.
 
-    `ties` has the further names of a value, by each the first one.
+    `ties` has the further names of a value, by each the first one; `inserted` the layers before a module, by its path.
     """
 
     values: Mapping[str, Tensor]
     quantizers: Mapping[tuple[str, str], TensorQuantizer]
     ties: Mapping[str, str]
+    inserted: Mapping[str, tuple[nn.Module, ...]]
 
 
 def read(folder: Path, model: nn.Module) -> Stored:
@@ -62,7 +69,7 @@ def read(folder: Path, model: nn.Module) -> Stored:
         _check_layers(model, described)
         quantizers = _quantizers(model, described, tensors)
         values = _values(model, described, tensors, quantizers)
-        return Stored(values, quantizers, described["ties"])
+        return Stored(values, quantizers, described["ties"], _inserted(model, described, tensors))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise _damaged(folder / DESCRIPTION, f"{type(error).__name__}: {error}") from error
 
@@ -88,6 +95,15 @@ def joined(*parts: str) -> str:
     ('weight', '0.weight')
     """
     return ".".join(part for part in parts if part)
+
+
+def inserted_layers(module: nn.Module) -> list[dict[str, Any]]:
+    """What stands before a module: an operator and its constants each."""
+    found = []
+    for layer in module.get_submodule("input_layers").children() if "input_layers" in module._modules else ():
+        op, keys = next((op, keys) for op, (cls, keys) in INSERTED.items() if isinstance(layer, cls))
+        found.append({"op": op, "attrs": {key: getattr(layer, key) for key in keys}})
+    return found
 
 
 def _content(path: Path) -> bytes:
@@ -130,9 +146,39 @@ def _quantizer_names(described: Mapping[str, Any]) -> set[str]:
     }
 
 
+def _inserted_names(described: Mapping[str, Any]) -> set[str]:
+    """The state's names of the weights of inserted layers."""
+    paths = {**{path: path for path in described["layers"]}, **described["shared"]}
+    return {
+        joined(path, "input_layers", str(number), "weight")
+        for path, owner in paths.items()
+        for number in range(len(described["inserted"].get(owner, ())))
+    }
+
+
+def _inserted(
+    model: nn.Module, described: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, tuple[nn.Module, ...]]:
+    """The layers before modules, with their weights."""
+    found: dict[str, list[nn.Module]] = {}
+    for path, number, row in (
+        (path, *each) for path, rows in described["inserted"].items() for each in enumerate(rows)
+    ):
+        name = joined(path, "input_layers", str(number), "weight")
+        weight = tensors[name]
+        cls, keys = INSERTED[row["op"]]
+        if weight.dim() != 1 or not weight.is_floating_point() or set(row["attrs"]) != set(keys):
+            raise ValueError(f"{name} is no {row['op']}")
+        layer = cls(len(weight), **row["attrs"])
+        device = next((parameter.device for parameter in model.get_submodule(path).parameters()), weight.device)
+        layer.weight = nn.Parameter(weight.to("cpu" if device.type == "meta" else device), requires_grad=False)
+        found.setdefault(path, []).append(layer)
+    return {path: tuple(layers) for path, layers in found.items()}
+
+
 def _check_names(model: nn.Module, described: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     own = set(model.state_dict())
-    stored = {*tensors, *described["ties"]} - _quantizer_names(described)
+    stored = {*tensors, *described["ties"]} - _quantizer_names(described) - _inserted_names(described)
     for text, names in (("has no", stored - own), ("has a tensor that is not in the file:", own - stored)):
         if names:
             raise _another(described, f"the model {text} {min(names)}")
@@ -206,7 +252,8 @@ def _values(
     quantizers: Mapping[tuple[str, str], TensorQuantizer],
 ) -> dict[str, Tensor]:
     """The model's own tensors, those that were stored as codes decoded."""
-    ours, own, codes = _quantizer_names(described), model.state_dict(), described["codes"]
+    ours = _quantizer_names(described) | _inserted_names(described)
+    own, codes = model.state_dict(), described["codes"]
     values = {}
     for name in sorted(tensors.keys() - ours):
         value = tensors[name]

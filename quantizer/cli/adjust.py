@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,9 +77,10 @@ def run_algorithms(options: RunOptions, read: session.ReadConfig, plan: Plan, ba
             task = Task(plan.graph, specs, step.structure, opened, partial(keeper.group_done, index), done)
             before, found = found, _run_step(options, step, task, found, keeper)
             keeper.step_done(index + 1, found)
-            _tell(step, before, found)
+            _tell(adjust.told(step, before, found))
     if found.parameters or found.insertions:
-        _tell_difference(adjust.difference(plan.graph, found, next(session.on_device(options, batches))))
+        share = adjust.difference(plan.graph, found, next(session.on_device(options, batches)))
+        _tell(adjust.told_difference(share))
     return Adjusted(adjusted(plan.graph, found), found, adjust.report(todo, found))
 
 
@@ -115,24 +115,6 @@ def _run_step(
             raise
 
 
-def _tell(step: adjust.Step, before: Adjustment, after: Adjustment) -> None:
-    """Say what an algorithm did, and what it remarked, each text once."""
-    logger.info("%s", adjust.summary(step, before, after))
-    texts: dict[tuple[str, bool], list[str]] = defaultdict(list)
-    for remark in after.remarks[len(before.remarks) :]:
-        texts[remark.text, remark.is_warning].append(remark.layer)
-    for (text, is_warning), layers in texts.items():
-        more = f" and {len(layers) - 1} more" if layers[1:] else ""
-        logger.log(logging.WARNING if is_warning else logging.INFO, "%s%s: %s", layers[0], more, text)
-
-
-def _tell_difference(share: float) -> None:
-    """Say how well the float function was kept."""
-    if share <= adjust.KEPT:
-        logger.info("the rescaled float network's outputs differ by %.1e of the largest", share)
-        return
-    logger.warning(
-        "the rescaled float network's outputs differ by %.1e of the largest: its numbers have too few digits for "
-        "these factors, so compare the metrics of test mode with those of float mode",
-        share,
-    )
+def _tell(lines: Iterable[tuple[int, str]]) -> None:
+    for level, line in lines:
+        logger.log(level, "%s", line)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -138,3 +140,24 @@ def summary(step: Step, before: Adjustment, after: Adjustment) -> str:
         kept = f", {plain} keep plain rounding" if plain else ""
         parts.append(f"{len(rounded)} layers settled{left}{kept}")
     return f"{step.name}: {'; '.join(parts) or 'nothing to settle'}"
+
+
+def told(step: Step, before: Adjustment, after: Adjustment) -> Iterator[tuple[int, str]]:
+    """What an algorithm did, and what it remarked, each text once: lines with their logging levels."""
+    yield logging.INFO, summary(step, before, after)
+    texts: dict[tuple[str, bool], list[str]] = defaultdict(list)
+    for remark in after.remarks[len(before.remarks) :]:
+        texts[remark.text, remark.is_warning].append(remark.layer)
+    for (text, is_warning), layers in texts.items():
+        more = f" and {len(layers) - 1} more" if layers[1:] else ""
+        yield logging.WARNING if is_warning else logging.INFO, f"{layers[0]}{more}: {text}"
+
+
+def told_difference(share: float) -> Iterator[tuple[int, str]]:
+    """How well the float function was kept, as `difference` found."""
+    text = f"the rescaled float network's outputs differ by {share:.1e} of the largest"
+    if share <= KEPT:
+        yield logging.INFO, text
+        return
+    why = "its numbers have too few digits for these factors, so compare test mode's metrics with those of float mode"
+    yield logging.WARNING, f"{text}: {why}"

@@ -12,6 +12,7 @@ from torch import Tensor
 from quantizer.algorithms.adjustment import Adjustment
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.edits import Insertion
+from quantizer.numerics.qparams import QParams
 
 Key = tuple[str, str]
 
@@ -39,21 +40,20 @@ class Solution:
         merged = {name: {**self.weights.get(name, {}), **own} for name, own in layers.items()}
         return replace(self, weights={**self.weights, **merged})
 
+    def on_grids(self, grids: Mapping[str, QParams]) -> Solution:
+        """With other scales and zero points of layers' weights."""
+        tensors = dict(self.tensors)
+        for name, grid in grids.items():
+            spec = tensors[name, "weights"][0]
+            tensors[name, "weights"] = spec, grid.scale.cpu(), grid.zero_point.cpu()
+        return replace(self, tensors=tensors)
+
     def adjusted_by(self, found: Adjustment, report: Mapping[str, Any]) -> Solution:
         """With what algorithms found: their parameters, and weights on their grids; `report` is algorithms.json."""
-        tensors = dict(self.tensors)
-        for name, layer in found.rounded.items():
-            spec = tensors[name, "weights"][0]
-            tensors[name, "weights"] = spec, layer.qparams.scale, layer.qparams.zero_point
+        grids = {**found.grids, **{name: layer.qparams for name, layer in found.rounded.items()}}
         weights = {name: {"weight": layer.weight} for name, layer in found.rounded.items()}
-        changed = replace(
-            self,
-            tensors=tensors,
-            insertions=found.insertions,
-            rescaled=found.parameters,
-            algorithms=report,
-        )
-        return changed.with_weights(found.parameters).with_weights(weights)
+        made = replace(self, insertions=found.insertions, rescaled=found.parameters, algorithms=report)
+        return made.on_grids(grids).with_weights(found.parameters).with_weights(weights)
 
     def position(self, key: Key) -> int | None:
         """The fix position fp of a tensor with a power-of-two scale 2^-fp per tensor; None for others."""

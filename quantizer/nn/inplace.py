@@ -26,7 +26,8 @@ Watcher = Callable[[Tensor], None]
 class InPlace(Layer):
     """What a quantized module is besides what it was: its first argument and its output pass quantizers.
 
-    Its parameters are on their grids already. A tuple (of a recurrent layer) passes unchanged.
+    Its parameters are on their grids already. A tuple (of a recurrent layer) passes unchanged. Before the first
+    argument is quantized, it passes `input_layers`, where algorithms put some.
     """
 
     float_class: ClassVar[type[nn.Module]]
@@ -40,6 +41,8 @@ class InPlace(Layer):
         """
         role = "input"
         try:
+            if (before := self._modules.get("input_layers")) is not None:
+                args, kwargs = on_first(before, args, kwargs)
             if role in self.quantizers:
                 args, kwargs = on_first(self.quantizers[role], args, kwargs)
             output = super().forward(*args, **kwargs)
@@ -65,7 +68,7 @@ def quantized_class(cls: Any) -> type[InPlace]:
     return made
 
 
-_OUR_NAMES = {*dir(InPlace), "float_class", "quantizers", "_output_quantizer"} - {*dir(nn.Module)}
+_OUR_NAMES = {*dir(InPlace), "float_class", "quantizers", "input_layers", "_output_quantizer"} - {*dir(nn.Module)}
 """What quantized layers have and others have not."""
 
 
@@ -135,6 +138,14 @@ def make_quantizable(module: nn.Module, path: str) -> InPlace:
     return module
 
 
+def insert_before(module: nn.Module, path: str, layer: nn.Module) -> None:
+    """Have the module at `path` pass its first argument through one more layer, after those that are there already."""
+    made = make_quantizable(module, path)
+    if "input_layers" not in made._modules:
+        made.add_module("input_layers", nn.Sequential())
+    made.get_submodule("input_layers").append(layer)  # type: ignore[operator]  # a Sequential, as made above
+
+
 def on_first(
     function: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -184,8 +195,10 @@ class ModuleTree:
                 ) from error
 
     def _watch_input(self, layer: str, watcher: Watcher) -> Callable[[], None]:
+        inserted = self.layers[layer]._modules.get("input_layers")
+
         def look(value: Tensor) -> Tensor:
-            watcher(value)
+            watcher(value if inserted is None else inserted(value))
             return value
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

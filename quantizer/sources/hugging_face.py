@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +43,28 @@ def load_hugging_face(folder: Path) -> nn.Module:
             folder, local_files_only=True, use_safetensors=True, dtype="auto"
         ).eval()
         # One call runs a whole window: there are no earlier keys and values to keep, and a trace could not.
-        for part in module.modules():  # a decoder may have a config of its own
-            config: Any = getattr(part, "config", None)
-            if getattr(config, "use_cache", False):
-                config.use_cache = False
+        for config in _caching(module):
+            config.use_cache = False
         return module
+
+
+@contextmanager
+def without_cache(module: nn.Module) -> Iterator[None]:
+    """While the model is traced: a cache of keys cannot be. Models that have none are left alone."""
+    changed = _caching(module)
+    try:
+        for config in changed:
+            config.use_cache = False
+        yield
+    finally:
+        for config in changed:
+            config.use_cache = True
+
+
+def _caching(module: nn.Module) -> list[Any]:
+    """The configs that ask for a cache; a decoder may have one of its own."""
+    configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None)) is not None}
+    return [config for config in configs.values() if getattr(config, "use_cache", False) is True]
 
 
 def example_input(module: nn.Module, seq_len: int) -> dict[str, Tensor]:

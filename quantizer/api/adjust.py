@@ -1,0 +1,236 @@
+"""The config's algorithms on a module tree: they run on a trace of it, and what they find is written back by path."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import Tensor, nn
+
+from quantizer.algorithms.adjustment import Adjustment, Key, Rounded, Task, adjusted
+from quantizer.config.algorithms import Algorithm
+from quantizer.config.model import QuantizationSpec
+from quantizer.engine import adjust
+from quantizer.errors import ModelError
+from quantizer.graph.ir import Graph
+from quantizer.graph.modules import is_called, parameters_of
+from quantizer.graph.passes import load_pass
+from quantizer.graph.structure import InputGroup, Structure
+from quantizer.graph.trace import trace
+from quantizer.nn.inplace import insert_before
+from quantizer.nn.network import build_layer
+from quantizer.plan.model import Plan
+from quantizer.sources.batches import Batch
+from quantizer.sources.hugging_face import without_cache
+
+logger = logging.getLogger(__name__)
+
+TRANSPOSED = "@transposed"
+PASSES = ("remove_dropout", "linear_from_matmul")
+"""Those that leave each parameter in its module."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a parameter lives: a module's path, its attribute, and whether a graph has it transposed."""
+
+    path: str
+    attribute: str
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model and its trace."""
+
+    model: nn.Module
+    graph: Graph
+
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """By path."""
+        return dict(self.model.named_modules())
+
+    @cached_property
+    def homes(self) -> dict[tuple[str, str], Home]:
+        """Of each parameter of the graph, by node and key; a tied one lives in the module that reads it."""
+        known = dict(self.model.named_parameters(remove_duplicate=False))
+        found = {}
+        for node in self.graph.nodes:
+            for key, name in node.params.items():
+                path = name.removesuffix(TRANSPOSED)
+                if path in known:
+                    own = self.modules[node.scope]._parameters.items() if node.scope in self.modules else ()
+                    attribute = next((attribute for attribute, value in own if value is known[path]), None)
+                    home = (node.scope, attribute) if attribute else (path.rpartition(".")[0], path.rpartition(".")[2])
+                    found[node.name, key] = Home(*home, name.endswith(TRANSPOSED))
+        return found
+
+    @cached_property
+    def shared(self) -> set[str]:
+        """Nodes with a parameter that another node takes from the same place: a module that is called twice."""
+        uses = Counter(self.homes.values())
+        return {name for (name, _), home in self.homes.items() if uses[home] > 1}
+
+    def module_of(self, name: str) -> nn.Module | None:
+        """The module whose weight a layer multiplies, if it is that module's forward that does."""
+        home = self.homes.get((name, "weight"))
+        module = self.modules.get(home.path) if home else None
+        if home is None or module is None or parameters_of(module).get("weight") != home.attribute:
+            return None
+        return module if is_called(module) and home.path == self.graph.by_name[name].scope else None
+
+
+def adjust_in_place(
+    model: nn.Module, algorithms: Sequence[Algorithm], plan: Plan, batches: Sequence[Batch]
+) -> dict[str, Rounded]:
+    """Run the algorithms and write what they find into `model`; returns rounded weights by layer of `plan`.
+
+    Weights that were rounded stand in the model as they were before that. The caller undoes a failure.
+
+    Raises:
+        ModelError: the model cannot be traced, or an algorithm changes what has no place in a module.
+        ConfigError: an algorithm's entry names what is not in the model.
+        DataError: a value in the network is not finite, or a batch has another shape than the first.
+    """
+    traced = Traced(model, _graph(model, batches[0]))
+    names = _names(traced, plan)
+    planned = plan.tensors.items()
+    specs = {
+        (node, role): tensor.spec for node, name in names.items() for (own, role), tensor in planned if own == name
+    }
+    found = _run(traced, algorithms, specs, batches)
+    _insert(traced, found)
+    _write(traced, found)
+    return {names[name]: _as_module(traced.homes[name, "weight"], layer) for name, layer in found.rounded.items()}
+
+
+def write_rounded(model: nn.Module, graph: Graph, rounded: Mapping[str, Rounded]) -> None:
+    """Put rounded weights into the layers of a module graph."""
+    modules = dict(model.named_modules())
+    for name, layer in rounded.items():
+        module = modules[graph.by_name[name].scope]
+        _set(model, Home(graph.by_name[name].scope, parameters_of(module)["weight"]), layer.weight)
+
+
+def _graph(model: nn.Module, batch: Batch) -> Graph:
+    try:
+        with without_cache(model):
+            graph = trace(model, batch.args, batch.kwargs)
+    except ModelError as error:
+        raise ModelError(
+            f"the config has algorithms, which work on a trace of the model: {error.message}",
+            help=error.help or "leave the algorithms out",
+        ) from error
+    for name in PASSES:
+        graph = load_pass(name)(graph)
+    return graph
+
+
+def _names(traced: Traced, plan: Plan) -> dict[str, str]:
+    """The plan's layer for each node of the trace that multiplies by its weight."""
+    owners = {}
+    for node in plan.graph.nodes:
+        if node.params:
+            weight = parameters_of(traced.modules[node.scope]).get("weight")
+            owners[node.scope, weight] = node.name
+    found = {}
+    for node in traced.graph.nodes:
+        home = traced.homes.get((node.name, "weight"))
+        if node.row.weight and node.op != "parameter" and home and (home.path, home.attribute) in owners:
+            found[node.name] = owners[home.path, home.attribute]
+    return found
+
+
+def _run(
+    traced: Traced,
+    algorithms: Sequence[Algorithm],
+    specs: Mapping[Key, QuantizationSpec],
+    batches: Sequence[Batch],
+) -> Adjustment:
+    found = Adjustment()
+    for step in adjust.steps(traced.graph, algorithms):
+        structure = _fitting(traced, step)
+        before, found = found, step.run(Task(traced.graph, specs, structure, lambda: batches), step.settings, found)
+        for level, line in adjust.told(step, before, found):
+            logger.log(level, "%s", line)
+    if found.parameters or found.insertions:
+        for level, line in adjust.told_difference(adjust.difference(traced.graph, found, batches[0])):
+            logger.log(level, "%s", line)
+    return found
+
+
+def _fitting(traced: Traced, step: adjust.Step) -> Structure:
+    """The structure without what cannot be done to modules."""
+    groups, again = [], set[Home]()
+    for group in step.structure.groups:
+        if traced.shared.intersection(group.layers):
+            again |= {traced.homes[name, "weight"] for name in group.layers if name in traced.shared}
+            continue
+        fold = group.fold
+        if fold is not None and traced.shared & {fold.node, *fold.extra}:
+            group = replace(group, fold=None, why_not=f"{fold.node} runs more than once")
+        if step.settings.stage == "round" or group.fold is not None or _takes_insertions(traced, group):
+            groups.append(group)
+    for home in sorted(again, key=lambda home: home.path):
+        logger.warning("%s runs more than once, so %s leaves it as it is", home.path, step.name)
+    return replace(step.structure, groups=tuple(groups))
+
+
+def _takes_insertions(traced: Traced, group: InputGroup) -> bool:
+    """Whether the layers read the group's value as the first argument of their modules."""
+    return all(traced.module_of(name) is not None for name in group.layers)
+
+
+def _insert(traced: Traced, found: Adjustment) -> None:
+    graph = adjusted(traced.graph, found)
+    for row in found.insertions:
+        for reader in row.readers:
+            module = traced.module_of(reader)
+            if module is None:
+                raise ModelError(
+                    f"{reader} is no layer of its own in the model, so nothing can be put before it",
+                    help="leave it out of the algorithm, or use the command line, which quantizes the trace",
+                )
+            layer = build_layer(graph, graph.by_name[row.name])
+            layer.weight = nn.Parameter(row.weight.detach().clone(), requires_grad=False)
+            insert_before(module, traced.homes[reader, "weight"].path, layer)
+
+
+def _write(traced: Traced, found: Adjustment) -> None:
+    """Float parameters; one that is tied leaves the tie, unless all that hold it change alike."""
+    values: dict[Home, list[Tensor]] = defaultdict(list)
+    for (name, key), tensor in _changes(found):
+        home = traced.homes.get((name, key))
+        if home is None or (name in traced.shared and values[home]):
+            raise ModelError(f"{name} has no {key} of its own in the model, and an algorithm would change it")
+        values[home].append(tensor)
+    for home, (tensor, *_) in values.items():
+        if _set(traced.model, home, tensor.t() if home.is_transposed else tensor):
+            logger.warning("%s.%s is not tied any more: an algorithm changed it", home.path, home.attribute)
+
+
+def _changes(found: Adjustment) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    for name, own in found.parameters.items():
+        yield from (((name, key), tensor) for key, tensor in own.items())
+
+
+def _as_module(home: Home, layer: Rounded) -> Rounded:
+    """The rounded weight as its module has it."""
+    return replace(layer, weight=layer.weight.t().contiguous()) if home.is_transposed else layer
+
+
+def _set(model: nn.Module, home: Home, value: Tensor) -> bool:
+    """Change a parameter, in its own memory no more; whether it was tied, and is a parameter of its own now."""
+    module = model.get_submodule(home.path)
+    parameter = module.get_parameter(home.attribute)
+    holders = sum(value is parameter for child in model.modules() for value in child._parameters.values())
+    value = value.to(parameter.device, parameter.dtype).contiguous().clone()
+    if holders == 1:
+        parameter.data = value
+    else:
+        setattr(module, home.attribute, nn.Parameter(value, requires_grad=parameter.requires_grad))
+    return holders > 1

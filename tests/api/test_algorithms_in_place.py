@@ -1,0 +1,253 @@
+"""ModelQuantizer with algorithms: what they find is written back into modules, and saved with them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from api.specs import same, spec
+from torch import Tensor, nn
+
+from quantizer import (
+    Config,
+    Dtype,
+    GPTQConfig,
+    ModelQuantizer,
+    PerChannelMinMaxObserver,
+    QSchemeType,
+    QuantizationConfig,
+    SmoothQuantConfig,
+)
+from quantizer.engine import adjust
+from quantizer.errors import DataError, ModelError
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(adjust.RUNS, "smoothquant", "stand_ins:doubled")
+    monkeypatch.setitem(adjust.RUNS, "gptq", "stand_ins:coarse")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks, a convolution behind them, a head whose weight is the embedding's, and a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+        self.twice = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        x = self.conv(x.mT).mT
+        return self.head(self.twice(self.twice(x)))
+
+
+IDS = [torch.randint(0, 11, (4, 7), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+WEIGHT = spec(Dtype.int4, qscheme=QSchemeType.per_channel, observer_cls=PerChannelMinMaxObserver, ch_axis=0)
+
+
+def config(*algorithms: Any, **tensors: Any) -> Config:
+    """4-bit weights with a scale per channel, unless `tensors` says something else; the embedding stays float."""
+    pre = [each for each in algorithms if isinstance(each, SmoothQuantConfig)]
+    rounding = [each for each in algorithms if each not in pre]
+    return Config(
+        QuantizationConfig(**({"weight": WEIGHT} | tensors)),
+        exclude=["embed"],
+        algo_config=rounding or None,
+        pre_quant_opt_config=pre or None,
+    )
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """All that a failed call must not have changed."""
+    return {
+        "classes": {path: type(module) for path, module in model.named_modules()},
+        "objects": {path: id(value) for path, value in model.named_parameters(remove_duplicate=False)},
+        "values": {path: value.clone() for path, value in model.state_dict().items()},
+        "training": {path: module.training for path, module in model.named_modules()},
+    }
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Of two states, or of two parts of them."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    return same(a, b) if isinstance(a, Tensor) else bool(a == b)
+
+
+def largest_difference(found: Tensor, expected: Tensor) -> float:
+    """As a share of the largest value."""
+    return float((found - expected).detach().abs().max() / expected.detach().abs().max())
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_rescaling_keeps_the_function_and_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By powers of two, so 16-bit weights round alike; norms, columns, explicit factors and a broken tie."""
+    model, fine = net(), spec(Dtype.int16)
+    expected = model(IDS[0])
+    with caplog.at_level(logging.INFO, "quantizer"):
+        ModelQuantizer(config(SmoothQuantConfig(), weight=fine)).quantize_model(model, IDS)
+    found = model(IDS[0])
+    assert largest_difference(found, expected) < 1e-3
+    float_model = net()
+    assert not torch.equal(model.blocks[0].norm.weight, float_model.blocks[0].norm.weight)
+    assert model.blocks[0].down.get_parameter("input_layers.0.weight").tolist()[:3] == [0.5, 1, 2]
+    assert model.head.weight is not model.embed.weight
+    assert same(model.embed.weight, float_model.embed.weight)
+    assert "input_layers" not in model.twice._modules
+    said = caplog.text
+    assert "runs more than once, so smoothquant leaves it as it is" in said
+    assert "head.weight is not tied any more" in said
+    assert "smoothquant: 11 layers rescaled, 5 explicit multiplications" in said
+    ModelQuantizer.save(model, tmp_path)
+    assert same(ModelQuantizer.load(net(), tmp_path)(IDS[0]), found)
+    assert same(copy.deepcopy(model)(IDS[0]), found)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_static_inputs_are_observed_behind_the_factors() -> None:
+    model = net()
+    plain = ModelQuantizer(config(weight=spec(Dtype.int16), input_tensors=spec())).quantize_model(net(), IDS)
+    ModelQuantizer(config(SmoothQuantConfig(), weight=spec(Dtype.int16), input_tensors=spec())).quantize_model(
+        model, IDS
+    )
+    scales = [each.blocks[0].down.quantizers["input"].scale for each in (plain, model)]
+    assert scales[0] != scales[1]
+    seen: list[Tensor] = []
+    model.blocks[0].down.quantizers["input"].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    for ids in IDS:
+        model(ids)
+    largest = max(float(x.abs().max()) for x in seen)
+    assert largest == pytest.approx(127 * float(scales[1]), rel=0.05)  # the layers before are float there
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_rounded_weights_stand_on_the_grids_that_were_found() -> None:
+    plain, model = net(), net()
+    ModelQuantizer(config()).quantize_model(plain)
+    ModelQuantizer(config(GPTQConfig())).quantize_model(model, (batch for batch in IDS))
+    for path in ("blocks.0.up", "blocks.2.down", "conv", "head"):
+        one, other = plain.get_submodule(path), model.get_submodule(path)
+        assert torch.allclose(other.quantizers["weights"].scale, 2 * one.quantizers["weights"].scale), path
+        assert torch.equal(other.quantizers["weights"](other.weight), other.weight)
+        assert not torch.equal(one.weight, other.weight)
+    assert torch.equal(plain.twice.weight, model.twice.weight)
+
+
+def test_gptq_is_better_than_plain_rounding() -> None:
+    expected = net()(IDS[0])
+    data = [torch.randint(0, 11, (4, 32), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    error = {}
+    for name, algorithms in {"plain": [], "gptq": [GPTQConfig(static_groups=True)]}.items():
+        model = ModelQuantizer(config(*algorithms)).quantize_model(net(), data)
+        error[name] = float((model(IDS[0]) - expected).detach().square().mean())
+    assert error["gptq"] < 0.7 * error["plain"]
+
+
+class Broken(nn.Module):
+    """The third batch is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.log(self.first(x)).relu())
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "error", "text"),
+    [
+        (net, None, DataError, "no dataloader, but gptq works on the values that data give"),
+        (net, [], DataError, "gave no batches"),
+        (net, [IDS[0], torch.zeros(2, 5, dtype=torch.int64)], DataError, "expected"),
+        (Broken, [torch.randn(4, 4)], DataError, "Linear\\[second\\]/linear has .* NaN"),
+        (Branching, [torch.randn(4, 4)], ModelError, "algorithms, which work on a trace of the model"),
+    ],
+    ids=["no data", "empty", "another shape", "NaN", "not traceable"],
+)
+def test_a_failure_leaves_the_model_as_it_was(model: Any, data: Any, error: type[Exception], text: str) -> None:
+    torch.manual_seed(0)
+    built = model().train()
+    before = state(built)
+    wanted = (
+        config(GPTQConfig()) if model is net else Config(QuantizationConfig(weight=WEIGHT), algo_config=[GPTQConfig()])
+    )
+    with pytest.raises(error, match=text):
+        ModelQuantizer(wanted).quantize_model(built, data)
+    assert equal(state(built), before)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_failure_after_the_algorithms_undoes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    before = state(model)
+    monkeypatch.setattr("quantizer.api.in_place.attach", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ModelQuantizer(config(SmoothQuantConfig(), GPTQConfig())).quantize_model(model, IDS)
+    assert equal(state(model), before)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("family", ["Llama", "OPT", "GPT2"])
+def test_language_models_of_transformers(family: str, tmp_path: Path) -> None:
+    """GPT-2's weights are written back transposed; the cache of keys is there for generate()."""
+    pytest.importorskip("transformers")
+    from api import test_transformers
+
+    ids, built = test_transformers.IDS, test_transformers.built
+
+    expected = built(family, torch.float32)(ids).logits
+    model = built(family, torch.float32)
+    wanted = Config(QuantizationConfig(weight=spec(Dtype.int16)), pre_quant_opt_config=[SmoothQuantConfig()])
+    ModelQuantizer(wanted).quantize_model(model, [{"input_ids": ids}])
+    found = model(ids).logits
+    assert largest_difference(found, expected) < 2e-3
+    assert model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=1).shape[0] == 2
+    assert model.config.use_cache
+    ModelQuantizer.save(model, tmp_path)
+    assert same(ModelQuantizer.load(built(family, torch.float32), tmp_path)(ids).logits, found)
+    coarse, plain = (built(family, torch.float32) for _ in range(2))
+    ModelQuantizer(Config(QuantizationConfig(weight=WEIGHT), algo_config=[GPTQConfig()])).quantize_model(
+        coarse, [{"input_ids": ids}]
+    )
+    ModelQuantizer(Config(QuantizationConfig(weight=WEIGHT))).quantize_model(plain)
+    for (path, one), (_, other) in zip(plain.named_modules(), coarse.named_modules(), strict=True):
+        if type(one).__name__ in ("Linear", "Conv1D"):
+            scales = one.quantizers["weights"].scale, other.quantizers["weights"].scale
+            assert torch.allclose(2 * scales[0], scales[1]), path
