@@ -146,7 +146,8 @@ class _Passage:
             member(name, layers[name], specs[name, "weights"], self.found.grids.get(name)) for name in gathered.names
         ]
         cross = gathered.cross.matrix if gathered.cross is not None else [None] * len(gathered.gram.matrix)
-        return settle(members, [Products(*pair) for pair in zip(gathered.gram.matrix, cross, strict=True)], self.aim)
+        products = [Products(*pair) for pair in zip(gathered.gram.matrix, cross, strict=True)]
+        return settle(members, products, gathered.gram.tokens, self.aim)
 
     def _weight(self, name: str) -> Tensor:
         """The layer's weight from now on; where nothing was found, rounded plainly, as it will be."""

@@ -22,7 +22,8 @@ from quantizer.errors import DataError
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import ObservationError
 
-NOISE = 1e-5  # of an error: less than this, float32 does not tell from none
+NO_GAIN = "the algorithm promises no smaller errors than plain rounding on other data; it is rounded plainly"
+UNSTABLE = "its weights would change if they were rounded again; it is rounded plainly"
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,12 @@ def member(name: str, layer: nn.Module, spec: QuantizationSpec, grid: QParams | 
     return Member(name, layer, spec, qparams, grid is not None, weight_matrix(layer, weight).float(), plain)
 
 
-def settle(members: Sequence[Member], products: Sequence[Products], aim: Aim) -> Settled:
-    """Round the weights of layers that multiply one input alike; `products` are its sums, group by group."""
+def settle(members: Sequence[Member], products: Sequence[Products], tokens: int, aim: Aim) -> Settled:
+    """Round the weights of layers that multiply one input alike; `products` are its sums over tokens, group by group.
+
+    A result must be better than plain rounding by what `depth` choices gain on so few tokens by chance: the error on
+    other data is about 1 + depth / tokens times as large (Akaike 1969, "Fitting autoregressive models for prediction").
+    """
     dynamic = not aim.settings.static_groups and all(each.has_runs for each in members)
     hessians = [aim.hessian(each.gram, by_size=aim.settings.desc_act and not dynamic) for each in products]
     settled = Settled({}, [Remark(each.name, text) for text in _lacks(products, hessians, aim) for each in members])
@@ -62,7 +67,7 @@ def settle(members: Sequence[Member], products: Sequence[Products], aim: Aim) ->
         else:
             solutions = [Solution(each.plain, each.weight, math.inf, each.qparams) for each in alike]
         for each, solution in zip(alike, solutions, strict=True):
-            _judge(each, solution, gram, settled)
+            _judge(each, solution, gram, 1 + gram.shape[1] / tokens, settled)
     return settled
 
 
@@ -81,26 +86,22 @@ def _lacks(products: Sequence[Products], hessians: Sequence[Hessian | None], aim
     return found
 
 
-def _judge(member: Member, solution: Solution, gram: Tensor, settled: Settled) -> None:
-    """Take the solution if it is better than plain rounding, else that."""
+def _judge(member: Member, solution: Solution, gram: Tensor, optimism: float, settled: Settled) -> None:
+    """Take the solution if it promises to be better than plain rounding, else that."""
     before = output_error(gram, solution.target - member.plain)
-    plain, error, qparams = torch.equal(solution.weight, member.plain), solution.error, solution.qparams
-    stored = _stored(member, solution.weight)
-    worse = not error < before or not stored.isfinite().all()
-    if not plain and not worse and not torch.equal(on_grid(stored, member.spec, qparams), stored):
-        settled.remarks.append(Remark(member.name, "rounded again, its weights would change; it is rounded plainly"))
-        return
-    if plain or worse:
-        stored, error, qparams = _stored(member, member.plain), before, member.qparams
-        if not plain and not abs(solution.error - before) <= NOISE * before:
-            text = (
-                "GPTQ's weights gave larger errors than plain rounding on the calibration data; it is rounded plainly"
-            )
-            settled.remarks.append(Remark(member.name, text, is_warning=False))
-        if not torch.equal(on_grid(stored, member.spec, qparams), stored):
+    weight, error, qparams = _stored(member, solution.weight), solution.error, solution.qparams
+    if not torch.equal(solution.weight, member.plain):
+        better = error * optimism < before and bool(weight.isfinite().all())
+        if better and not torch.equal(on_grid(weight, member.spec, qparams), weight):
+            settled.remarks.append(Remark(member.name, UNSTABLE))
             return
-    energy = output_error(gram, member.weight) or 1.0
-    settled.rounded[member.name] = Rounded(stored, qparams, before / energy, max(error, 0.0) / energy)
+        if not better:
+            weight, error, qparams = _stored(member, member.plain), before, member.qparams
+            if math.isfinite(solution.error) and solution.error:
+                settled.remarks.append(Remark(member.name, NO_GAIN, is_warning=False))
+    if torch.equal(on_grid(weight, member.spec, qparams), weight):
+        energy = output_error(gram, member.weight) or 1.0
+        settled.rounded[member.name] = Rounded(weight, qparams, before / energy, max(error, 0.0) / energy)
 
 
 def _stored(member: Member, matrix: Tensor) -> Tensor:
