@@ -1,0 +1,105 @@
+"""W4: what algorithms cost on a small LLaMA at 4 bits, as ratios to a float pass, and the error that they leave.
+
+`python benchmarks/bench_algorithms.py [rounds]`; 32 sequences of 256 tokens, asymmetric groups of 128 weights, all
+linear layers of the decoder, two threads. Errors are on 8 other sequences: of the layers' outputs (mean over layers),
+as a share of plain rounding's, and of the logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+
+import torch
+from layer_errors import layer_errors, logits_error
+from measure import Part, peak_mb, ratios, report
+from torch import nn
+from workloads import llama, tokens
+
+from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
+from quantizer.algorithms.plain import on_grid, plain_grid
+from quantizer.config.algorithms import Algorithm, Awq, Gptaq, Gptq, Qronos, SmoothQuant
+from quantizer.config.model import QuantizationSpec
+from quantizer.engine.adjust import RUNS, load_run
+from quantizer.graph.edits import with_weights
+from quantizer.graph.find_structure import find_structure
+from quantizer.graph.ir import Graph
+from quantizer.graph.trace import trace
+from quantizer.nn.network import Network
+from quantizer.sources.batches import Batch
+
+SPEC = QuantizationSpec(bit_width=4, symmetric=False, qscheme="per_group", ch_axis=1, group_size=128)
+ROWS: dict[str, tuple[Algorithm, float]] = {
+    "GPTQ": (Gptq(), 3.2),
+    "GPTAQ": (Gptaq(), 6.4),
+    "Qronos": (Qronos(), 6.4),
+    "AWQ": (Awq(), 5.0),
+    "SmoothQuant": (SmoothQuant(), 2.0),
+}
+"""Settings, and the ratio that is not to be exceeded."""
+
+
+def main() -> None:
+    """Measure and print."""
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    torch.set_num_threads(2)
+    model, batches = llama(), [Batch((x,), {}, None, x) for x in tokens()]
+    graph = trace(model, batches[0].args)
+    layers = [node.name for node in graph.nodes if node.op == "linear" and "lm_head" not in node.name]
+    specs = {(name, "weights"): SPEC for name in layers}
+    task = Task(graph, specs, find_structure(graph), lambda: batches)
+    rows = {name: row for name, row in ROWS.items() if row[0].name in RUNS}
+    parts: dict[str, Part] = {name: functools.partial(run, task, settings) for name, (settings, _) in rows.items()}
+    float_pass = functools.partial(run_model, model, batches)
+    base = peak_mb(float_pass)
+    print(f"plain rounding: {errors(model, task, Adjustment())}")
+    extra = {name: f"memory {peak_mb(part) - base:+.0f} MB" for name, part in parts.items()}
+    for name, (settings, _) in rows.items():
+        extra[name] += f", {errors(model, task, run(task, settings))}"
+    targets = {name: target for name, (_, target) in rows.items()}
+    report("W4 algorithms, ratio to the float pass", ratios(float_pass, parts, rounds), targets, extra)
+
+
+def run(task: Task, settings: Algorithm) -> Adjustment:
+    """The whole algorithm, from the traced graph on."""
+    return load_run(settings.name)(task, settings, Adjustment())
+
+
+@torch.no_grad()
+def run_model(model: nn.Module, batches: list[Batch]) -> None:
+    """One pass over the data."""
+    for batch in batches:
+        model(*batch.args)
+
+
+def errors(model: nn.Module, task: Task, found: Adjustment) -> str:
+    """The error that is left, with plain rounding where nothing was rounded, and the share of plain rounding's."""
+    graph = rounded(task, found)
+    heldout = tokens(8, seed=77)
+    text = f"logits {logits_error(model, Network(graph), heldout):.4f}"
+    if found.parameters:
+        return text  # inputs are others too, so that the layers' outputs do not compare
+    paths = {name: task.graph.by_name[name].params["weight"].removesuffix(".weight") for name, _ in task.specs}
+    left, plain = (
+        statistics.mean(layer_errors(model, {paths[name]: weight(made, name) for name in paths}, heldout).values())
+        for made in (graph, rounded(task, Adjustment()))
+    )
+    return f"layers {left:.5f}, {left / plain:.3f} of plain rounding, {text}"
+
+
+def rounded(task: Task, found: Adjustment) -> Graph:
+    """The graph with all planned weights on their grids."""
+    graph = adjusted(task.graph, found, rounded=True)
+    left = {name: weight(graph, name) for name, _ in task.specs if name not in found.rounded}
+    plain = {name: {"weight": on_grid(w, SPEC, plain_grid(SPEC, w))} for name, w in left.items()}
+    return with_weights(graph, plain)
+
+
+def weight(graph: Graph, name: str) -> torch.Tensor:
+    """A layer's weight."""
+    return graph.tensors[graph.by_name[name].params["weight"]]
+
+
+if __name__ == "__main__":
+    main()
