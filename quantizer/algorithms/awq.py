@@ -145,12 +145,12 @@ class _Search:
             grid, rounded = self._rounded(name, gathered)
             if rounded.after > rounded.before:
                 ratio = rounded.after / max(rounded.before, 1e-30)
-                text = f"its outputs are {ratio:.2f} times as wrong as with plain rounding, as others of its group gain more"
+                text = f"its error is {ratio:.2f} times that of plain rounding; the others of its group gain more"
                 self.found = self.found.with_remarks(Remark(name, text, is_warning=False))
             self.found = replace(self.found.with_rounded({name: rounded}), grids={**self.found.grids, name: grid})
 
     def _rounded(self, name: str, gathered: _Gathered) -> tuple[QParams, Rounded]:
-        node, spec = self.task.graph.by_name[name], self.task.specs[name, "weights"]
+        spec = self.task.specs[name, "weights"]
         layer, gram = self.stream.network.layers[name], gathered.sums.matrix(name)
         stored = parameter(self.task.graph, self.found, name).detach()
         weight = stored.float()

@@ -1,4 +1,4 @@
-"""Ranges of weights that cut off what costs the outputs less than finer steps gain. Knows no activations but their sums."""
+"""Ranges of weights that cut off what costs the outputs less than finer steps gain. Inputs are their Gram matrix."""
 
 from __future__ import annotations
 

@@ -181,4 +181,3 @@ def _inserted(group: InputGroup, factors: Tensor, found: Adjustment) -> Adjustme
 
 def _largest(tensor: Tensor) -> float:
     return float(tensor.detach().float().abs().max()) if tensor.numel() else 0.0
-

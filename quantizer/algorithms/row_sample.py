@@ -16,7 +16,8 @@ def sampled_rows(weight: Tensor, spec: QuantizationSpec, node: Node, rows: int) 
 
     All rows where their grids depend on each other, or their inputs differ.
     """
-    own = spec.qscheme == "per_channel" and spec.ch_axis == 0 or spec.qscheme == "per_group" and spec.ch_axis != 0
+    across = 0 if spec.qscheme == "per_group" else 1
+    own = spec.qscheme in ("per_channel", "per_group") and spec.ch_axis != across
     stride = -(-rows // ROWS)
     if not own or stride == 1 or "transpose" in node.op or node.attrs.get("groups", 1) != 1:
         return weight, 1.0

@@ -1,0 +1,124 @@
+"""SmoothQuant: moves what makes activations hard to quantize into the weights, by a factor for each input channel.
+
+Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models", 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
+from quantizer.algorithms.channel_ranges import ChannelRanges
+from quantizer.algorithms.fold import admissible, folded, input_name, parameter, without_overlap
+from quantizer.algorithms.patches import LAYERS
+from quantizer.algorithms.smoothing_loss import input_spec, smoothing_loss
+from quantizer.config.algorithms import Algorithm, SmoothQuant
+from quantizer.errors import DataError
+from quantizer.graph.ir import Node
+from quantizer.graph.structure import InputGroup
+from quantizer.nn.network import Network
+
+LEAST_WEIGHT = 1e-5  # so that a column of zeros has a factor
+AUTO = tuple(step / 10 for step in range(11))
+UNREACHED = "no token of the calibration data reached it; its inputs are not rescaled"
+
+
+def smoothquant(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
+    """Rescale the input channels of all groups with quantized weights or inputs, after one pass over the data.
+
+    Factors are max|X_j|^alpha / max|W_j|^(1 - alpha) (section 4, equation 4), over all tokens and all layers of a
+    group; 1 for channels that are always zero. Of several alphas, each group takes the one with the least error of its
+    outputs on a sample of tokens.
+
+    Raises:
+        DataError: a value in the network is not finite; layer and batch are named.
+    """
+    assert isinstance(settings, SmoothQuant)
+    groups = [group for group in without_overlap(task.structure.groups) if _concerned(task, group)]
+    if task.done or not groups:
+        return found  # all groups are found in one pass, so there is no half of it
+    alphas = AUTO if settings.alpha == "auto" else settings.alpha
+    alphas = alphas if isinstance(alphas, tuple) else (alphas,)
+    for group, seen in _observed(task, found, groups, with_sample=len(alphas) > 1):
+        if seen.tokens == 0:
+            found = found.with_remarks(*(Remark(name, UNREACHED) for name in group.layers))
+            continue
+        columns = _column_sizes(task, group, found)
+        choices = [
+            admissible(task.graph, group, _factors(seen.size, columns, alpha, settings.scale_clamp_min), found)
+            for alpha in alphas
+        ]
+        best = choices[0]
+        if len(choices) > 1:
+            best = min(choices, key=lambda factors: smoothing_loss(task, group, seen, found, factors))
+        found = folded(task.graph, group, best, found)
+    task.after_group(found, len(task.structure.groups))
+    return found
+
+
+def _concerned(task: Task, group: InputGroup) -> bool:
+    """Whether anything of the group is quantized, and its weights are its own."""
+    if group.tied or any(task.graph.by_name[layer].op not in LAYERS for layer in group.layers):
+        return False
+    weights = [task.specs.get((layer, "weights")) for layer in group.layers]
+    inputs = [input_spec(task, layer) for layer in group.layers]
+    return any(spec is not None and spec.dtype != "float32" for spec in (*weights, *inputs))
+
+
+def _observed(
+    task: Task, found: Adjustment, groups: Sequence[InputGroup], *, with_sample: bool
+) -> list[tuple[InputGroup, ChannelRanges]]:
+    """What each group reads, over all batches."""
+    network = Network(adjusted(task.graph, found))
+    ranges = [(group, ChannelRanges(network, group, with_sample=with_sample)) for group in groups]
+    readers: dict[str, list[ChannelRanges]] = {}
+    for group, each in ranges:
+        readers.setdefault(input_name(group, found), []).append(each)
+    watch = {name: _all(each.add for each in those) for name, those in readers.items()}
+    number = -1
+    for number, batch in enumerate(task.batches()):
+        try:
+            with torch.no_grad():
+                network.observe(batch.args, batch.kwargs, watch)
+        except DataError as error:
+            raise DataError(f"batch {number}: {error.message}", help=error.help) from error
+    if number < 0:
+        raise DataError("the calibration data has no batches", help="check --data and --subset_len")
+    return ranges
+
+
+def _all(functions: Iterable[Callable[[Tensor], None]]) -> Callable[[Tensor], None]:
+    """One watcher that shows a value to several."""
+    several = list(functions)
+
+    def watch(x: Tensor) -> None:
+        for function in several:
+            function(x)
+
+    return watch
+
+
+def _factors(inputs: Tensor, columns: Tensor, alpha: float, least: float) -> Tensor:
+    """Equation 4.
+
+    >>> _factors(torch.tensor([16.0, 0.0]), torch.tensor([4.0, 4.0]), 0.5, 1e-3).tolist()
+    [2.0, 1.0]
+    """
+    factors = inputs**alpha / columns.clamp_min(LEAST_WEIGHT) ** (1 - alpha)
+    return torch.where(inputs > 0, factors.clamp_min(least), 1.0)
+
+
+def _column_sizes(task: Task, group: InputGroup, found: Adjustment) -> Tensor:
+    """max|W_j| of each input channel, over all layers of the group."""
+    sizes = [_column_size(task.graph.by_name[name], parameter(task.graph, found, name)) for name in group.layers]
+    return torch.stack(sizes).amax(0)
+
+
+def _column_size(node: Node, weight: Tensor) -> Tensor:
+    if "transpose" in node.op:
+        return weight.float().abs().flatten(1).amax(1)
+    groups = node.attrs.get("groups", 1) if weight.dim() > 2 else 1
+    return weight.float().abs().reshape(groups, len(weight) // groups, weight.shape[1], -1).amax((1, 3)).flatten()
