@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantizer.numerics.blocks import BLOCK
-from quantizer.numerics.fake_quantize import dequantize, fake_quantize, fake_quantize_, quantize
+from quantizer.numerics.fake_quantize import dequantize, fake_quantize, fake_quantize_, fake_quantize_plain, quantize
 from quantizer.numerics.rounding import NEAREST, ROUND_MODES
 
 
@@ -47,6 +47,20 @@ def test_per_channel_equals_the_definition(mode, ch_axis):
     scale, zero_point = torch.rand(channels) / 10 + 0.01, torch.arange(channels, dtype=torch.int32)
     args = scale, zero_point, 0, 15, mode, ch_axis
     assert torch.equal(fake_quantize(x, *args), by_definition(x, *args))
+
+
+@pytest.mark.parametrize("exponents", [(-126, -40, -3, 0, 127), (-127, -126, -3, 0, 127)])
+@pytest.mark.parametrize("ch_axis", [None, 0])
+def test_powers_of_two_give_the_bits_that_a_division_gives(exponents, ch_axis):
+    """2^-127 is subnormal, and so is the reciprocal of 2^127."""
+    x = torch.cat(
+        [randn(5, 400) * 10, randn(5, 400) * 1e-38, torch.tensor([0.0, -0.0, 3e38, math.inf]).expand(5, -1)], 1
+    )
+    scales = torch.ldexp(torch.ones(5), torch.tensor(exponents))
+    for scale in scales if ch_axis is None else [scales]:
+        args = scale, torch.zeros_like(scale, dtype=torch.int32), -8, 7, "half_even", ch_axis
+        expected = fake_quantize_plain(x, *args)
+        assert torch.equal(fake_quantize(x, *args).view(torch.int32), expected.view(torch.int32))
 
 
 LAYOUTS = {

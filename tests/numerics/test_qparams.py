@@ -1,5 +1,7 @@
 """Scales and zero points: the ends of the grid, powers of two, and ranges at the edge of float32."""
 
+import math
+
 import pytest
 import torch
 
@@ -8,7 +10,14 @@ pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra:
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantizer.numerics.qparams import Grid, power_of_two, qparams_from_range
+from quantizer.numerics.qparams import (
+    FloatGrid,
+    Grid,
+    power_of_two,
+    qparams_from_range,
+    qparams_from_step,
+    step_from_range,
+)
 
 SIGNED, UNSIGNED, ASYMMETRIC = Grid(-128, 127), Grid(0, 255), Grid(0, 255, symmetric=False)
 POWER_OF_TWO = Grid(-128, 127, scale_type="poweroftwo", finest_position=12)
@@ -51,6 +60,58 @@ def test_the_range_fills_the_grid(low, high, grid, scale, zero_point):
     found = qparams(low, high, grid)
     assert found.scale.item() == pytest.approx(scale, rel=1e-6)
     assert found.zero_point.item() == zero_point
+
+
+def step_by_definition(low, high, grid):
+    """The distance of two codes in Python's own float64; e8m0 in the mode "floor"."""
+    low, high = min(low, 0.0), max(high, 0.0)
+    if grid.scale_type == "e8m0":
+        amax = max(-low, high)
+        return 2.0 ** (math.frexp(amax)[1] - 1 - grid.row.emax) if amax else 0.0
+    if isinstance(grid, FloatGrid):
+        step = max(-low, high) / grid.row.largest
+    elif not grid.symmetric:
+        step = (high - low) / (grid.quant_max - grid.quant_min)
+    elif grid.scale_type == "float":
+        step = max(-low, high) / grid.quant_max
+    else:
+        step = max(low / (grid.quant_min - 0.5), high / (grid.quant_max + 0.5))
+    if grid.scale_type == "float" or not step:
+        return step
+    mantissa, exponent = math.frexp(step)
+    return 2.0 ** (exponent - (mantissa == 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "grid",
+    [
+        *(Grid(-128, 127, scale_type=kind) for kind in ("float", "poweroftwo")),
+        *(Grid(0, 15, symmetric=False, scale_type=kind) for kind in ("float", "poweroftwo")),
+        Grid(-(2**31), 2**31 - 1),
+        *(FloatGrid("fp4", kind) for kind in ("float", "poweroftwo", "e8m0")),
+        FloatGrid("mx_int8", "e8m0"),
+    ],
+    ids=str,
+)
+def test_the_steps_of_many_rows_equal_the_definition(grid, dtype):
+    """Ranges of any width and on either side of 0, subnormal ones too; the arguments stay as they are."""
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.randn(2, 1001, generator=generator, dtype=torch.float64)
+    ends *= 10.0 ** torch.linspace(-42, 38, 1001, dtype=torch.float64)
+    low, high = ends.to(dtype).nan_to_num().sort(0).values
+    kept = low.clone(), high.clone()
+    expected = [step_by_definition(*pair, grid) for pair in zip(low.tolist(), high.tolist(), strict=True)]
+    assert step_from_range(low, high, grid).tolist() == expected
+    qparams_from_range(low, high, grid)
+    assert torch.equal(low, kept[0]) and torch.equal(high, kept[1])
+
+
+def test_a_step_stays_as_it_is():
+    step = torch.tensor([0.0, 0.3, 5.0], dtype=torch.float64)
+    for grid in (SIGNED, POWER_OF_TWO, FloatGrid("fp4", "e8m0")):
+        qparams_from_step(step, step, grid)
+    assert step.tolist() == [0.0, 0.3, 5.0]
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,20 @@ def test_what_has_no_range_is_refused():
         Observer(SPEC).observe(torch.arange(3))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("method", ["maxmin", "percentile"])
+def test_a_stored_state_goes_on_with_batches_of_any_dtype(method, dtype):
+    spec = QuantizationSpec(qscheme="per_channel", ch_axis=0, symmetric=False, method=method, statistic="mean")
+    x, y = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
+    first, other = observed(spec, x), Observer(spec)
+    state = first.state_dict()
+    assert state["batches"].dtype == torch.float64 and state["batches"].shape == (1, 4, 3)
+    other.load_state_dict(state)
+    other.observe(y)
+    assert torch.equal(other.qparams().scale, observed(spec, x, y).qparams().scale)
+    assert torch.equal(other.low, torch.minimum(x, y).amin(1).double())
+
+
 def test_only_observers_of_one_spec_are_merged():
     with pytest.raises(ValueError, match="one spec"):
         Observer(SPEC).merge(Observer(POWER_OF_TWO))
