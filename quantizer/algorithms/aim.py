@@ -70,7 +70,7 @@ class Aim:
         mean, asked = _mean_diagonal(gram), self.damping(gram)
         damp = asked
         while True:
-            damping = torch.where(diagonal == 0, 1.0, damp)[order]  # a column of zeros stays on its own
+            damping = torch.where(diagonal == 0, mean, damp)[order]  # a column of zeros stays on its own
             damped = gram[order][:, order]
             damped.diagonal().add_(damping)
             factor = factored(damped)

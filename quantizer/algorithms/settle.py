@@ -90,7 +90,9 @@ def _judge(member: Member, solution: Solution, gram: Tensor, optimism: float, se
     """Take the solution if it promises to be better than plain rounding, else that."""
     before = output_error(gram, solution.target - member.plain)
     weight, error, qparams = _stored(member, solution.weight), solution.error, solution.qparams
-    if not torch.equal(solution.weight, member.plain):
+    if torch.equal(solution.weight, member.plain):
+        error = before
+    else:
         better = error * optimism < before and bool(weight.isfinite().all())
         if better and not torch.equal(on_grid(weight, member.spec, qparams), weight):
             settled.remarks.append(Remark(member.name, UNSTABLE))

@@ -1,0 +1,110 @@
+"""What tests of GPTQ and its kin share: inputs of known statistics, and a layer rounded on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from quantizer.algorithms.adjustment import Adjustment, Rounded, Run, Task
+from quantizer.algorithms.gptq import gptq
+from quantizer.algorithms.patches import LAYERS
+from quantizer.algorithms.plain import on_grid, plain_grid
+from quantizer.config.algorithms import Gptq
+from quantizer.config.model import QuantizationSpec
+from quantizer.graph.find_structure import find_structure
+from quantizer.graph.ir import Graph
+from quantizer.graph.trace import trace
+from quantizer.sources.batches import Batch
+
+CHANNELS = QuantizationSpec(bit_width=3, qscheme="per_channel", ch_axis=0)
+GROUPS = QuantizationSpec(bit_width=4, symmetric=False, qscheme="per_group", ch_axis=1, group_size=16)
+
+
+def autoregressive(tokens: int, depth: int, seed: int, correlation: float = 0.9) -> Tensor:
+    """Channels that each follow the one before."""
+    x = torch.randn(tokens, depth, generator=torch.Generator().manual_seed(seed))
+    for channel in range(1, depth):
+        x[:, channel] = correlation * x[:, channel - 1] + math.sqrt(1 - correlation**2) * x[:, channel]
+    return x
+
+
+def low_rank(tokens: int, depth: int, seed: int, rank: int = 32) -> Tensor:
+    """Mixtures of a few sources, the same for every seed, and some noise."""
+    mixing = torch.randn(rank, depth, generator=torch.Generator().manual_seed(5)) / math.sqrt(rank)
+    draw = torch.Generator().manual_seed(seed)
+    noise: Tensor = 0.1 * torch.randn(tokens, depth, generator=draw)
+    return noise + torch.randn(tokens, rank, generator=draw) @ mixing
+
+
+def decaying(tokens: int, depth: int, seed: int) -> Tensor:
+    """A covariance with eigenvalues 1, 1/2, 1/3, …, in directions that are the same for every seed."""
+    basis, _ = torch.linalg.qr(torch.randn(depth, depth, generator=torch.Generator().manual_seed(6)))
+    x = torch.randn(tokens, depth, generator=torch.Generator().manual_seed(seed))
+    spectrum: Tensor = torch.arange(1, depth + 1).float() ** -0.5
+    return x * spectrum @ basis.T
+
+
+def independent(tokens: int, depth: int, seed: int) -> Tensor:
+    """White noise."""
+    return torch.randn(tokens, depth, generator=torch.Generator().manual_seed(seed))
+
+
+def task_of(model: nn.Module, batches: Sequence[Tensor], spec: QuantizationSpec) -> Task:
+    """The weights of all its linear and convolution layers on one kind of grid."""
+    graph = trace(model.eval(), (batches[0],))
+    specs = {(name, "weights"): spec for name in layer_names(graph)}
+    return Task(graph, specs, find_structure(graph), lambda: [Batch((x,), {}, None, x) for x in batches])
+
+
+def layer_names(graph: Graph) -> list[str]:
+    """Of the layers that have a weight matrix, in execution order."""
+    return [node.name for node in graph.nodes if node.op in LAYERS]
+
+
+def weight_of(graph: Graph, name: str) -> Tensor:
+    """The layer's float weight."""
+    return graph.tensors[graph.by_name[name].params["weight"]]
+
+
+def linear(weight: Tensor) -> nn.Linear:
+    """A layer with this weight and no bias."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight.data = weight
+    return layer
+
+
+def solved(
+    weight: Tensor, x: Tensor, spec: QuantizationSpec = CHANNELS, settings: Gptq | None = None, run: Run = gptq
+) -> tuple[Rounded, Adjustment]:
+    """One linear layer rounded on these inputs, and all that was found."""
+    task = task_of(linear(weight), torch.split(x, 512), spec)
+    found = run(task, settings or Gptq(), Adjustment())
+    return found.rounded[layer_names(task.graph)[0]], found
+
+
+def plainly(weight: Tensor, spec: QuantizationSpec) -> Tensor:
+    """The weight, each value rounded on its own."""
+    return on_grid(weight, spec, plain_grid(spec, weight))
+
+
+def gain(weight: Tensor, rounded: Tensor, x: Tensor, spec: QuantizationSpec) -> float:
+    """How many times smaller the squared error of the outputs is than with plain rounding."""
+    plain, left = (((weight - other) @ x.T).square().sum() for other in (plainly(weight, spec), rounded))
+    return float(plain / left)
+
+
+def resumed(task: Task, done: int) -> Task:
+    """The task of a run that had been interrupted after so many groups."""
+    return replace(task, done=done)
+
+
+def remarks(found: Adjustment) -> Mapping[str, list[str]]:
+    """What is said of each layer."""
+    said: dict[str, list[str]] = {}
+    for remark in found.remarks:
+        said.setdefault(remark.layer, []).append(remark.text)
+    return said
