@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.moves import input_of, is_move, moved, moved_back
+from quantizer.algorithms.parameter_chain import leaf, value
 from quantizer.graph.ir import Graph, Node, Ref
-from quantizer.graph.targets import call
 
 _NORMS = ("layer_norm", "rms_norm")
 _SQUARES = ("pow", "square")
+_SUMS = ("mean", "sum")
+_JOINS = ("cat", "stack")
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
 _WRITERS = {"linear": -1, "embedding": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}  # and the axis of what they write
 
@@ -128,9 +130,10 @@ class _Search:
             return self.product(node, axis)
         elif node.op in _NORMS and last:
             return self.normalized(node, axis)
-        elif node.op == "cat" and int(node.attrs.get("dim", 0)) % len(node.shape or ()) != axis:
-            for part in self.operands(node):
-                self.plain(part, axis)
+        elif node.op in _JOINS:
+            self.joined(node, axis)
+        elif node.op in _SUMS:
+            return self.reduced(node, axis)
         elif node.op not in _ZEROS:
             raise _ObstacleError(node)
         return None
@@ -141,6 +144,24 @@ class _Search:
             raise _ObstacleError(node)
         self.take(source, before)
         return self.norm[source.name]
+
+    def joined(self, node: Node, axis: int) -> None:
+        """Rotated values side by side, in another dimension."""
+        dim = int(node.attrs.get("dim", 0)) % len(node.shape or ())
+        if dim == axis:
+            raise _ObstacleError(node)
+        for part in self.operands(node):
+            self.plain(part, axis - (node.op == "stack" and dim < axis))
+
+    def reduced(self, node: Node, axis: int) -> str | None:
+        """A mean or a sum over tokens or experts."""
+        source = input_of(self.graph, node)
+        axes = range(len(source.shape or ())) if source is not None else ()
+        before = next((at for at in axes if source is not None and self.kept(node, source, at) == axis), None)
+        if source is None or before is None:
+            raise _ObstacleError(node)
+        self.take(source, before)
+        return self.norm[source.name] if node.op == "mean" else self.without_shift(source)
 
     def sum(self, node: Node, axis: int) -> str | None:
         """Two rotated values, or one and a number for each token; after a norm, its bias."""
@@ -162,9 +183,9 @@ class _Search:
         operands = self.operands(node)
         parts = [part for part in operands if self.spans(part, node, axis)]
         if len(parts) == 1 and (node.op != "div" or parts[0] is operands[0]):
-            self.plain(parts[0], axis - len(node.shape or ()) + len(parts[0].shape or ()))
-            return None
-        factor = next((part for part in parts if part.name not in self.found.members and self.leaf(part)), None)
+            self.take(parts[0], axis - len(node.shape or ()) + len(parts[0].shape or ()))
+            return self.without_shift(parts[0])
+        factor = next((part for part in parts if part.name not in self.found.members and leaf(self.graph, part)), None)
         if node.op != "mul" or factor is None or len(parts) != 2 or axis != len(node.shape or ()) - 1:
             raise _ObstacleError(node)
         self.plain(next(part for part in parts if part is not factor), axis)
@@ -188,24 +209,25 @@ class _Search:
 
     def scaled(self, node: Node, factor: Node) -> str | None:
         """The product of a normalized value with a parameter, or with an expression of one (1 + weight)."""
-        leaf = self.leaf(factor)
-        assert leaf is not None
+        start = leaf(self.graph, factor)
+        assert start is not None
+        own = self.graph.tensors[start.params["weight"]]
         for number in (1.0, 0.0):
-            neutral = torch.full_like(self.graph.tensors[leaf.params["weight"]], number)
-            if bool((self.value(factor, neutral) == 1).all()):
-                value = self.value(factor, self.graph.tensors[leaf.params["weight"]])
-                self.found.norms[node.name] = Norm(value.double().flatten(), None, ((leaf.name, "weight", neutral),))
+            neutral = torch.full_like(own, number)
+            if bool((value(self.graph, factor, neutral) == 1).all()):
+                factors = value(self.graph, factor, own).double().flatten()
+                self.found.norms[node.name] = Norm(factors, None, ((start.name, "weight", neutral),))
                 return node.name
         raise _ObstacleError(node)
 
     def shifted(self, node: Node, norm: str, bias: Node) -> str | None:
         """A norm's bias that is added by an operator of its own."""
-        before, leaf = self.found.norms[norm], self.leaf(bias)
-        if before.shift is not None or leaf is not bias:
+        before = self.found.norms[norm]
+        if before.shift is not None or leaf(self.graph, bias) is not bias:
             raise _ObstacleError(node)
-        value = self.graph.tensors[bias.params["weight"]]
-        neutral = (*before.neutral, (bias.name, "weight", torch.zeros_like(value)))
-        self.found.norms[node.name] = Norm(before.factor, value.double().flatten(), neutral)
+        own = self.graph.tensors[bias.params["weight"]]
+        neutral = (*before.neutral, (bias.name, "weight", torch.zeros_like(own)))
+        self.found.norms[node.name] = Norm(before.factor, own.double().flatten(), neutral)
         return node.name
 
     def reads(self, node: Node, member: Node) -> bool:
@@ -229,15 +251,33 @@ class _Search:
         return True
 
     def aligned(self, node: Node, member: Node, axis: int) -> int | None:
-        """Where a broadcasting operator has the axis in its output."""
+        """Where an operator that computes has the axis in its output."""
+        if node.op in _SUMS:
+            return self.kept(node, member, axis)
+        if node.op == "stack":
+            return axis + (int(node.attrs.get("dim", 0)) % len(node.shape or ()) <= axis)
         computes = node.op in ("add", "sub", "mul", "div", "neg", "cat", *_NORMS)
         return axis + len(node.shape or ()) - len(member.shape or ()) if computes and node.shape else None
+
+    def kept(self, node: Node, source: Node, axis: int) -> int | None:
+        """Where a mean or a sum over other dimensions leaves an axis."""
+        size, dims = len(source.shape or ()), node.attrs.get("dim")
+        if not isinstance(dims, list) or axis in (gone := [dim % size for dim in dims]):
+            return None
+        return axis if node.attrs.get("keepdim") else axis - sum(dim < axis for dim in gone)
+
+    def without_shift(self, node: Node) -> str | None:
+        """The norm whose factors a member still has; what is added after a norm would not pass a factor of tokens."""
+        norm = self.norm[node.name]
+        if norm is not None and self.found.norms[norm].shift is not None:
+            raise _ObstacleError(node)
+        return norm
 
     def is_mean(self, node: Node, member: Node, axis: int) -> bool:
         """Whether it is the mean or the sum over the channels alone."""
         dims = node.attrs.get("dim")
         size = len(member.shape or ())
-        return node.op in ("mean", "sum") and isinstance(dims, list) and [dim % size for dim in dims] == [axis]
+        return node.op in _SUMS and isinstance(dims, list) and [dim % size for dim in dims] == [axis]
 
     def plain(self, node: Node, axis: int) -> None:
         """Take in a value whose channels have no factors."""
@@ -253,23 +293,3 @@ class _Search:
         shape = part.shape or ()
         at = axis - len(node.shape or ()) + len(shape)
         return at >= 0 and shape[at] != 1
-
-    def leaf(self, node: Node) -> Node | None:
-        """The parameter [channels] that a chain of operators with one input begins with, if nobody else reads it."""
-        while len(self.graph.consumers[node.name]) == 1 and node.op not in ("parameter", "constant"):
-            sources = self.operands(node)
-            if len(sources) != 1 or not node.target.startswith("aten."):
-                return None
-            node = sources[0]
-        alone = node.op in ("parameter", "constant") and len(self.graph.consumers[node.name]) == 1
-        return (
-            node if alone and (node.shape or ())[-1:] == (self.graph.tensors[node.params["weight"]].numel(),) else None
-        )
-
-    def value(self, node: Node, start: Tensor) -> Tensor:
-        """What such a chain gives for a parameter."""
-        if node.op in ("parameter", "constant"):
-            return start
-        ((key, source),) = node.inputs.items()
-        result: Tensor = call(node.target, {**node.attrs, key: self.value(self.graph.by_name[source.name], start)})
-        return result
