@@ -9,7 +9,7 @@ import click
 
 from quantizer.cli.options import SETTINGS, ModelOptions, model_options
 from quantizer.config.codes import all_codes
-from quantizer.config.pages import code_page, contents, key_names, key_page
+from quantizer.config.pages import code_page, contents, key_names, key_page, setting_names, setting_page
 from quantizer.config.wording import closest, listed, quoted
 from quantizer.errors import UsageError
 
@@ -42,6 +42,8 @@ def explain(name: str | None, options: ModelOptions) -> int | None:
         page = code_page(name.upper())
     elif name.lower() in key_names():
         page = key_page(name.lower())
+    elif name.lower() in setting_names():
+        page = setting_page(name.lower())
     else:
         raise UsageError(f"there is no code and no config key {quoted(name)}", help=_help_for(name))
     click.echo(_LINK.sub(r"\1", page), nl=False)
@@ -50,6 +52,6 @@ def explain(name: str | None, options: ModelOptions) -> int | None:
 
 def _help_for(name: str) -> str:
     beginning = [code for code in all_codes() if len(name) > 2 and code.startswith(name.upper())]
-    near = listed(beginning) or closest(name, [*key_names(), *all_codes()])
+    near = listed(beginning) or closest(name, [*key_names(), *setting_names(), *all_codes()])
     every = "`quantizer explain` lists all codes and keys, and --model M asks about a layer"
     return f"did you mean {near}? {every}" if near else every

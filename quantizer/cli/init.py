@@ -12,7 +12,14 @@ from quantizer.config.resources import resource
 from quantizer.errors import UsageError
 
 PRESETS = {"CPU": "cpu_int8.json", "GPU": "gpu.json", "DPU": "dpu.json"}
-STRATEGIES = {"weight_only": "weight_int8.json", "static": "static_fp8.json", "dynamic": "dynamic_int8.json"}
+STRATEGIES = {
+    "weight_only": "weight_int8.json",
+    "static": "static_fp8.json",
+    "dynamic": "dynamic_int8.json",
+    "smoothquant": "smoothquant_int8.json",
+    "awq": "awq_int4_group.json",
+    "gptq": "gptq_int4_group.json",
+}
 """Files of the hierarchical form."""
 
 
@@ -21,7 +28,7 @@ STRATEGIES = {"weight_only": "weight_int8.json", "static": "static_fp8.json", "d
 @click.option(
     "--strategy",
     type=click.Choice(list(STRATEGIES)),
-    help="Write the hierarchical form: weights only, activations calibrated, or activations as they come.",
+    help="Write the hierarchical form: weights only, activations calibrated or as they come, or an algorithm.",
 )
 @click.option(
     "--output", "-o", default="quantize_config.json", show_default=True, help="The file; - for standard output."

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
-from quantizer.config.algorithms import ALGORITHMS, Algorithm, Gptq, Names, ScalingLayer
+from quantizer.config.algorithms import ALGORITHMS, Algorithm, Awq, Gptq, Names, ScalingLayer
 from quantizer.config.diagnostics import Place
 from quantizer.config.model import Sourced
 from quantizer.config.resources import load_resource
@@ -20,6 +20,9 @@ NAME_KEYS: Mapping[str, str] = {
     "embedding_layers": "embeddings",
 }
 """The key for each field of `Names`."""
+
+FIND_CODES = frozenset(name for name, kind in ALGORITHMS.items() if kind.stage == "round" or kind is Awq)
+"""The algorithms that find weight codes, and so have nothing to do where no weights are quantized."""
 
 Path = tuple[str | int, ...]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from quantizer.config.algorithm_words import Entry
-from quantizer.config.algorithms import Awq, Gptq
+from quantizer.config.algorithm_words import FIND_CODES, Entry
+from quantizer.config.algorithms import Gptq
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.model import Config, QuantizationSpec, Sourced
 from quantizer.config.wording import quoted
@@ -54,12 +54,8 @@ shifters, which would undo what the algorithm found"
         yield Diagnostic("QZ210", text, entry.place, help="remove it, or write another target_device", related=related)
 
 
-def _finds_codes(entry: Entry) -> bool:
-    return entry.kind.stage == "round" or issubclass(entry.kind, Awq)
-
-
 def _is_misplaced(entry: Entry) -> bool:
-    return entry.path[0] == "pre_quant_opt_config" and _finds_codes(entry)
+    return entry.path[0] == "pre_quant_opt_config" and entry.kind.name in FIND_CODES
 
 
 def _groups(entry: Entry, weights: dict[str, Sourced]) -> Iterator[Diagnostic]:
@@ -98,7 +94,7 @@ def _other_grid(entry: Entry, weights: dict[str, Sourced]) -> Iterator[Diagnosti
 
 def _idle(entry: Entry, config: Config) -> Iterator[Diagnostic]:
     """Rounding where no weights are quantized."""
-    if _finds_codes(entry) and not _quantizes_weights(config):
+    if entry.kind.name in FIND_CODES and not _quantizes_weights(config):
         text = f"no weights are quantized, so {entry.kind.name} has nothing to do"
         yield Diagnostic("QZ128", text, entry.place, "warning", help="quantize weights, or remove the algorithm")
 

@@ -7,8 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from quantizer.config.algorithm_words import FIND_CODES
+from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.codes import CODES, all_codes
 from quantizer.config.form import Form
+from quantizer.config.hints import TYPE_WORDS
 from quantizer.config.layered import FIELDS
 from quantizer.config.resources import load_resource
 from quantizer.config.rules import spec_rules
@@ -34,12 +37,27 @@ _FIELDS: Mapping[Form, Mapping[str, str]] = {"layered": FIELDS, "hierarchical": 
 
 
 def key_names() -> tuple[str, ...]:
-    """Every key that has a page, those of the layered form first."""
-    return tuple(dict.fromkeys(key for form in FORMS for key in _keys(form)))
+    """Every key that has a page, those of the layered form first; then the algorithms."""
+    return (*dict.fromkeys(key for form in FORMS for key in _keys(form)), *ALGORITHMS)
+
+
+def setting_names() -> tuple[str, ...]:
+    """Every setting of an algorithm that is no key elsewhere."""
+    names = dict.fromkeys(key for name in ALGORITHMS for key in _settings(name))
+    return tuple(key for key in names if key not in key_names())
+
+
+def setting_page(key: str) -> str:
+    """What a setting is in each algorithm that has it."""
+    rows = [f"- {name}: {_settings(name)[key]['description']}" for name in ALGORITHMS if key in _settings(name)]
+    pages = " and ".join(f"`quantizer explain {name}`" for name in ALGORITHMS if key in _settings(name))
+    return f"# {key}\n\nA setting of algorithms; more is in {pages}.\n\n" + "\n".join(rows) + "\n"
 
 
 def key_page(key: str) -> str:
     """The page of a config key in Markdown: what it does, options, default, example, conflicts; for each form."""
+    if key in ALGORITHMS:
+        return "\n\n".join([f"# {key}", *_algorithm_sections(key)]) + "\n"
     pages = {form: list(_key_sections(key, form)) for form in FORMS if key in _keys(form)}
     title = f"# {key}"
     if len(pages) == 1:
@@ -55,7 +73,7 @@ def example_name(key: str, form: Form) -> str:
 
 def example_names() -> tuple[str, ...]:
     """Every worked example that there has to be."""
-    return tuple(example_name(key, form) for form in FORMS for key in _keys(form))
+    return (*(example_name(key, form) for form in FORMS for key in _keys(form)), *ALGORITHMS)
 
 
 def _key_sections(key: str, form: Form) -> Iterator[str]:
@@ -78,6 +96,39 @@ def _key_sections(key: str, form: Form) -> Iterator[str]:
     yield from _worked_example(example_name(key, form))
 
 
+def _algorithm_sections(name: str) -> Iterator[str]:
+    yield _algorithm(name)["description"]
+    lists = "`algo_config`" if name in FIND_CODES else "`algo_config` or `pre_quant_opt_config`"
+    yield f"Where: an entry of {lists}, or of `algorithms` in the layered form."
+    rows = ["| key | values | default | meaning |", "|---|---|---|---|"]
+    for key, entry in _settings(name).items():
+        rows.append(f"| `{key}` | {_values(entry)} | `{json.dumps(entry['default'])}` | {entry['description']} |")
+    yield "\n".join(rows)
+    if "scaling_layers" in _settings(name):
+        groups = load_resource("schemas", "hierarchical.schema.json")["definitions"]["scaling_layer"]["properties"]
+        yield "An entry of `scaling_layers`:"
+        rows = [f"- `{key}`: {entry['description']}" for key, entry in groups.items()]
+        yield "\n".join(rows)
+    yield from _worked_example(name)
+
+
+def _algorithm(name: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = load_resource("schemas", "hierarchical.schema.json")["definitions"][name]
+    return found
+
+
+def _settings(name: str) -> Mapping[str, Any]:
+    return {key: entry for key, entry in _algorithm(name)["properties"].items() if key != "name"}
+
+
+def _values(entry: Mapping[str, Any]) -> str:
+    """The types of a setting in words, and its range."""
+    types = entry["type"] if isinstance(entry["type"], list) else [entry["type"]]
+    words = " or ".join(TYPE_WORDS[kind] for kind in types)
+    bounds = {"exclusiveMinimum": "more than", "minimum": "at least", "maximum": "at most"}
+    return ", ".join([words, *(f"{word} {entry[key]}" for key, word in bounds.items() if key in entry)])
+
+
 def code_page(code: str) -> str:
     """The page of a diagnostic code in Markdown."""
     return _code_section(code).replace("## ", "# ", 1) + "\n"
@@ -88,6 +139,7 @@ def contents() -> str:
     rows = {code: entry.title for code, entry in all_codes().items()}
     for form in FORMS:
         rows |= {key: entry["description"] for key, (entry, _) in _keys(form).items() if key not in rows}
+    rows |= {name: _algorithm(name)["description"] for name in ALGORITHMS}
     width = max(map(len, rows))
     return "".join(f"{name:<{width}}  {meaning}\n" for name, meaning in rows.items())
 

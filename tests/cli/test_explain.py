@@ -11,8 +11,9 @@ import pytest
 
 from quantizer.cli.main import run_command
 from quantizer.cli.options import ModelOptions
+from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.codes import all_codes
-from quantizer.config.pages import key_names
+from quantizer.config.pages import key_names, setting_names
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -32,7 +33,7 @@ def test_every_key_has_a_page_with_default_and_example(key: str, capsys: pytest.
     document = (DOCS / "config" / f"{key}.md").read_text("utf-8")
     assert page == re.sub(r"\[(QZ\d+)\]\(\.\./rules\.md#qz\d+\)", r"\1", document)
     assert "](" not in page
-    assert f'```json\n"{key}": ' in page
+    assert (f'"name": "{key}"' if key in ALGORITHMS else f'```json\n"{key}": ') in page
     assert "Default: " in page or key == "overall_quantize_config"
 
 
@@ -68,3 +69,12 @@ def test_a_layer_is_passed_on_with_its_options(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "quantizer.cli.explain_layer", SimpleNamespace(explain_layer=explain_layer))
     assert run_command(["explain", "--config", "c.json", "--model", "m.py", "layer1.0.conv1"]) == 0
     assert seen == [("layer1.0.conv1", ModelOptions(model="m.py", config_file="c.json"))]
+
+
+@pytest.mark.parametrize("key", setting_names())
+def test_a_setting_of_an_algorithm_has_a_page(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["explain", key]) == 0
+    printed = capsys.readouterr().out
+    [name, *_] = re.findall(r"`quantizer explain (\w+)`", printed)
+    assert run_command(["explain", name]) == 0
+    assert f"| `{key}` |" in capsys.readouterr().out

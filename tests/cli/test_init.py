@@ -34,6 +34,15 @@ def test_strategies_have_the_hierarchical_form(strategy: str, device: str, tmp_p
     assert dynamic == {"weight_only": {}, "static": {"input": False}, "dynamic": {"input": True}}[strategy]
 
 
+@pytest.mark.parametrize("algorithm", ["smoothquant", "awq", "gptq"])
+def test_a_strategy_may_be_an_algorithm(algorithm: str, tmp_path: Path) -> None:
+    path = tmp_path / "net.json"
+    assert run_command(["init", "--strategy", algorithm, "-o", str(path)]) == 0
+    result = load_config(path)
+    assert result.diagnostics == ()
+    assert [found.name for found in result.require().algorithms] == [algorithm]
+
+
 def test_the_dpu_has_no_strategies(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["init", "--strategy", "static", "--device", "DPU", "-o", "-"]) == 2
     assert "layered form" in capsys.readouterr().err

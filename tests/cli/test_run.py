@@ -19,6 +19,7 @@ pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's d
 
 PRESETS = sorted((ROOT / "configs").glob("*.json"))
 LINEAR = ("mxfp4", "weight_int4_group")  # presets for networks of linear layers
+ALGORITHMS = ("gptq_int4_group", "awq_int4_group", "smoothquant_int8")  # groups are of 128 inputs
 PERCEPTRON = """
 import torch
 from sklearn.datasets import load_digits
@@ -113,7 +114,17 @@ def test_a_preset_for_linear_layers_calibrates_and_tests(name: str, tmp_path: Pa
     assert check(tmp_path / "out", "--gate", "sqnr_db>=14", model=str(model)) == 0
 
 
-@pytest.mark.parametrize("preset", [path for path in PRESETS if path.stem not in LINEAR], ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_preset_with_an_algorithm_calibrates_and_tests(name: str, tmp_path: Path) -> None:
+    model = tmp_path / "perceptron.py"
+    model.write_text(PERCEPTRON.replace("Linear(64", "Linear(128").replace("float32)", "float32).repeat(1, 2)"))
+    assert calibrate(tmp_path / "out", config=str(ROOT / "configs" / f"{name}.json"), model=str(model)) == 0
+    assert check(tmp_path / "out", "--gate", "sqnr_db>=18", model=str(model)) == 0
+
+
+@pytest.mark.parametrize(
+    "preset", [path for path in PRESETS if path.stem not in (*LINEAR, *ALGORITHMS)], ids=lambda path: path.stem
+)
 def test_every_other_preset_calibrates_and_tests(preset: Path, tmp_path: Path) -> None:
     assert calibrate(tmp_path / "out", config=str(preset)) == 0
     assert check(tmp_path / "out", "--gate", "top1_agreement>=0.98", "--gate", "sqnr_db>=15") == 0
