@@ -231,8 +231,8 @@ def _einsum(step: Step) -> Any:
 
 def _names() -> Iterator[tuple[Carrier, str]]:
     """The rows of the table, by what the operators do."""
-    moves = "permute transpose squeeze unsqueeze slice select expand repeat repeat_interleave chunk split getitem"
-    moves += " narrow movedim swapaxes unbind roll flip pixel_shuffle pixel_unshuffle channel_shuffle"
+    moves = "permute transpose mT numpy_T adjoint movedim swapaxes squeeze unsqueeze slice select narrow expand repeat"
+    moves += " repeat_interleave chunk split unbind getitem roll flip pixel_shuffle pixel_unshuffle channel_shuffle"
     pools = " ".join(f"{kind}_pool{dims}d" for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for dims in "123")
     for rule, names, keys in (
         (
@@ -240,7 +240,7 @@ def _names() -> Iterator[tuple[Carrier, str]]:
             "relu leaky_relu prelu dropout contiguous clone to type_as quant_stub dequant_stub input_scale neg abs",
             "",
         ),
-        (_reshaped, "reshape flatten unflatten", ""),
+        (_reshaped, "reshape flatten unflatten view_as reshape_as", ""),
         (_moved, moves, ""),
         (_moved, "cat stack", "tensors"),
         (_indexed, "index", ""),

@@ -11,6 +11,8 @@ from quantizer.graph.ir import Graph, Node, map_refs, references
 from quantizer.graph.targets import call
 
 BATCH = 2
+_SHAPED_AS_READ = ("quant_stub", "dequant_stub", "input_scale", "rotation", "channel_scale")  # no operators of torch
+_UNTOLD = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
 
 
 def fake_values(graph: Graph) -> dict[str, Any]:
@@ -22,7 +24,7 @@ def fake_values(graph: Graph) -> dict[str, Any]:
             if all(name in values for name in references(node.inputs)):
                 try:
                     values[node.name] = _value(node, values, tensors)
-                except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError):
+                except _UNTOLD:
                     continue  # torch cannot tell without values, or the layer is no operator of torch
     return values
 
@@ -34,7 +36,7 @@ def _value(node: Node, values: dict[str, Any], tensors: dict[str, Any]) -> Any:
         return torch.empty([BATCH if size is None else size for size in node.shape], dtype=node.dtype)
     if node.op in ("parameter", "constant"):
         return tensors[node.params["weight"]]
-    if node.op in ("quant_stub", "dequant_stub", "input_scale"):
+    if node.op in _SHAPED_AS_READ:
         return values[next(iter(node.refs()))]
     params = {key: tensors[path] for key, path in node.params.items()}
     inputs = {key: map_refs(value, values.__getitem__) for key, value in node.inputs.items()}

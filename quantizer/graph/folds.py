@@ -154,6 +154,8 @@ class Folds:
             return f"{name} shares its parameters with {next(users)}"
         flow = self.flow(source)
         channels = flow.ends.get(group.layers[0])
+        if stopped := [reader for reader in flow.mixed if channels is None and reader in self.way_back(group.source)]:
+            return _end(self.graph.by_name[stopped[0]])
         if channels is None or NONE in channels or any(flow.ends.get(layer) != channels for layer in group.layers):
             return f"not each of its channels is one of {name}"
         needed = frozenset(channels)

@@ -1,0 +1,34 @@
+"""On architectures of all kinds a fold keeps the function, and each layer that multiplies is in one group."""
+
+from __future__ import annotations
+
+import attention  # noqa: F401 - registers
+import dense  # noqa: F401
+import mobile  # noqa: F401
+import plain  # noqa: F401
+import pytest
+import residual  # noqa: F401
+import sequences  # noqa: F401
+import torch
+from harness import CASES, traced
+from structures import changed_by_folding
+
+from quantizer.config.model import Settings
+from quantizer.graph.find_structure import find_structure
+from quantizer.graph.passes import run_passes
+
+
+KINDS = "vit swin bert gpt2 t5 mixture_of_experts encoder_decoder resnet densenet mobilenet_v3 shufflenet_v2"
+KINDS += " convnext wavenet yolo dlrm gru_with_attention"
+
+
+@pytest.mark.parametrize("name", KINDS.split())
+def test_a_fold_keeps_the_function(name: str) -> None:
+    torch.manual_seed(0)
+    case = CASES[name]()
+    graph = run_passes(traced(case), Settings())
+    structure = find_structure(graph)
+    layers = [layer for group in structure.groups for layer in group.layers]
+    wanted = [n.name for n in graph.nodes if (n.op == "linear" or n.op.startswith("conv")) and "weight" in n.params]
+    assert sorted(layers) == sorted(wanted)
+    assert changed_by_folding(graph, case.batches[0], structure) < 1e-5
