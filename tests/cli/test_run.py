@@ -31,6 +31,18 @@ def model():
 def calibration_data():
     return [torch.tensor(load_digits().data[:256] / 16, dtype=torch.float32)]
 """
+LLAMA = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, num_key_value_heads=2, use_cache=False, **sizes))
+
+def calibration_data():
+    return [torch.randint(256, (8, 32), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+"""
 
 
 def test_the_two_commands_of_the_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,8 +134,19 @@ def test_a_preset_with_an_algorithm_calibrates_and_tests(name: str, tmp_path: Pa
     assert check(tmp_path / "out", "--gate", "sqnr_db>=18", model=str(model)) == 0
 
 
+def test_the_preset_for_language_models_calibrates_and_tests(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = tmp_path / "llama.py"
+    model.write_text(LLAMA)
+    config = str(ROOT / "configs" / "w4a4_rotation.json")
+    assert calibrate(tmp_path / "out", config=config, model=str(model)) == 0
+    assert check(tmp_path / "out", "--gate", "sqnr_db>=10", model=str(model)) == 0
+
+
 @pytest.mark.parametrize(
-    "preset", [path for path in PRESETS if path.stem not in (*LINEAR, *ALGORITHMS)], ids=lambda path: path.stem
+    "preset",
+    [path for path in PRESETS if path.stem not in (*LINEAR, *ALGORITHMS, "w4a4_rotation")],
+    ids=lambda path: path.stem,
 )
 def test_every_other_preset_calibrates_and_tests(preset: Path, tmp_path: Path) -> None:
     assert calibrate(tmp_path / "out", config=str(preset)) == 0

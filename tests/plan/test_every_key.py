@@ -43,6 +43,7 @@ SWITCHES: dict[str, Any] = {
     "quantizable_data_type": ["weights"],
 }
 BLOCKS = ("overall_quantize_config", "tensor_quantize_config", "layer_quantize_config")
+ALGORITHMS = "algorithms"  # what they do to weights is in tests/cli/test_algorithm_runs.py
 ENTRY = ("layer_type", "layer_name", "quantizable_data_type", "overall_quantize_config", "tensor_quantize_config")
 
 
@@ -79,7 +80,7 @@ def real(keys: set[str]) -> set[str]:
 
 def test_the_tables_hold_every_key_of_the_schema() -> None:
     assert real(keys_of(schema(), "round_mode")) == set(PARAMETERS)
-    assert real(set(schema()["properties"])) == {*SWITCHES, *BLOCKS}
+    assert real(set(schema()["properties"])) == {*SWITCHES, *BLOCKS, ALGORITHMS}
     assert real(keys_of(schema(), "layer_name")) == {*ENTRY, "required"}
 
 
