@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
-from quantizer.algorithms.clip import clipped_grid
+from quantizer.algorithms.clip import COARSE, clipped_grid
 from quantizer.algorithms.fold import (
     admissible,
     folded,
     input_name,
     multiplied,
     parameter,
-    powers_of_two,
     without_overlap,
 )
 from quantizer.algorithms.group_sums import DEEPEST, GroupSums, deepest, quantized_layers
@@ -44,9 +43,8 @@ UNREACHED = "no token of the calibration data reached it; it is rounded plainly"
 def awq(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
     """Rescale the input channels of each group, and settle the grids of its weights.
 
-    The factors are powers of two: the float network then keeps every bit of its outputs, in any dtype, which a run that
-    goes on after an interruption relies on. On the grids, weights are rounded plainly; an algorithm that rounds takes
-    over `grids`.
+    On the grids, weights are rounded plainly; an algorithm that rounds takes over `grids`. Without an algorithm before
+    it, a run can be taken up where it was interrupted: its inputs are those of the model, whatever was folded since.
 
     Raises:
         DataError: a value in the network, or a weight, is not finite; it is named.
@@ -74,7 +72,8 @@ class _Search:
         self.own = [quantized_layers(task, group) for group in self.groups]
         for name in (name for names in self.own for name in names):
             self._grid(name, parameter(task.graph, found, name))
-        self.stream = Stream(Network(adjusted(task.graph, found)), task.batches())
+        self.before = Adjustment() if task.done else found
+        self.stream = Stream(Network(adjusted(task.graph, self.before)), task.batches())
 
     def run(self) -> Adjustment:
         """All groups, but those that an interrupted run had settled."""
@@ -88,7 +87,7 @@ class _Search:
             later = {row.fold.node for row in self.groups[number + 1 :] if row.fold is not None}
             for ready in [at for at, row in waiting.items() if not later & set(row.layers)]:
                 self._settle(waiting.pop(ready))
-            if not waiting:
+            if number == len(self.groups) - 1 or (not waiting and self.before == Adjustment()):
                 self.task.after_group(self.found, number + 1)
         return self.found
 
@@ -100,7 +99,7 @@ class _Search:
             self._remark(layers, TOO_DEEP)
             return None
         sums = GroupSums(self.stream.network, layers)
-        source = input_name(group, self.found)
+        source = input_name(group, self.before)
         self.stream.advance(source, {source: sums.add})
         if sums.tokens == 0:
             self._remark(layers, UNREACHED)
@@ -132,10 +131,13 @@ class _Search:
         for name in layers:
             node, spec = graph.by_name[name], self.task.specs[name, "weights"]
             weight, share = sampled_rows(parameter(graph, self.found, name), spec, node, rows)
-            scaled = multiplied(node, weight.float(), factors)
-            lost = on_grid(scaled, spec, self._grid(name, scaled)).sub_(scaled)
-            lost = multiplied(node, lost, 1 / factors)
-            total += share * output_error(sums.matrix(name), weight_matrix(self.stream.network.layers[name], lost))
+            scaled, layer = multiplied(node, weight.float(), factors), self.stream.network.layers[name]
+            if self.settings.clip_search:
+                grid = clipped_grid(layer, spec, scaled, sums.divided(name, factors), COARSE)
+            else:
+                grid = self._grid(name, scaled)
+            lost = multiplied(node, on_grid(scaled, spec, grid).sub_(scaled), 1 / factors)
+            total += share * output_error(sums.matrix(name), weight_matrix(layer, lost))
         return total
 
     def _settle(self, gathered: _Gathered) -> None:
@@ -192,7 +194,7 @@ def _factors(size: Tensor, ratio: float) -> Tensor:
     live = factors[size > 0]
     if len(live):
         factors = factors / (live.max() * live.min()).sqrt()
-    return powers_of_two(torch.where(size > 0, factors, 1.0))
+    return torch.where(size > 0, factors, 1.0)
 
 
 def least_step(loss: Callable[[int], float], steps: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -15,9 +17,13 @@ SHRUNK = tuple(1 - step / 20 for step in range(11))
 """Candidates for a range, as shares of the full one (Lin et al. 2023, "AWQ", and its authors' code)."""
 SHRUNK_POWERS = (1.0, 0.5)
 """The same where scales are powers of two."""
+COARSE = (1.0, 0.85, 0.7, 0.55)
+"""Fewer candidates, to tell what a weight would lose once it is clipped."""
 
 
-def clipped_grid(layer: nn.Module, spec: QuantizationSpec, weight: Tensor, gram: Tensor) -> QParams:
+def clipped_grid(
+    layer: nn.Module, spec: QuantizationSpec, weight: Tensor, gram: Tensor, shares: Sequence[float] = SHRUNK
+) -> QParams:
     """Scale and zero point of each row or group, shrunk so that the error of the layer's outputs is least.
 
     The error of a group of columns is that of its own inputs, without those of other groups, so that each scale is
@@ -27,11 +33,12 @@ def clipped_grid(layer: nn.Module, spec: QuantizationSpec, weight: Tensor, gram:
         layer: for its kind and sizes.
         weight: as the layer stores it, float32.
         gram: of the layer's inputs, [groups, depth, depth].
+        shares: of the full range, the candidates where scales are not powers of two.
     """
     grid = plain_grid(spec, weight)
     best = torch.full_like(grid.scale, float("inf"))
     scale = grid.scale
-    for share in SHRUNK if spec.scale_type == "float" else SHRUNK_POWERS:
+    for share in shares if spec.scale_type == "float" else SHRUNK_POWERS:
         tried = QParams((grid.scale * share).clamp_min(SMALLEST_SCALE), grid.zero_point)
         error = scale_errors(layer, spec, on_grid(weight, spec, tried).sub_(weight), gram).to(best)
         scale = torch.where(error < best, tried.scale, scale)

@@ -68,11 +68,16 @@ class GroupSums:
         squares = self._matrices[key].diagonal(dim1=1, dim2=2).reshape(channels, -1)
         return (squares.mean(1) / gram.tokens).sqrt()
 
+    def divided(self, layer: str, factors: Tensor) -> Tensor:
+        """A matrix for the value with its channels divided by `factors`."""
+        matrix = self.matrix(layer)
+        by_input = factors.view(len(matrix), -1).repeat_interleave(matrix.shape[1] * len(matrix) // len(factors), 1)
+        return (matrix / by_input[:, None]).div_(by_input[:, :, None])
+
     def divide(self, factors: Tensor) -> None:
-        """The sums for the value with its channels divided by `factors`; nothing is added any more."""
-        for matrix in self._matrices.values():
-            by_input = factors.view(len(matrix), -1).repeat_interleave(matrix.shape[1] * len(matrix) // len(factors), 1)
-            matrix.div_(by_input[:, None]).div_(by_input[:, :, None])
+        """All matrices so; nothing is added any more."""
+        for key, name in self._first.items():
+            self._matrices[key] = self.divided(name, factors)
 
 
 DEEPEST = 16384

@@ -1,0 +1,294 @@
+"""AWQ against its paper's claims: never worse than plain rounding, better with outliers, the float function kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rescaling import A8, CASES, W4, Outliers, built, difference, quantized_error, task_of
+from torch import Tensor, nn
+
+from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
+from quantizer.algorithms.awq import awq, least_step
+from quantizer.algorithms.clip import clipped_grid, scale_errors
+from quantizer.algorithms.gram import Gram
+from quantizer.algorithms.plain import on_grid, plain_grid
+from quantizer.algorithms.smoothquant import smoothquant
+from quantizer.config.algorithms import Awq, SmoothQuant
+from quantizer.config.model import QuantizationSpec
+from quantizer.errors import DataError
+from quantizer.numerics.qparams import QParams
+
+INT4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
+SPECS = {
+    "uint4 groups": dataclasses.replace(W4, group_size=8),
+    "int3 groups": QuantizationSpec(bit_width=3, qscheme="per_group", ch_axis=1, group_size=16),
+    "int4 channels": INT4,
+    "int8 tensor": QuantizationSpec(),
+    "uint2 channels": QuantizationSpec(bit_width=2, signed=False, symmetric=False, qscheme="per_channel", ch_axis=0),
+    "int4 inputs": QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=1),
+    "int4 groups of outputs": QuantizationSpec(bit_width=4, qscheme="per_group", ch_axis=0, group_size=4),
+    "mx fp4": QuantizationSpec(dtype="fp4", scale_type="e8m0", qscheme="per_group", ch_axis=1, group_size=32),
+    "fp8": QuantizationSpec(dtype="fp8_e4m3"),
+    "powers of two": QuantizationSpec(bit_width=4, scale_type="poweroftwo", qscheme="per_channel", ch_axis=0),
+}
+
+
+def settled(task: Task, found: Adjustment | None = None, **changes: bool) -> Adjustment:
+    return awq(task, Awq(**changes), found or Adjustment())  # type: ignore[arg-type]
+
+
+def errors(task: Task, found: Adjustment, inputs: list[Tensor]) -> float:
+    """Plain rounding's error over that of what was found."""
+    plain = quantized_error(task, Adjustment(), inputs)
+    return plain / quantized_error(task, found, inputs, rounded=True)
+
+
+def model_with(gain: Tensor) -> tuple[nn.Module, list[Tensor]]:
+    torch.manual_seed(1)
+    model = Outliers(len(gain), outliers=0)
+    model.norm.weight.data = gain
+    return model, list(torch.randn(4, 2, 64, len(gain)))
+
+
+def test_gains_of_the_paper() -> None:
+    """Lin et al. 2023, tables 1 to 3: factors help where a few channels are large, and do no harm elsewhere."""
+    torch.manual_seed(0)
+    few = torch.ones(256)
+    few[torch.randperm(256)[:6]] = 60.0
+    inputs_by_kind = {"few": few, "lognormal": torch.exp(torch.randn(256)), "alike": torch.ones(256)}
+    gains = {}
+    exponents = {}
+    for kind, gain in inputs_by_kind.items():
+        model, inputs = model_with(gain)
+        task = task_of(model, inputs, W4)
+        found = settled(task, clip_search=False)
+        gains[kind] = errors(task, found, inputs)
+        factors = gain / next((own["weight"] for own in found.parameters.values() if "bias" in own), gain)
+        exponents[kind] = float((factors[few > 1].median() / factors[few == 1].median()).log()) / math.log(60)
+    assert gains["few"] >= 3
+    assert 0.3 <= exponents["few"] <= 0.6
+    assert gains["lognormal"] >= 1.5
+    assert 1 <= gains["alike"] <= 1.02
+
+
+def test_clipping_helps_by_itself_and_with_factors() -> None:
+    model, inputs = model_with(torch.exp(torch.randn(256, generator=torch.Generator().manual_seed(0))))
+    task = task_of(model, inputs, dataclasses.replace(W4, bit_width=3))
+    both, clip, scale = (
+        errors(task, settled(task, **off), inputs) for off in ({}, {"scale_search": False}, {"clip_search": False})
+    )
+    assert clip > 1.1
+    assert scale > 1.1
+    assert both > max(clip, scale)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("signed", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("scheme", ["per_channel", "per_group"])
+@pytest.mark.parametrize("clip", [True, False], ids=["clipped", "whole"])
+def test_one_large_channel(bits: int, signed: bool, scheme: str, clip: bool) -> None:
+    """Its factors pay on each grid, with and without clipping, and so does clipping alone."""
+    gain = torch.ones(128)
+    gain[17] = 60.0
+    model, inputs = model_with(gain)
+    axis = {"ch_axis": 0} if scheme == "per_channel" else {"ch_axis": 1, "group_size": 32}
+    spec = QuantizationSpec(bit_width=bits, signed=signed, symmetric=signed, qscheme=scheme, **axis)
+    task = task_of(model, inputs, spec)
+    found = settled(task, clip_search=clip)
+    assert errors(task, found, inputs) >= 2.5
+    assert difference(task, found, inputs) < 1e-5
+    alone = settled(task, clip_search=clip, scale_search=False)
+    assert not alone.parameters
+    assert errors(task, alone, inputs) >= (2.5 if clip else 1)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("name", ["outliers", "grouped"])
+def test_any_grid(name: str, spec: QuantizationSpec) -> None:
+    model, inputs = built(name)
+    if name == "grouped" and spec.qscheme == "per_group":
+        spec = dataclasses.replace(spec, group_size=-1)
+    task = task_of(model, inputs, spec)
+    found = settled(task)
+    assert set(found.rounded) == set(found.grids) == {layer for layer, _ in task.specs}
+    graph = adjusted(task.graph, found)
+    for layer, rounded in found.rounded.items():
+        assert rounded.qparams is found.grids[layer]
+        weight = graph.tensors[graph.by_name[layer].params["weight"]]
+        assert torch.equal(on_grid(weight, spec, rounded.qparams), rounded.weight)
+        assert torch.equal(on_grid(rounded.weight, spec, rounded.qparams), rounded.weight)
+        assert 0 <= rounded.after < 1
+        assert rounded.weight.isfinite().all()
+    assert sum(each.after for each in found.rounded.values()) <= sum(each.before for each in found.rounded.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_float_function_stays(name: str) -> None:
+    """Also of grouped-query attention: Llama, Qwen2 and others share a head of values between two of queries."""
+    model, inputs = built(name)
+    task = task_of(model, inputs, INT4)
+    found = settled(task)
+    assert found.rounded
+    assert bool(found.parameters) is (name != "gated")  # its inputs are alike in size
+    assert difference(task, found, inputs) < 1e-5
+
+
+def test_a_group_is_never_worse_than_plain_rounding() -> None:
+    model, inputs = built("outliers")
+    task = task_of(model, inputs, dataclasses.replace(W4, group_size=16))
+    found = settled(task, clip_search=False)
+    assert len(found.rounded) == 2
+    assert sum(row.after for row in found.rounded.values()) <= sum(row.before for row in found.rounded.values())
+
+
+def test_errors_before_and_after_are_those_of_the_layers_outputs() -> None:
+    model, inputs = model_with(torch.exp(torch.linspace(-2, 2, 256)))
+    task = task_of(model, inputs, W4)
+    found = settled(task)
+    [(layer, rounded)] = found.rounded.items()
+    with torch.no_grad():
+        x = torch.cat([model.norm(x).flatten(0, 1) for x in inputs])
+        weight = model.layers[0].weight
+        scaled = found.parameters[layer]["weight"]
+        factors = (scaled / weight).nanmedian(0).values
+        energy = (x @ weight.T).square().sum()
+        before = (x @ (on_grid(weight, W4, plain_grid(W4, weight)) - weight).T).square().sum()
+        after = ((x / factors) @ (rounded.weight - scaled).T).square().sum()
+    assert rounded.before == pytest.approx(float(before / energy), rel=1e-3)
+    assert rounded.after == pytest.approx(float(after / energy), rel=1e-3)
+
+
+def test_after_smoothquant() -> None:
+    model, inputs = built("gated")
+    task = task_of(model, inputs, INT4, A8)
+    found = smoothquant(task, SmoothQuant(alpha="auto"), Adjustment())
+    both = settled(task, found)
+    assert difference(task, both, inputs) < 1e-5
+    assert len(both.insertions) == len(found.insertions) == 1, "one multiplication takes both factors"
+    assert set(both.rounded) == {layer for layer, role in task.specs if role == "weights"}
+
+
+def test_what_is_rescaled_later_is_not_rounded_any_more() -> None:
+    model, inputs = built("outliers")
+    task = task_of(model, inputs, INT4)
+    found = smoothquant(task, SmoothQuant(), settled(task))
+    assert not found.rounded
+    assert not found.grids
+
+
+def test_two_runs_and_a_resumed_one_leave_the_same_bits() -> None:
+    model, inputs = built("Llama")
+    states: list[tuple[Adjustment, int]] = []
+    task = task_of(model, inputs, INT4, after_group=lambda found, done: states.append((found, done)))
+    whole = settled(task)
+    assert states[-1] == (whole, len(task.structure.groups))
+    assert len(states) > 3
+    for found, done in states:
+        resumed = settled(dataclasses.replace(task, done=done, after_group=lambda found, done: None), found)
+        assert resumed.rounded.keys() == whole.rounded.keys()
+        for layer, rounded in whole.rounded.items():
+            assert torch.equal(resumed.rounded[layer].weight, rounded.weight)
+            assert torch.equal(resumed.grids[layer].scale, whole.grids[layer].scale)
+            assert resumed.rounded[layer].after == rounded.after
+        for layer, own in whole.parameters.items():
+            assert all(torch.equal(resumed.parameters[layer][key], value) for key, value in own.items())
+
+
+class Routed(nn.Module):
+    """An expert that only large first values reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.seldom = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (rows,) = torch.where(x[:, 0] > 100)
+        return self.always(x).index_add(0, rows, self.seldom(x[rows]))
+
+
+def test_an_expert_that_no_token_reaches_is_rounded_plainly() -> None:
+    torch.manual_seed(0)
+    inputs = list(torch.randn(2, 5, 8))
+    task = task_of(Routed(), inputs, INT4)
+    found = settled(task)
+    [layer] = found.rounded
+    assert "always" in layer
+    [remark] = found.remarks
+    assert "seldom" in remark.layer
+    assert "no token" in remark.text
+    assert remark.is_warning
+
+
+def test_dead_channels_are_told_and_keep_their_weights() -> None:
+    model, inputs = built("outliers")
+    model.norm.weight.data[3] = model.norm.bias.data[3] = 0
+    task = task_of(model, inputs, INT4)
+    found = settled(task)
+    assert all("1 input channels were zero" in remark.text for remark in found.remarks if remark.is_warning)
+    assert any(remark.is_warning for remark in found.remarks)
+    weights = [found.parameters[layer]["weight"] for layer in found.rounded if layer in found.parameters]
+    for weight, layer in zip(weights, model.layers, strict=True):
+        assert torch.equal(weight[:, 3], layer.weight[:, 3])
+
+
+def test_what_is_not_finite_is_an_error_that_names_it() -> None:
+    model, inputs = built("outliers")
+    task = task_of(model, inputs, INT4)
+    inputs[1] = torch.full_like(inputs[1], float("inf"))
+    with pytest.raises(DataError, match=r"batch 1: the input of .* has \d+ NaN"):
+        settled(task)
+    model.layers[1].weight.data[0, 0] = float("nan")
+    with pytest.raises(DataError, match=r"weight of .*1.* has no range"):
+        settled(task_of(model, inputs[:1], INT4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_keeps_its_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, inputs = Outliers(64, layers=2).to(dtype), list(torch.randn(2, 4, 64).to(dtype))
+    task = task_of(model, inputs, INT4)
+    found = settled(task)
+    assert found.parameters
+    assert difference(task, found, inputs) == 0
+    assert all(rounded.weight.dtype == dtype for rounded in found.rounded.values())
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(sorted(SPECS)), st.integers(0, 1000))
+def test_errors_of_scales_add_up(name: str, seed: int) -> None:
+    """With inputs that do not correlate, the errors of all scales are the error of the outputs."""
+    torch.manual_seed(seed)
+    spec, layer = SPECS[name], nn.Linear(32, 12)
+    gram = torch.diag(torch.rand(32) + 0.1)[None]
+    weight = layer.weight.detach()
+    lost = on_grid(weight, spec, plain_grid(spec, weight)) - weight
+    found = scale_errors(layer, spec, lost, gram)
+    assert found.shape == plain_grid(spec, weight).scale.shape
+    assert float(found.sum()) == pytest.approx(float(((lost @ gram[0]) * lost).sum()), rel=1e-4)
+
+
+def test_a_clipped_grid_is_the_best_of_its_candidates() -> None:
+    """By the outputs themselves, row by row."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(16, 6), torch.randn(100, 16) @ torch.randn(16, 16)
+    gram = Gram(layer)
+    gram.add(x)
+    weight = layer.weight.detach()
+    found, grid = clipped_grid(layer, INT4, weight, gram.matrix), plain_grid(INT4, weight)
+    best = torch.full((6,), float("inf"))
+    for step in range(11):
+        tried = on_grid(weight, INT4, QParams(grid.scale * (1 - step / 20), grid.zero_point))
+        best = torch.minimum(best, (x @ (tried - weight).T).square().sum(0))
+    have = (x @ (on_grid(weight, INT4, found) - weight).T).square().sum(0)
+    assert torch.allclose(have, best, rtol=1e-3)
+
+
+@given(st.integers(1, 60), st.data())
+def test_the_least_step_of_a_valley_is_found(steps: int, data: st.DataObject) -> None:
+    bottom = data.draw(st.integers(0, steps))
+    assert abs(least_step(lambda step: abs(step - bottom), steps) - bottom) <= 1
