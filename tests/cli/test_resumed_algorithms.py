@@ -1,0 +1,88 @@
+"""The algorithms themselves, stopped anywhere and resumed: the same bytes as without a stop."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import calibrate
+
+from configs import document
+from quantizer.engine.adjust_checkpoint import AdjustCheckpoint
+
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.gate = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+        self.norm.weight.data[3] *= 20
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(16, 5)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+def calibration_data():
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 7, 16, generator=g) for _ in range(3)]
+"""
+
+
+class Stopped(Exception):
+    """The process dies here."""
+
+
+def differing(one: Path, other: Path) -> set[str]:
+    """Files that are not the same, but for those that say when a run was."""
+    names = {path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()}
+    _, mismatch, missing = filecmp.cmpfiles(one, other, names, shallow=False)
+    return (set(mismatch) | set(missing)) - {"run.json", "run.log"}
+
+
+@pytest.mark.parametrize("names", [("awq",), ("awq", "gptq"), ("smoothquant", "awq", "gptq"), ("rotation", "gptq")])
+def test_any_stop_leaves_the_same_bytes(
+    names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path = tmp_path / "net.py", tmp_path / "q.json"
+    model.write_text(MODEL)
+    tensors = {"weights": {"bit_width": 4, "per_channel": True}}
+    content: dict[str, Any] = document(tensor=tensors) | {"quantizable_data_type": ["weights"]}
+    path.write_text(json.dumps(content | {"algorithms": [{"name": name} for name in names]}))
+    words: dict[str, str] = {"model": str(model), "config": str(path)}
+    assert calibrate(tmp_path / "whole", **words) == 0
+    original, seen, resumed = AdjustCheckpoint.group_done, [0], 0
+
+    def stops(self: AdjustCheckpoint, index: int, found: Any, done: int) -> None:
+        original(self, index, found, done)
+        seen[0] += 1
+        if seen[0] % 3 == 0:
+            raise Stopped
+
+    monkeypatch.setattr(AdjustCheckpoint, "group_done", stops)
+    code, more = 70, ()
+    while code == 70:
+        code = calibrate(tmp_path / "out", *more, **words)
+        more, resumed = ("--resume",), resumed + 1
+    assert code == 0
+    assert resumed > 1
+    assert not differing(tmp_path / "whole", tmp_path / "out")
