@@ -44,8 +44,9 @@ def decaying(tokens: int, depth: int, seed: int) -> Tensor:
     """A covariance with eigenvalues 1, 1/2, 1/3, …, in directions that are the same for every seed."""
     basis, _ = torch.linalg.qr(torch.randn(depth, depth, generator=torch.Generator().manual_seed(6)))
     x = torch.randn(tokens, depth, generator=torch.Generator().manual_seed(seed))
-    spectrum: Tensor = torch.arange(1, depth + 1).float() ** -0.5
-    return x * spectrum @ basis.T
+    spectrum: Tensor = torch.arange(1, depth + 1).float().rsqrt()
+    spread: Tensor = x * spectrum @ basis.T
+    return spread
 
 
 def independent(tokens: int, depth: int, seed: int) -> Tensor:

@@ -15,11 +15,11 @@ from quantizer.config.algorithms import Gptq
 class Products:
     """Sums over all tokens x of one group of channels, [depth, depth].
 
-    `gram` is that of x x^T; `cross` that of f x^T, where f is the same token in the float network, if it is known.
+    `gram` is that of x x^T; `drift` that of (f - x) x^T, where f is the same token in the float network, if known.
     """
 
     gram: Tensor
-    cross: Tensor | None = None
+    drift: Tensor | None = None
 
 
 @dataclass(frozen=True)

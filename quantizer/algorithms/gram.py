@@ -75,8 +75,16 @@ class Gram:
                 self._sum[:, here, here.start :].baddbmm_(left, right)
 
 
-class Cross:
-    """The matrix sum of f x^T, where x is as in `Gram`, and f the same of another input: [groups, depth, depth]."""
+class Drift:
+    """The matrix sum of (f - x) x^T, with x as in `Gram`, and f the same in another network: [groups, depth, depth].
+
+    Exactly zero if both are equal, as sums of f x^T and x x^T in two ways would not be.
+
+    >>> drift = Drift(nn.Linear(2, 3))
+    >>> drift.add(torch.tensor([[3.0, 2.0]]), torch.tensor([[1.0, 2.0]]))
+    >>> drift.matrix.tolist()
+    [[[2.0, 4.0], [0.0, 0.0]]]
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         weight = layer.get_parameter("weight")
@@ -86,7 +94,7 @@ class Cross:
     @torch.no_grad()
     def add(self, f: Tensor, x: Tensor) -> None:
         """Take in one batch, of one shape."""
-        for left, right in zip(_parts(self._layer, f), _parts(self._layer, x), strict=True):
+        for left, right in zip(_parts(self._layer, f.float() - x.float()), _parts(self._layer, x), strict=True):
             self.matrix.baddbmm_(left.mT, right)
 
 

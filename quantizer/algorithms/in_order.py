@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
 from quantizer.algorithms.aim import Aim, Products
-from quantizer.algorithms.gram import Cross, Gram
+from quantizer.algorithms.gram import Drift, Gram
 from quantizer.algorithms.patches import LAYERS, weight_matrix
 from quantizer.algorithms.plain import on_grid, plain_grid
 from quantizer.algorithms.settle import Settled, member, settle
@@ -59,7 +59,7 @@ class _Gathered:
 
     names: list[str]
     gram: Gram
-    cross: Cross | None
+    drift: Drift | None
 
 
 class _Passage:
@@ -112,7 +112,7 @@ class _Passage:
             if weight_matrix(layer, layer.get_parameter("weight")).shape[2] > DEEPEST:
                 self._remark(alike, TOO_DEEP)
                 continue
-            each = _Gathered(alike, Gram(layer), Cross(layer) if self.float_stream else None)
+            each = _Gathered(alike, Gram(layer), Drift(layer) if self.float_stream else None)
             stream.advance(source, {source: self._watcher(each, source)})
             found.append(each)
         return found
@@ -132,8 +132,8 @@ class _Passage:
                 raise DataError(text, help="check that batch, and the weights of the layers before") from error
             except ObservationError as error:
                 raise DataError(f"the input of {gathered.names[0]}: {error}", help="check that batch") from error
-            if gathered.cross is not None:
-                gathered.cross.add(next(floats), x)
+            if gathered.drift is not None:
+                gathered.drift.add(next(floats), x)
 
         return watch
 
@@ -145,8 +145,8 @@ class _Passage:
         members = [
             member(name, layers[name], specs[name, "weights"], self.found.grids.get(name)) for name in gathered.names
         ]
-        cross = gathered.cross.matrix if gathered.cross is not None else [None] * len(gathered.gram.matrix)
-        products = [Products(*pair) for pair in zip(gathered.gram.matrix, cross, strict=True)]
+        drift = gathered.drift.matrix if gathered.drift is not None else [None] * len(gathered.gram.matrix)
+        products = [Products(*pair) for pair in zip(gathered.gram.matrix, drift, strict=True)]
         return settle(members, products, gathered.gram.tokens, self.aim)
 
     def _weight(self, name: str) -> Tensor:

@@ -57,7 +57,7 @@ def settle(members: Sequence[Member], products: Sequence[Products], tokens: int,
     """
     dynamic = not aim.settings.static_groups and all(each.has_runs for each in members)
     hessians = [aim.hessian(each.gram, by_size=aim.settings.desc_act and not dynamic) for each in products]
-    settled = Settled({}, [Remark(each.name, text) for text in _lacks(products, hessians, aim) for each in members])
+    settled = Settled({}, [Remark(each.name, text) for text in _lacks(products, hessians) for each in members])
     solvable = [each for each in hessians if each is not None]
     gram = torch.stack([each.gram for each in products]) if len(products) > 1 else products[0].gram[None]
     for spec in dict.fromkeys(each.spec for each in members):
@@ -71,18 +71,18 @@ def settle(members: Sequence[Member], products: Sequence[Products], tokens: int,
     return settled
 
 
-def _lacks(products: Sequence[Products], hessians: Sequence[Hessian | None], aim: Aim) -> list[str]:
+def _lacks(products: Sequence[Products], hessians: Sequence[Hessian | None]) -> list[str]:
     """What the inputs lacked, in sentences."""
     found = []
     dead = sum(int((each.gram.diagonal() == 0).sum()) for each in products)
     if dead:
-        found.append(f"{dead} input channels were zero on the calibration data; their weights are rounded plainly")
+        which = "1 input channel was" if dead == 1 else f"{dead} input channels were"
+        found.append(f"{which} zero on the calibration data; the weights are rounded plainly")
     if None in hessians:
         found.append("its Hessian is not positive definite even with damping 1; it is rounded plainly")
     raised = [each.raised for each in hessians if each is not None and each.raised is not None]
     if raised:
-        text = f"its Hessian was not positive definite with damp_percent {aim.settings.damp_percent:g}"
-        found.append(f"{text}; it was raised to {max(raised):.2g}")
+        found.append(f"its Hessian was not positive definite; {max(raised):.2g} of its mean diagonal was added")
     return found
 
 

@@ -29,6 +29,8 @@ RUNS: dict[str, str] = {
     "rotation": "quantizer.algorithms.rotation:rotation",
     "awq": "quantizer.algorithms.awq:awq",
     "gptq": "quantizer.algorithms.gptq:gptq",
+    "gptaq": "quantizer.algorithms.gptaq:gptaq",
+    "qronos": "quantizer.algorithms.qronos:qronos",
 }
 """The `Run` of each algorithm, by its name in `config.algorithms`; imported when it is asked for."""
 KEPT = 1e-3
@@ -132,7 +134,7 @@ def summary(step: Step, before: Adjustment, after: Adjustment) -> str:
     changed = [name for name, own in after.parameters.items() if before.parameters.get(name) is not own]
     inserted = len(after.insertions) - len(before.insertions)
     if step.settings.stage == "rescale":
-        parts.append(f"{len(changed)} layers rescaled, {inserted} explicit multiplications")
+        parts.append(f"{len(changed)} layers rescaled, {inserted} layers inserted")
     if rounded:
         better = [layer.after / layer.before for layer in rounded.values() if layer.after < layer.before]
         left = f", the median layer keeps {statistics.median(better):.0%} of plain rounding's error" if better else ""
