@@ -48,7 +48,7 @@ def calibration_data():
 """
 
 
-class Stopped(Exception):
+class KilledError(Exception):
     """The process dies here."""
 
 
@@ -76,7 +76,7 @@ def test_any_stop_leaves_the_same_bytes(
         original(self, index, found, done)
         seen[0] += 1
         if seen[0] % 3 == 0:
-            raise Stopped
+            raise KilledError
 
     monkeypatch.setattr(AdjustCheckpoint, "group_done", stops)
     code, more = 70, ()
