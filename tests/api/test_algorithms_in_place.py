@@ -124,7 +124,7 @@ def test_rescaling_keeps_the_function_and_is_saved(tmp_path: Path, caplog: pytes
     said = caplog.text
     assert "runs more than once, so smoothquant leaves it as it is" in said
     assert "head.weight is not tied any more" in said
-    assert "smoothquant: 11 layers rescaled, 5 explicit multiplications" in said
+    assert "smoothquant: 11 layers rescaled, 5 layers inserted" in said
     ModelQuantizer.save(model, tmp_path)
     assert same(ModelQuantizer.load(net(), tmp_path)(IDS[0]), found)
     assert same(copy.deepcopy(model)(IDS[0]), found)
