@@ -27,6 +27,7 @@ from quantizer.sources.batches import Batch
 
 Width = int | str
 """The bits of an integer grid, or the name of a format without a scale."""
+Grid = tuple[QuantizationSpec, QParams]
 AfterLayer = Callable[[], None]
 
 
@@ -38,14 +39,6 @@ class Candidate:
     specs: tuple[QuantizationSpec, ...]
 
 
-@dataclass(frozen=True)
-class LayerError:
-    """Squared errors of a layer's outputs over the data, one for each width, and the energy of what they disturb."""
-
-    errors: tuple[float, ...]
-    energy: float
-
-
 def with_width(spec: QuantizationSpec, width: Width) -> QuantizationSpec:
     """The same grid with other bits, or a format without a scale.
 
@@ -55,14 +48,20 @@ def with_width(spec: QuantizationSpec, width: Width) -> QuantizationSpec:
     return replace(spec, bit_width=width) if isinstance(width, int) else QuantizationSpec(dtype=width)
 
 
-def rounded(network: Network, candidate: Candidate, width: Width) -> dict[str, Tensor]:
-    """The weight of each of the candidate's layers as plain rounding leaves it."""
+def grids(network: Network, candidate: Candidate, width: Width) -> dict[str, Grid]:
+    """Where plain rounding puts the weight of each of the candidate's layers."""
     found = {}
     for name, own in zip(candidate.layers, candidate.specs, strict=True):
         spec, weight = with_width(own, width), network.layers[name].get_parameter("weight")
         nothing = QParams(torch.ones(()), torch.zeros((), dtype=torch.int32))
-        found[name] = on_grid(weight, spec, plain_grid(spec, weight) if spec.is_scaled else nothing)
+        found[name] = (spec, plain_grid(spec, weight) if spec.is_scaled else nothing)
     return found
+
+
+def rounded(network: Network, candidate: Candidate, width: Width) -> dict[str, Tensor]:
+    """The weight of each of the candidate's layers as plain rounding leaves it."""
+    placed = grids(network, candidate, width)
+    return {name: on_grid(network.layers[name].get_parameter("weight"), *grid) for name, grid in placed.items()}
 
 
 def layer_errors(
@@ -71,7 +70,7 @@ def layer_errors(
     widths: Sequence[Width],
     batches: Iterable[Batch],
     after_layer: AfterLayer = lambda: None,
-) -> list[LayerError]:
+) -> list[tuple[float, ...]]:
     """For each candidate tr(d H d^T) of every width, d being what rounding changes and H the Gram matrix of its inputs.
 
     One pass over the data. One value's Gram matrices exist at a time: one for linear layers, one for each convolution.
@@ -80,7 +79,7 @@ def layer_errors(
         DataError: an input of a layer is not finite (layer and batch are named).
     """
     changes = {name: candidate for candidate in candidates for name in candidate.layers}
-    found: dict[str, LayerError] = {}
+    found: dict[str, list[float]] = {}
     stream = Stream(network, batches)
     for source, names in _readers(network, changes).items():
         shared = next((name for name in names if network.graph.by_name[name].op == "linear"), "")
@@ -88,9 +87,10 @@ def layer_errors(
         grams = {name: Gram(network.layers[name]) for name in dict.fromkeys(owner.values())}
         stream.advance(source, {source: _watcher(grams)})
         for name in names:
-            found[name] = _layer_error(network, name, changes[name], widths, grams[owner[name]].matrix)
+            found[name] = _errors(network, name, changes[name], widths, grams[owner[name]].matrix)
             after_layer()
-    return [_sum([found[name] for name in candidate.layers]) for candidate in candidates]
+    # A weight that several layers multiply with has the errors of all.
+    return [tuple(map(math.fsum, zip(*(found[name] for name in c.layers), strict=True))) for c in candidates]
 
 
 def _readers(network: Network, names: Mapping[str, Candidate]) -> dict[str, list[str]]:
@@ -115,22 +115,12 @@ def _watcher(grams: Mapping[str, Gram]) -> Callable[[Tensor], None]:
     return add
 
 
-def _layer_error(
-    network: Network, name: str, candidate: Candidate, widths: Sequence[Width], gram: Tensor
-) -> LayerError:
+def _errors(network: Network, name: str, candidate: Candidate, widths: Sequence[Width], gram: Tensor) -> list[float]:
+    """Of the layer's outputs, at each width."""
     layer = network.layers[name]
-    weight = layer.get_parameter("weight").detach()
-    errors = []
-    for width in widths:
-        difference = rounded(network, candidate, width)[name].float() - weight.float()
-        errors.append(output_error(gram, weight_matrix(layer, difference)))
-    return LayerError(tuple(errors), output_error(gram, weight_matrix(layer, weight.float())))
-
-
-def _sum(found: Sequence[LayerError]) -> LayerError:
-    """Of a weight that several layers multiply with."""
-    errors = zip(*(each.errors for each in found), strict=True)
-    return LayerError(tuple(map(math.fsum, errors)), math.fsum(each.energy for each in found))
+    weight = layer.get_parameter("weight").detach().float()
+    changes = (rounded(network, candidate, width)[name].float() - weight for width in widths)
+    return [output_error(gram, weight_matrix(layer, change)) for change in changes]
 
 
 def output_noise(

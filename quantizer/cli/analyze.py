@@ -14,6 +14,7 @@ import click
 from rich.console import RenderableType
 from rich.text import Text
 
+from quantizer.algorithms.output_gradients import PROJECTIONS
 from quantizer.algorithms.sensitivity import Width
 from quantizer.cli import session
 from quantizer.cli.files import write_text
@@ -39,7 +40,7 @@ Choice = tuple[int, ...]
 Changes = Mapping[str, Mapping[Role, QuantizationSpec]]
 
 MANY = 200
-"""Up to so many weights, the noise is followed to the output unless --passes says otherwise."""
+"""Up to so many weights, the noise of each is measured unless --passes says otherwise."""
 _FLOATS = tuple(sorted(CAST_ONLY - {"float32"}))
 
 
@@ -66,7 +67,7 @@ class AnalyzeOptions(ModelOptions):
 @click.option(
     "--passes",
     type=click.Choice(engine.PASSES),
-    help="Follow noise to the output at the smallest width, at every width, or no further than each layer.  "
+    help="Measure the output's noise at the smallest width, at every width, or predict it from gradients.  "
     f"[default: network; over {MANY} weights fast]",
 )
 @click.option("--subset_len", type=click.IntRange(1), metavar="N", help="Use the first N samples.")
@@ -182,9 +183,10 @@ def _run(asked: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | None
 def _measure(asked: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batches: Batches) -> Analysis:
     count = len(engine.candidates(plan)[0])
     passes = asked.passes or ("network" if count <= MANY else "fast")
-    runs = min(batches.total or engine.NOISE_BATCHES, engine.NOISE_BATCHES) if passes != "fast" else 0
-    total = count * (1 + runs)
-    with BatchProgress("analyze", total, bar=session.shows_bars(), quiet=asked.json, unit="layers") as progress:
+    measured = min(batches.total or engine.NOISE_BATCHES, engine.NOISE_BATCHES)
+    total = {"network": count * (1 + measured), "every": count * measured, "fast": PROJECTIONS * measured}[passes]
+    unit = "projections" if passes == "fast" else "layers"
+    with BatchProgress("analyze", total, bar=session.shows_bars(), quiet=asked.json, unit=unit) as progress:
         return engine.analyze(plan, widths, lambda: _on_device(asked, batches), passes, progress.advance)
 
 
@@ -223,12 +225,11 @@ def _result(
     for label, each in choices.items():
         if each is None:
             continue
-        if found.passes != "fast":
-            noise[label] = engine.measured(plan, found, each, lambda: _on_device(asked, batches))
+        noise[label] = engine.measured(plan, found, each, lambda: _on_device(asked, batches))
         name = label if label == "mixed" else f"uniform {found.widths[each[0]]}"
-        content[label] = sensitivity.choice_json(found, each, noise.get(label))
-        shown.append(sensitivity.choice_line(name, found, each, noise.get(label)))
-    if noise.get("mixed", 0.0) > noise.get("uniform", math.inf):
+        content[label] = sensitivity.choice_json(found, each, noise[label])
+        shown.append(sensitivity.choice_line(name, found, each, noise[label]))
+    if noise["mixed"] > noise.get("uniform", math.inf):
         shown.append("warning: as measured, the uniform width is better: try --passes every, or other --choices")
     content["config"] = changed
     if asked.output and asked.output != "-":

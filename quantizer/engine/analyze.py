@@ -10,6 +10,7 @@ from itertools import islice
 from torch import Tensor
 
 from quantizer.algorithms.budget import Option, choose
+from quantizer.algorithms.output_gradients import predicted_noise
 from quantizer.algorithms.patches import LAYERS
 from quantizer.algorithms.sensitivity import (
     AfterLayer,
@@ -31,9 +32,9 @@ from quantizer.plan.size import bits_of, parameter_bytes, weight_bytes
 from quantizer.sources.batches import Batch
 
 NOISE_BATCHES = 4
-"""How many batches the network's output is compared on: each costs half a pass for every layer."""
+"""How many batches the network's output is compared on: each costs half a pass for every layer, or eight gradients."""
 PASSES = ("network", "every", "fast")
-"""How far the noise of a layer is followed: to the output at the smallest width, at every width, or not at all."""
+"""How the noise at the output is found: measured at the smallest width, measured at every width, or from gradients."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Row:
         own_bytes: size in the config, with scales.
         bits: of each width.
         sizes: bytes at each width, with scales.
-        noise: at each width, the energy it adds to the network's output, or the relative error of its layer's outputs.
+        noise: at each width, the energy it adds to the network's output.
     """
 
     candidate: Candidate
@@ -68,7 +69,7 @@ class Row:
 class Analysis:
     """What was measured: `rows` in execution order; `kept` says why other quantized weights stay as they are.
 
-    `energy` is that of the network's output, or 1 where noise is relative. `rest` are the bytes of all other weights.
+    `energy` is that of the network's output. `rest` are the bytes of all other weights.
     """
 
     widths: tuple[Width, ...]
@@ -79,7 +80,7 @@ class Analysis:
     passes: str
 
     def db(self, noise: float) -> float:
-        """Signal to noise of the output; of relative errors, their inverse."""
+        """Signal to noise of the output."""
         return decibel(self.energy, noise)
 
     def total(self, chosen: Sequence[int]) -> float:
@@ -123,16 +124,15 @@ def analyze(
         first = next((f"for example {name}: {why}" for name, why in kept.items()), "the config quantizes none")
         raise GateError("no weight can get another width", help=f"{first}; quantizer plan shows all")
     network = Network(plan.graph)
-    errors = layer_errors(network, found, widths, batches(), after_layer)
-    followed = {"network": widths[:1], "every": widths, "fast": ()}[passes]
-    energy = 1.0
-    noise: list[tuple[float, ...]] = [(each.errors[0] / each.energy if each.energy else 0.0,) for each in errors]
-    if followed:
-        noise, energy = output_noise(network, found, followed, few(batches), after_layer)
-    rows = tuple(
-        _row(plan, candidate, widths, _predicted(each.errors, known))
-        for candidate, each, known in zip(found, errors, noise, strict=True)
-    )
+    if passes == "fast":
+        noise, energy = predicted_noise(network, found, widths, few(batches), after_layer)
+    elif passes == "network":
+        errors = layer_errors(network, found, widths, batches(), after_layer)
+        smallest, energy = output_noise(network, found, widths[:1], few(batches), after_layer)
+        noise = [_shrinking(known, each) for (known,), each in zip(smallest, errors, strict=True)]
+    else:
+        noise, energy = output_noise(network, found, widths, few(batches), after_layer)
+    rows = tuple(_row(plan, candidate, widths, each) for candidate, each in zip(found, noise, strict=True))
     rest = weight_bytes(plan)[1] - sum(row.own_bytes for row in rows)
     return Analysis(tuple(widths), rows, kept, energy, rest, passes)
 
@@ -182,11 +182,9 @@ def _why_kept(plan: Plan, name: str) -> str | None:
     return None
 
 
-def _predicted(errors: tuple[float, ...], known: tuple[float, ...]) -> tuple[float, ...]:
-    """Noise at each width: measured, or the measured one at the first width, times what the layer's error shrinks."""
-    if len(known) == len(errors):
-        return known
-    return tuple(known[0] * error / errors[0] if errors[0] else 0.0 for error in errors)
+def _shrinking(known: float, errors: tuple[float, ...]) -> tuple[float, ...]:
+    """Noise at each width: that measured at the first one, times what the layer's error shrinks."""
+    return tuple(known * error / errors[0] if errors[0] else 0.0 for error in errors)
 
 
 def _row(plan: Plan, candidate: Candidate, widths: Sequence[Width], noise: tuple[float, ...]) -> Row:

@@ -65,20 +65,19 @@ def analysis_json(found: Analysis, picked: Sequence[int] | None = None) -> dict[
     return {"passes": found.passes, "layers": layers, "kept": dict(found.kept)}
 
 
-def choice_json(found: Analysis, picked: Sequence[int], measured: float | None) -> dict[str, Any]:
-    """What a choice takes and gives; `measured` is None where noise is relative to each layer."""
-    shown: dict[str, Any] = {"mean_bits": found.mean_bits(picked), "weight_bytes": found.bytes(picked)}
-    if measured is None:
-        return shown | {"layer_errors": found.total(picked)}
-    predicted = finite(found.db(found.total(picked)))
-    return shown | {"predicted_db": predicted, "measured_db": finite(found.db(measured))}
+def choice_json(found: Analysis, picked: Sequence[int], measured: float) -> dict[str, Any]:
+    """What a choice takes and gives; `measured` is the energy of its noise."""
+    return {
+        "mean_bits": found.mean_bits(picked),
+        "weight_bytes": found.bytes(picked),
+        "predicted_db": finite(found.db(found.total(picked))),
+        "measured_db": finite(found.db(measured)),
+    }
 
 
-def choice_line(label: str, found: Analysis, picked: Sequence[int], measured: float | None) -> str:
+def choice_line(label: str, found: Analysis, picked: Sequence[int], measured: float) -> str:
     """One line on a choice."""
     line = f"{label}: {found.mean_bits(picked):.3f} bits per weight, weights {found.bytes(picked) / 1e6:.3f} MB"
-    if measured is None:
-        return f"{line}, sum of relative layer errors {found.total(picked):.3g}"
     return f"{line}, output {found.db(found.total(picked)):.2f} dB predicted, {found.db(measured):.2f} dB measured"
 
 
