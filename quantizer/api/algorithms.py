@@ -114,7 +114,7 @@ class GPTAQConfig(AlgoConfig):
 @checked
 @dataclass
 class QronosConfig(AlgoConfig):
-    """Qronos (arXiv 2505.11695): GPTQ whose first column makes up for the error of a layer's inputs. An addition.
+    """Qronos (arXiv 2505.11695): GPTQ on columns that are fitted to the float network's outputs. An addition.
 
     `alpha` is the damping, as a share of the Hessian's largest eigenvalue.
     """

@@ -119,7 +119,7 @@ class Gptaq(Gptq):
 
 @dataclass(frozen=True)
 class Qronos(Gptq):
-    """GPTQ whose first column makes up for the error of the inputs; damping is `alpha` of the largest eigenvalue."""
+    """GPTQ on columns that are fitted to the float network's outputs; damping is `alpha` of the largest eigenvalue."""
 
     alpha: float = 1e-6
     damp_percent: float = 0.0

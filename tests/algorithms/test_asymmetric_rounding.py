@@ -59,7 +59,7 @@ def output_error(task: Task, found: Adjustment) -> float:
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_what_layers_make_up_for_counts_at_the_end_of_a_stack(bits: int) -> None:
-    """Both are better than GPTQ, as their papers say (2504.02692, table 1; 2505.11695, table 1)."""
+    """Both are better than GPTQ, as their papers say (arXiv 2504.02692, 2505.11695)."""
     task = stack(bits)
     errors = {name: output_error(task, run(task, settings, Adjustment())) for name, (run, settings) in RUNS.items()}
     assert errors["gptaq"] < 0.95 * errors["gptq"]
@@ -103,7 +103,7 @@ def rounded_column(column: Tensor, grid: QParams) -> Tensor:
 
 
 def gptaq_by_definition(weight: Tensor, f: Tensor, x: Tensor, settings: Gptaq, grid: QParams) -> Tensor:
-    """Column by column, each with least squares of its own over the columns that are left (2504.02692, section 4)."""
+    """Column by column, each with least squares of its own over the columns that are left (arXiv 2504.02692)."""
     w, gram = weight.double(), x.T.double() @ x.double()
     h = gram + settings.damp_percent * gram.diagonal().mean() * torch.eye(len(gram))
     for i in range(len(h) - 1):
@@ -121,7 +121,7 @@ def gptaq_by_definition(weight: Tensor, f: Tensor, x: Tensor, settings: Gptaq, g
 
 
 def qronos_by_definition(weight: Tensor, f: Tensor, x: Tensor, damping: float, grid: QParams) -> Tensor:
-    """Each column the best for all others as they are, then those left are fitted (2505.11695, section 3)."""
+    """Each column the best for all others as they are, then those that are left fitted anew (arXiv 2505.11695)."""
     w, depth = weight.double(), weight.shape[1]
     pull = torch.eye(depth).double() * damping**0.5
     a = torch.cat([x.double(), pull])
