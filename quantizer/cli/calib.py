@@ -42,7 +42,8 @@ def run_calib(options: RunOptions) -> Outcome:
         if options.inspect:
             session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
         check_mode(options.fast_finetune, read.config.settings.target_device)
-        needs_data = plan.needs_data or options.fast_finetune is not None or bool(read.config.algorithms)
+        reads_data = any(settings.needs_data for settings in read.config.algorithms)
+        needs_data = plan.needs_data or options.fast_finetune is not None or reads_data
         if needs_data:
             session.require_data(batches)
         if options.resume:
@@ -82,7 +83,7 @@ def _calibrated(
     folder, calibration = Path(options.output_dir), calibrate.start(plan)
     run_facts = {"seed": options.seed, "batch_size": options.batch_size, "subset_len": options.subset_len}
     keeper = checkpoint.Checkpoint(folder, original, read.config, run_facts)
-    uses_data = adjusted is not None
+    uses_data = any(settings.needs_data for settings in read.config.algorithms)
     if plan.needs_data or options.fast_finetune is not None:
         _observe(options, batches, keeper, calibration)
         uses_data = True

@@ -54,6 +54,7 @@ class Algorithm:
 
     name: ClassVar[str] = ""
     stage: ClassVar[Stage] = "round"
+    needs_data: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Rotation(Algorithm):
 
     name = "rotation"
     stage = "rescale"
+    needs_data = False
 
 
 @dataclass(frozen=True)
