@@ -16,12 +16,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.algorithms.adjustment import Adjustment, Run, adjusted
+from quantizer.algorithms.patches import LAYERS
 from quantizer.config.algorithms import Algorithm
-from quantizer.errors import UsageError
+from quantizer.engine.calibrate import check_finite
+from quantizer.errors import ModelError, UsageError
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Structure
 from quantizer.nn.network import Network
+from quantizer.observers import NonFiniteError
 from quantizer.sources.batches import Batch
 
 RUNS: dict[str, str] = {
@@ -106,13 +109,24 @@ def steps(graph: Graph, algorithms: Sequence[Algorithm]) -> tuple[Step, ...]:
 
     Raises:
         ConfigError: an algorithm's entry names what is not in the graph.
+        ModelError: NaN or infinity in a weight, which would spread to layers before it.
         UsageError: an algorithm that is not there.
     """
+    _check_weights(graph)
     runs = [load_run(settings.name) for settings in algorithms]
     return tuple(
         Step(settings, find_structure(graph, settings.names), run)
         for settings, run in zip(algorithms, runs, strict=True)
     )
+
+
+def _check_weights(graph: Graph) -> None:
+    for node in graph.nodes:
+        if node.op in LAYERS and "weight" in node.params:
+            try:
+                check_finite(graph.tensors[node.params["weight"]])
+            except NonFiniteError as error:
+                raise ModelError(f"weights of {node.name}: {error}", help="check the checkpoint") from error
 
 
 def difference(graph: Graph, found: Adjustment, batch: Batch) -> float:
