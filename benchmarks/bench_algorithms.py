@@ -1,8 +1,8 @@
 """W4: what algorithms cost on a small LLaMA at 4 bits, as ratios to a float pass, and the error that they leave.
 
-`python benchmarks/bench_algorithms.py [rounds]`; 32 sequences of 256 tokens, asymmetric groups of 128 weights, all
-linear layers of the decoder, two threads. Errors are on 8 other sequences: of the layers' outputs (mean over layers),
-as a share of plain rounding's, and of the logits.
+`python benchmarks/bench_algorithms.py [rounds [rounds of peers]]`; 32 sequences of 256 tokens, asymmetric groups of
+128 weights, all linear layers of the decoder, two threads. Errors are on 8 other sequences: of the layers' outputs
+(mean over layers), as a share of plain rounding's, and of the logits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import torch
 from layer_errors import layer_errors, logits_error
 from measure import Part, peak_mb, ratios, report
+from measure_peers import measure_peers
 from torch import nn
 from workloads import llama, tokens
 
@@ -42,7 +43,7 @@ ROWS: dict[str, tuple[Algorithm, float]] = {
 
 def main() -> None:
     """Measure and print."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    rounds, peer_rounds = (*map(int, sys.argv[1:]), *(5, 1)[len(sys.argv) - 1 :])
     torch.set_num_threads(2)
     model, batches = llama(), [Batch((x,), {}, None, x) for x in tokens()]
     graph = trace(model, batches[0].args)
@@ -59,6 +60,9 @@ def main() -> None:
         extra[name] += f", {errors(model, task, run(task, settings))}"
     targets = {name: target for name, (_, target) in rows.items()}
     report("W4 algorithms, ratio to the float pass", ratios(float_pass, parts, rounds), targets, extra)
+    if peer_rounds:
+        plain = mean_error(model, task, rounded(task, Adjustment()))
+        measure_peers(model, [batch.args[0] for batch in batches], float_pass, plain, peer_rounds)
 
 
 def run(task: Task, settings: Algorithm) -> Adjustment:
@@ -76,16 +80,18 @@ def run_model(model: nn.Module, batches: list[Batch]) -> None:
 def errors(model: nn.Module, task: Task, found: Adjustment) -> str:
     """The error that is left, with plain rounding where nothing was rounded, and the share of plain rounding's."""
     graph = rounded(task, found)
-    heldout = tokens(8, seed=77)
-    text = f"logits {logits_error(model, Network(graph), heldout):.4f}"
+    text = f"logits {logits_error(model, Network(graph), tokens(8, seed=77)):.4f}"
     if found.parameters:
         return text  # inputs are others too, so that the layers' outputs do not compare
-    paths = {name: task.graph.by_name[name].params["weight"].removesuffix(".weight") for name, _ in task.specs}
-    left, plain = (
-        statistics.mean(layer_errors(model, {paths[name]: weight(made, name) for name in paths}, heldout).values())
-        for made in (graph, rounded(task, Adjustment()))
-    )
+    left, plain = mean_error(model, task, graph), mean_error(model, task, rounded(task, Adjustment()))
     return f"layers {left:.5f}, {left / plain:.3f} of plain rounding, {text}"
+
+
+def mean_error(model: nn.Module, task: Task, graph: Graph) -> float:
+    """Error of the layers' outputs, mean over layers."""
+    paths = {name: task.graph.by_name[name].params["weight"].removesuffix(".weight") for name, _ in task.specs}
+    weights = {path: weight(graph, name) for name, path in paths.items()}
+    return statistics.mean(layer_errors(model, weights, tokens(8, seed=77)).values())
 
 
 def rounded(task: Task, found: Adjustment) -> Graph:

@@ -1,0 +1,124 @@
+"""Public packages that quantize a LLaMA of transformers to 4 bits, in groups of 128 weights. Measures nothing.
+
+Each is imported where it is used: none needs to be installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+GROUP = 128
+LAYERS = "model.layers"
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATED = ("mlp.gate_proj", "mlp.up_proj")
+LINEARS = (*ATTENTION, "self_attn.o_proj", *GATED, "mlp.down_proj")
+SCALED = (
+    ("input_layernorm", ATTENTION, "self_attn"),
+    ("self_attn.v_proj", ("self_attn.o_proj",), None),
+    ("post_attention_layernorm", GATED, "mlp"),
+    ("mlp.up_proj", ("mlp.down_proj",), None),
+)
+"""Of each block: what AWQ folds factors into, the layers that read it, and the module whose output it compares."""
+
+HOW_TO_GET = """Peers are measured where they are installed, best in an environment of their own:
+  pip install transformers==5.17.0 llmcompressor==0.14.0.1 neural-compressor-pt==3.10 amd-quark==0.13 -e ."""
+
+Quantize = Callable[[Any, list[Tensor]], Any]
+"""Takes a model and data, changes or replaces the model, and returns it."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A row: the package to import, whether the layers' inputs stay what they are, and how it runs."""
+
+    package: str
+    keeps_inputs: bool
+    quantize: Quantize
+
+
+def llmcompressor_gptq(model: Any, batches: list[Tensor]) -> Any:
+    """Sequential, columns by size of their inputs with static groups (its default)."""
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+
+    rows = [{"input_ids": batch, "attention_mask": torch.ones_like(batch)} for batch in batches]
+    recipe = GPTQModifier(targets="Linear", scheme="W4A16_ASYM", ignore=["lm_head"])
+    loader: DataLoader[Any] = DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+    settings = {"num_calibration_samples": len(rows), "pipeline": "sequential"}
+    oneshot(model=model, processor=object(), dataset=loader, recipe=recipe, **settings)  # no processor is looked for
+    return model
+
+
+def neural_compressor_gptq(model: Any, batches: list[Tensor]) -> Any:
+    """Columns in the order they have: by size of their inputs with static groups is an error of version 3.10."""
+    from neural_compressor.torch.quantization import GPTQConfig
+
+    folder = model.config.name_or_path  # it wants one, and reads nothing there
+    config = GPTQConfig(bits=4, use_sym=False, group_size=GROUP, block_size=128, model_path=folder)
+    return _neural_compressor(model, config, batches)
+
+
+def neural_compressor_awq(model: Any, batches: list[Tensor]) -> Any:
+    """Factors and clipping."""
+    from neural_compressor.torch.quantization import AWQConfig
+
+    return _neural_compressor(model, AWQConfig(bits=4, use_sym=False, group_size=GROUP), batches)
+
+
+def _neural_compressor(model: Any, config: Any, batches: list[Tensor]) -> Any:
+    from neural_compressor.torch.quantization import convert, prepare
+
+    model = prepare(model, config, example_inputs=batches[0])
+    for batch in batches:
+        model(batch)
+    return convert(model)
+
+
+def quark_rounding(name: str) -> Quantize:
+    """One of its algorithms that round, of the class `name`: columns by size of their inputs, static groups."""
+
+    def quantize(model: Any, batches: list[Tensor]) -> Any:
+        from quark.torch.quantization.config import config
+
+        algorithm = getattr(config, name)(inside_layer_modules=list(LINEARS), model_decoder_layers=LAYERS)
+        return _quark(model, algorithm, batches)
+
+    return quantize
+
+
+def quark_awq(model: Any, batches: list[Tensor]) -> Any:
+    """Factors and clipping."""
+    from quark.torch.quantization.config.config import AWQConfig
+
+    scaled = [
+        {"prev_op": source, "layers": list(layers), "inp": layers[0], "module2inspect": inspected}
+        for source, layers, inspected in SCALED
+    ]
+    return _quark(model, AWQConfig(scaling_layers=scaled, model_decoder_layers=LAYERS), batches)
+
+
+def _quark(model: Any, algorithm: Any, batches: list[Tensor]) -> Any:
+    from quark.torch import ModelQuantizer
+    from quark.torch.quantization.config.config import QConfig, QLayerConfig, Uint4PerGroupSpec
+
+    spec = Uint4PerGroupSpec(ch_axis=-1, group_size=GROUP, is_dynamic=False).to_quantization_spec()
+    config = QConfig(global_quant_config=QLayerConfig(weight=spec), exclude=["lm_head"], algo_config=[algorithm])
+    loader: DataLoader[Any] = DataLoader(torch.cat(batches), batch_size=1)  # type: ignore[arg-type]
+    return ModelQuantizer(config).quantize_model(model, loader)
+
+
+PEERS = {
+    "llmcompressor GPTQ": Peer("llmcompressor", True, llmcompressor_gptq),
+    "neural-compressor GPTQ": Peer("neural_compressor", True, neural_compressor_gptq),
+    "quark GPTQ": Peer("quark", True, quark_rounding("GPTQConfig")),
+    "quark GPTAQ": Peer("quark", True, quark_rounding("GPTAQConfig")),
+    "quark Qronos": Peer("quark", True, quark_rounding("QronosConfig")),
+    "neural-compressor AWQ": Peer("neural_compressor", False, neural_compressor_awq),
+    "quark AWQ": Peer("quark", False, quark_awq),
+}
