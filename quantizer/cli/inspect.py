@@ -11,8 +11,7 @@ import click
 from quantizer.cli import session
 from quantizer.cli.gates import parse_gate
 from quantizer.cli.options import SETTINGS, ModelOptions, model_options
-from quantizer.config.algorithms import Names
-from quantizer.config.diagnostics import ConfigError
+from quantizer.cli.structures import named_structures
 from quantizer.engine.files import write_bytes
 from quantizer.errors import GateError, UsageError
 from quantizer.graph.emit import emit
@@ -87,19 +86,13 @@ def _show_structure(options: ModelOptions, read: session.ReadConfig, graph: Grap
     Raises:
         ConfigError: a name that the model does not have, or that does not fit.
     """
-    named: dict[str, Names | None] = {
-        f"{a.name} ({a.label}):": a.names for a in read.config.algorithms if a.names != Names()
-    }
-    try:
-        found = {title: find_structure(graph, names) for title, names in (named or {"": None}).items()}
-    except ConfigError as error:
-        raise ConfigError(error.diagnostics, read.sources) from error
+    named = named_structures(read, graph)
     if options.json:
-        shown = {title.rstrip(":"): structure_json(each) for title, each in found.items()}
-        click.echo(session.as_json(shown if named else shown[""]))
+        found = {title: structure_json(each) for title, each in named.items()}
+        click.echo(session.as_json(found or structure_json(find_structure(graph))))
         return
-    for title, each in found.items():
-        for part in filter(None, (title, *structure_tables(graph, each))):
+    for title, each in (named or {"": find_structure(graph)}).items():
+        for part in filter(None, (f"{title}:" if title else "", *structure_tables(graph, each))):
             session.console().print(part) if isinstance(part, Listing) else click.echo(part)
 
 

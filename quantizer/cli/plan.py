@@ -8,6 +8,7 @@ import click
 
 from quantizer.cli import session
 from quantizer.cli.options import SETTINGS, ModelOptions, model_options
+from quantizer.cli.structures import named_structures
 from quantizer.engine.files import write_json
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
 from quantizer.report import tables
@@ -22,7 +23,7 @@ def plan(options: ModelOptions) -> None:
     """Show how many layers each rule matches, each tensor's spec, the size before and after, and the memory calibration
     takes.
 
-    Only the first batch is read, for its shape.
+    Only the first batch is read, for its shape. Algorithms do not run; names in their settings are checked.
 
     \b
     quantizer plan --config_file configs/example.json --model examples/digits.py
@@ -33,10 +34,13 @@ def plan(options: ModelOptions) -> None:
         batches = session.open_data(options, loaded)
         original = session.trace_model(options, loaded, batches)
     found = session.make_plan(read, original)
+    named_structures(read, found.graph)
+    algorithms = [algorithm.name for algorithm in read.config.algorithms]
     before, after = weight_bytes(found)
     size = options.batch_size or batches.first_size or DEFAULT_BATCH_SIZE
     memory = peak_activation_bytes(found.graph, size)
     content = found.to_json() | {
+        "algorithms": algorithms,
         "weight_bytes": {"float": before, "quantized": after},
         "peak_activation_bytes": {"batch_size": size, "bytes": memory},
     }
@@ -51,4 +55,8 @@ def plan(options: ModelOptions) -> None:
     console.print(tables.plan_table(found))
     console.print()
     click.echo(f"{len(found.tensors)} tensors quantized; weights {before / _MB:.2f} MB -> {after / _MB:.2f} MB")
+    if algorithms:
+        unknown = any(algorithm.stage == "rescale" for algorithm in read.config.algorithms)
+        hidden = "; layers that it inserts are not in the table" if unknown else ""
+        click.echo(f"calibration runs {', then '.join(algorithms)}{hidden}")
     click.echo(f"activations alive at once in calibration: {memory / _MB:.1f} MB at batch size {size}")

@@ -30,20 +30,24 @@ def check_algorithms(entries: Sequence[Entry], config: Config) -> Iterator[Diagn
 
 
 def _order(entries: Sequence[Entry]) -> Iterator[Diagnostic]:
-    """One algorithm rounds, and none rescales after it."""
-    rounding: Entry | None = None
+    """One algorithm rounds, and none rescales after it, nor after AWQ, which leaves ranges of the scaled weights."""
+    settled: Entry | None = None
     for entry in entries:
-        name = entry.kind.name
-        if entry.kind.stage == "round" and rounding is None:
-            rounding = entry
-        elif rounding is not None:
-            first, related = rounding.kind.name, _related(rounding.place, "rounds here")
-            if entry.kind.stage == "round":
-                text = f"{first} rounds the weights already, and {name} would round them again"
-                yield Diagnostic("QZ331", text, entry.place, help="keep one of the two", related=related)
-            else:
-                text = f"{name} scales weights, and {first} has rounded them by then"
-                yield Diagnostic("QZ330", text, entry.place, help=f"write {name} before {first}", related=related)
+        name, rounds = entry.kind.name, entry.kind.stage == "round"
+        if settled is None or (rounds and settled.kind.stage != "round"):
+            settled = entry if name in FIND_CODES else None
+            continue
+        first, has_codes = settled.kind.name, settled.kind.stage == "round"
+        related = _related(settled.place, "rounds here" if has_codes else "finds ranges here")
+        keep = "keep one of the two"
+        if rounds:
+            text = f"{first} rounds the weights already, and {name} would round them again"
+            yield Diagnostic("QZ331", text, entry.place, help=keep, related=related)
+        else:
+            done = "rounded them" if has_codes else "found their ranges"
+            text = f"{name} scales weights, and {first} has {done} by then"
+            help_ = keep if name == first else f"write {name} before {first}"
+            yield Diagnostic("QZ330", text, entry.place, help=help_, related=related)
 
 
 def _device(entry: Entry, config: Config) -> Iterator[Diagnostic]:
@@ -95,7 +99,7 @@ def _other_grid(entry: Entry, weights: dict[str, Sourced]) -> Iterator[Diagnosti
 def _idle(entry: Entry, config: Config) -> Iterator[Diagnostic]:
     """Rounding where no weights are quantized."""
     if entry.kind.name in FIND_CODES and not _quantizes_weights(config):
-        text = f"no weights are quantized, so {entry.kind.name} has nothing to do"
+        text = f"no weights are rounded to a grid, so {entry.kind.name} has nothing to do"
         yield Diagnostic("QZ128", text, entry.place, "warning", help="quantize weights, or remove the algorithm")
 
 

@@ -166,7 +166,7 @@ CODES: dict[str, Code] = {
     ),
     "QZ128": Code(
         "an algorithm with nothing to do",
-        "awq, gptq, gptaq and qronos find codes of weights, and no weights are quantized.",
+        "awq, gptq, gptaq and qronos find codes of weights, and no weights are put on a grid of their own.",
         "Quantize weights, or remove the algorithm.",
     ),
     "QZ210": Code(
@@ -177,8 +177,9 @@ CODES: dict[str, Code] = {
     ),
     "QZ330": Code(
         "scaled after rounding",
-        "SmoothQuant, rotation and AWQ change float weights, and rounded ones would leave their grid.",
-        "Write the algorithm before the one that rounds.",
+        "SmoothQuant, rotation and AWQ change float weights: rounded ones would leave their grid, and the ranges that "
+        "AWQ has found would not fit any more.",
+        "Write the algorithm before the one that rounds, or before AWQ.",
     ),
     "QZ331": Code(
         "rounded twice",

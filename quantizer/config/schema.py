@@ -10,6 +10,7 @@ from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.completion import missing_keys, paste
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document import Document, pointer_to
@@ -135,7 +136,8 @@ def _missing(document: Document, pointer: str) -> Iterator[Diagnostic]:
         return
     count = "a key is" if len(missing) == 1 else f"{len(missing)} keys are"
     message = f"{count} missing here: {listed(missing)}"
-    yield Diagnostic("QZ105", message, document.place(pointer, key=True), help=f"paste {paste(missing)}")
+    choice = f"; the algorithms are {listed(ALGORITHMS)}" if "name" in missing else ""
+    yield Diagnostic("QZ105", message, document.place(pointer, key=True), help=f"paste {paste(missing)}{choice}")
 
 
 def _kind(value: Any) -> str:

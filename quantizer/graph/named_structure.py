@@ -72,7 +72,9 @@ class _Reading:
                 "QZ502",
                 f"{path} holds no modules with linear or convolution layers",
                 self.names.places.get("blocks"),
-                f"the graph shows blocks in {known}" if known else None,
+                f"the graph shows blocks in {known}"
+                if known
+                else "leave the key out: the graph shows no blocks that repeat",
             )
         return blocks
 
