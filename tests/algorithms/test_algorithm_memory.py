@@ -1,0 +1,94 @@
+"""How much memory the algorithms take above the float model and what they find: it does not grow with the depth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rescaling import task_of
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quantizer.algorithms.adjustment import Adjustment
+from quantizer.config.algorithms import ALGORITHMS
+from quantizer.config.model import QuantizationSpec
+from quantizer.engine.adjust import load_run
+
+WIDTH, TOKENS, BATCHES = 32, 256, 8
+INT4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside held at one time, by their storages; memory of kernels is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.held = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        before = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves((args, kwargs)) if is_tensor(leaf)}
+        out = func(*args, **(kwargs or {}))
+        for leaf in filter(is_tensor, pytree.tree_leaves(out)):
+            storage = leaf.untyped_storage()
+            if storage._cdata not in before:
+                self.held -= self.live.get(storage._cdata, (None, 0))[1]  # it is gone, and its address used again
+                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.held += storage.nbytes()
+        if self.held > self.peak:
+            self.live = {key: row for key, row in self.live.items() if not row[0].expired()}
+            self.held = sum(size for _, size in self.live.values())
+            self.peak = max(self.peak, self.held)
+        return out
+
+
+def is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, Tensor)
+
+
+class Block(nn.Module):
+    """A gated feed-forward part around a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, T, WIDTH] to the same."""
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))  # type: ignore[no-any-return]
+
+
+def found_bytes(found: Adjustment) -> int:
+    """What an algorithm returns."""
+    tensors = [value for own in found.parameters.values() for value in own.values()]
+    for rounded in found.rounded.values():
+        tensors += [rounded.weight, rounded.qparams.scale, rounded.qparams.zero_point]
+    tensors += [value for grid in found.grids.values() for value in (grid.scale, grid.zero_point)]
+    return sum(each.nbytes for each in {id(each): each for each in tensors}.values())
+
+
+def above(name: str, blocks: int) -> int:
+    """Bytes above the model, the data and the result, at the worst moment."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(blocks)))
+    inputs = list(torch.randn(BATCHES, 1, TOKENS, WIDTH))
+    task = task_of(model, inputs, INT4, QuantizationSpec())
+    assert len(task.structure.blocks) == blocks
+    run, settings = load_run(name), ALGORITHMS[name]()
+    with LiveBytes() as seen:
+        found = run(task, settings, Adjustment())
+    return seen.peak - found_bytes(found)
+
+
+@pytest.mark.parametrize("name", ["smoothquant", "awq", "gptq", "gptaq", "qronos"])
+def test_no_more_than_two_blocks_activations_and_one_hessian(name: str) -> None:
+    """What a block reads and what a group in it reads, of all batches; the rest is one batch inside a block, and a
+    Hessian with its copies and factor. GPTAQ and Qronos run the float network beside the rounded one."""
+    activations, hessian = 4 * BATCHES * TOKENS * WIDTH, 4 * WIDTH * WIDTH
+    networks = 2 if name in ("gptaq", "qronos") else 1
+    few, many = above(name, 2), above(name, 5)
+    assert many - few <= 0.1 * activations, "three blocks more"
+    assert few <= networks * (2 * activations + 2 * activations / BATCHES) + 12 * hessian
