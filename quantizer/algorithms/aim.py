@@ -42,6 +42,8 @@ class Aim:
 
     needs_float = False
     """Whether it looks at the inputs of the float network as well."""
+    tokens_per_input = 0
+    """How many tokens there should be for each input channel; on fewer what it finds may not hold for other data."""
 
     def __init__(self, settings: Gptq) -> None:
         self.settings = settings

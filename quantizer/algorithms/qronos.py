@@ -21,6 +21,7 @@ class FittedOutputs(Aim):
     """The weight that fits the float network's outputs best on these inputs."""
 
     needs_float = True
+    tokens_per_input = 4
 
     def __init__(self, settings: Qronos) -> None:
         super().__init__(settings)

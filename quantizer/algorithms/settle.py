@@ -57,7 +57,8 @@ def settle(members: Sequence[Member], products: Sequence[Products], tokens: int,
     """
     dynamic = not aim.settings.static_groups and all(each.has_runs for each in members)
     hessians = [aim.hessian(each.gram, by_size=aim.settings.desc_act and not dynamic) for each in products]
-    settled = Settled({}, [Remark(each.name, text) for text in _lacks(products, hessians) for each in members])
+    lacks = [*_lacks(products, hessians), *_few(tokens, products[0], aim)]
+    settled = Settled({}, [Remark(each.name, text) for text in lacks for each in members])
     solvable = [each for each in hessians if each is not None]
     gram = torch.stack([each.gram for each in products]) if len(products) > 1 else products[0].gram[None]
     for spec in dict.fromkeys(each.spec for each in members):
@@ -84,6 +85,18 @@ def _lacks(products: Sequence[Products], hessians: Sequence[Hessian | None]) -> 
     if raised:
         found.append(f"its Hessian was not positive definite; {max(raised):.2g} of its mean diagonal was added")
     return found
+
+
+def _few(tokens: int, products: Products, aim: Aim) -> list[str]:
+    """What there is to say of the number of tokens."""
+    depth = len(products.gram)
+    least = aim.tokens_per_input * depth
+    if tokens >= least:
+        return []
+    return [
+        f"{aim.settings.name} fits its {depth} inputs to {tokens} tokens, and on fewer than {least} that may not hold "
+        "for other data; calibrate with more, or with a larger alpha"
+    ]
 
 
 def _judge(member: Member, solution: Solution, gram: Tensor, optimism: float, settled: Settled) -> None:

@@ -13,6 +13,7 @@ from roundings import (
     layer_names,
     linear,
     plainly,
+    remarks,
     resumed,
     solved,
     task_of,
@@ -203,3 +204,13 @@ def test_dead_inputs_and_few_tokens_leave_finite_weights(name: str) -> None:
     plain = plainly(weight_of(task.graph, first), task.specs[first, "weights"])
     assert all(each.weight.isfinite().all() and each.after <= each.before for each in found.rounded.values())
     assert torch.equal(found.rounded[first].weight[:, 5], plain[:, 5])
+
+
+def test_a_fit_to_few_tokens_is_told() -> None:
+    """Ninety-six unknowns of a row and as many equations; more damping helps as more tokens do."""
+    few = replace(stack(4), batches=task_of(nn.Linear(96, 96), [3 * decaying(96, 96, seed=1)], CHANNELS).batches)
+    found, damped = (qronos(few, Qronos(alpha=alpha), Adjustment()) for alpha in (1e-6, 1e-3))
+    few_tokens = "qronos fits its 96 inputs to 96 tokens, and on fewer than 384 that may not hold for other data"
+    assert all(any(few_tokens in text for text in texts) for texts in remarks(found).values())
+    assert output_error(few, damped) < 0.5 * output_error(few, found)
+    assert not any("tokens" in remark.text for remark in qronos(stack(4), Qronos(), Adjustment()).remarks)
