@@ -14,7 +14,7 @@ import sys
 import torch
 from layer_errors import layer_errors, logits_error
 from measure import Part, peak_mb, ratios, report
-from measure_peers import measure_peers
+from measure_peers import Work, measure_peers
 from torch import nn
 from workloads import llama, tokens
 
@@ -62,7 +62,7 @@ def main() -> None:
     report("W4 algorithms, ratio to the float pass", ratios(float_pass, parts, rounds), targets, extra)
     if peer_rounds:
         plain = mean_error(model, task, rounded(task, Adjustment()))
-        measure_peers(model, [batch.args[0] for batch in batches], float_pass, plain, peer_rounds)
+        measure_peers(Work(model, tokens(), float_pass, plain), peer_rounds)
 
 
 def run(task: Task, settings: Algorithm) -> Adjustment:

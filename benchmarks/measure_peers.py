@@ -6,11 +6,12 @@ import contextlib
 import copy
 import functools
 import importlib.util
-import os
+import io
 import re
 import statistics
 import tempfile
-from collections.abc import Iterator
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,33 +22,42 @@ from torch import Tensor, nn
 from workloads import Llama, tokens
 
 
-def measure_peers(model: Llama, batches: list[Tensor], float_pass: Part, plain: float, rounds: int) -> None:
+@dataclass(frozen=True)
+class Work:
+    """What ours and theirs are measured on; `plain` is the mean error of the layers' outputs with plain rounding."""
+
+    model: Llama
+    batches: list[Tensor]
+    float_pass: Part
+    plain: float
+
+
+def measure_peers(work: Work, rounds: int) -> None:
     """Print a row for each package that is here: time as a ratio to the float pass, memory, and errors.
 
-    Args:
-        plain: mean error of the layers' outputs with plain rounding.
-        rounds: after one on a small model, in which happens what happens at first use.
+    What happens at a package's first use happens on a small model, and does not count.
     """
     rows = {name: peer for name, peer in PEERS.items() if importlib.util.find_spec(peer.package)}
     if len(rows) < len(PEERS):
-        print(HOW_TO_GET)
+        print("\n" + HOW_TO_GET, end="")
     if not rows:
         return
-    print(f"\nW4 public packages, ratio to the float pass (median of {rounds}; {torch.get_num_threads()} threads)")
+    threads = torch.get_num_threads()
+    print(f"\nW4 public packages, ratio to the float pass (median of {rounds}; {threads} threads)")
     with tempfile.TemporaryDirectory() as folder:
-        twin = in_transformers(model, folder)
+        twin = in_transformers(work.model, folder)
         small = in_transformers(Llama(hidden=GROUP, inter=GROUP, layers=1).eval(), folder)
-        passes = ratios(float_pass, {"float": functools.partial(_float_pass, twin, batches)}, 3)["float"]
+        passes = ratios(work.float_pass, {"float": functools.partial(_float_pass, twin, work.batches)}, 3)["float"]
         print(f"  {'float in transformers':<23} {statistics.median(passes):6.2f}", flush=True)
         for name, peer in rows.items():
-            try:
-                with _silence():
-                    peer.quantize(copy.deepcopy(small), batches[:2])
-                    runs = [_run(peer, copy.deepcopy(twin), batches, float_pass) for _ in range(rounds)]
-                text = f"{statistics.median(ratio for _, ratio, _ in runs):6.2f}  memory {runs[0][2]:+.0f} MB"
-                print(f"  {name:<23} {text}, {_errors(peer, model, runs[0][0], plain)}", flush=True)
-            except Exception as error:  # noqa: BLE001 - whatever stops one, the others go on
-                print(f"  {name:<23} failed: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                try:
+                    peer.quantize(copy.deepcopy(small), work.batches[:2])
+                    torch.set_num_threads(threads)
+                    text = _row(peer, work, [_run(peer, copy.deepcopy(twin), work) for _ in range(rounds)])
+                except Exception as error:  # noqa: BLE001 - whatever stops one, the others go on
+                    text = f"failed: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            print(f"  {name:<23} {text}", flush=True)
 
 
 def in_transformers(model: Llama, folder: str) -> Any:
@@ -87,40 +97,55 @@ def _path_there(name: str) -> str:
     return "model." + re.sub(r"\b(gate|up|down)_proj", r"mlp.\1_proj", name)
 
 
-def _run(peer: Peer, model: Any, batches: list[Tensor], float_pass: Part) -> tuple[Any, float, float]:
-    """The quantized model, time over that of the float pass, and memory beyond the float pass's in MB."""
+@dataclass(frozen=True)
+class _Run:
+    """The quantized model; wall and CPU time over those of the float pass; memory beyond the float pass's, in MB."""
+
+    model: Any
+    wall: float
+    cpu: float
+    memory: float
+
+
+def _run(peer: Peer, model: Any, work: Work) -> _Run:
+    base = peak_mb(work.float_pass)
+    before = _times(work.float_pass)
     made, times = [], []
 
     def quantize() -> None:
-        made.append(peer.quantize(model, batches))
+        made.append(peer.quantize(model, work.batches))
 
-    before, base = seconds(float_pass), peak_mb(float_pass)
-    extra = peak_mb(lambda: times.append(seconds(quantize))) - base
-    return made[0], times[0] / statistics.mean([before, seconds(float_pass)]), extra
+    memory = peak_mb(lambda: times.append(_times(quantize))) - base
+    reference = [statistics.mean(pair) for pair in zip(before, _times(work.float_pass), strict=True)]
+    return _Run(made[0], times[0][0] / reference[0], times[0][1] / reference[1], memory)
+
+
+def _times(part: Part) -> tuple[float, float]:
+    """Wall and CPU time of one call."""
+    started = time.process_time()
+    wall = seconds(part)
+    return wall, time.process_time() - started
 
 
 @torch.no_grad()
-def _errors(peer: Peer, model: Llama, quantized: Any, plain: float) -> str:
-    """As in `bench_algorithms.errors`; a layer's weight is what it makes of the unit vectors."""
-    heldout = tokens(8, seed=77)
-    text = f"logits {logits_error(model, lambda batch: quantized(batch).logits, heldout):.4f}"
-    if not peer.keeps_inputs:
-        return text
-    paths = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name != "lm_head"]
-    layers = {name: quantized.get_submodule(_path_there(name)) for name in paths}
-    weights = {name: layer(torch.eye(layer.in_features)).T for name, layer in layers.items()}
-    left = statistics.mean(layer_errors(model, weights, heldout).values())
-    return f"layers {left:.5f}, {left / plain:.3f} of plain rounding, {text}"
+def _row(peer: Peer, work: Work, runs: list[_Run]) -> str:
+    """Medians, and errors as `bench_algorithms.errors` has them; a layer's weight is what it makes of unit vectors."""
+    quantized, heldout = runs[-1].model, tokens(8, seed=77)
+    wall, cpu, memory = (statistics.median(getattr(run, key) for run in runs) for key in ("wall", "cpu", "memory"))
+    text = f"logits {logits_error(work.model, lambda batch: quantized(batch).logits, heldout):.4f}"
+    if peer.keeps_inputs:
+        linears = {name: layer for name, layer in work.model.named_modules() if isinstance(layer, nn.Linear)}
+        weights = {
+            name: quantized.get_submodule(_path_there(name))(torch.eye(layer.in_features)).T
+            for name, layer in linears.items()
+            if name != "lm_head"
+        }
+        left = statistics.mean(layer_errors(work.model, weights, heldout).values())
+        text = f"layers {left:.5f}, {left / work.plain:.3f} of plain rounding, {text}"
+    return f"{wall:6.2f} (CPU time {cpu:.2f})  memory {memory:+.0f} MB, {text}"
 
 
 @torch.no_grad()
 def _float_pass(model: Any, batches: list[Tensor]) -> None:
     for batch in batches:
         model(batch)
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Packages tell a lot."""
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
-        yield

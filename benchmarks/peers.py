@@ -26,8 +26,11 @@ SCALED = (
 )
 """Of each block: what AWQ folds factors into, the layers that read it, and the module whose output it compares."""
 
-HOW_TO_GET = """Peers are measured where they are installed, best in an environment of their own:
-  pip install transformers==5.17.0 llmcompressor==0.14.0.1 neural-compressor-pt==3.10 amd-quark==0.13 -e ."""
+HOW_TO_GET = """Public packages are measured where they are installed. They want an environment of
+their own, with older versions than constraints.txt has:
+  pip install torch==2.13.0 transformers==5.17.0 llmcompressor==0.14.0.1 neural-compressor-pt==3.10 amd-quark==0.13
+  pip install -e .
+"""
 
 Quantize = Callable[[Any, list[Tensor]], Any]
 """Takes a model and data, changes or replaces the model, and returns it."""
@@ -71,6 +74,7 @@ def neural_compressor_awq(model: Any, batches: list[Tensor]) -> Any:
     return _neural_compressor(model, AWQConfig(bits=4, use_sym=False, group_size=GROUP), batches)
 
 
+@torch.no_grad()
 def _neural_compressor(model: Any, config: Any, batches: list[Tensor]) -> Any:
     from neural_compressor.torch.quantization import convert, prepare
 
