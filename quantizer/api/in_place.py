@@ -50,10 +50,9 @@ def quantize(model: Any, config: Config, dataloader: Iterable[Any] | None) -> No
         if roles := plan.of_layer(name):
             check_quantizable(layer, name, roles)
     if dataloader is None and (plan.needs_data or rules.algorithms):
-        raise DataError(
-            f"no dataloader, but {_wants_data(plan, rules)}",
-            help="give quantize_model(model, dataloader) some batches, or set is_dynamic=True",
-        )
+        remedy = "give quantize_model(model, dataloader) some batches"
+        instead = "" if rules.algorithms else ", or set is_dynamic=True"
+        raise DataError(f"no dataloader, but {_wants_data(plan, rules)}", help=remedy + instead)
     batches: Iterable[Batch] = _batches(dataloader, model) if dataloader is not None else ()
     rounded: dict[str, Rounded] = {}
     with all_or_nothing(model):

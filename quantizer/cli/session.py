@@ -160,8 +160,8 @@ def require_data(batches: Batches) -> None:
 def missing_data() -> UsageError:
     """What to do without data. A config that only rounds weights, or finds ranges as it runs, needs but a shape."""
     remedy = (
-        "give --data, or add calibration_data() to the model's file; a config that needs no data needs an input's "
-        "shape: --data random:1x3x224x224, or example_input() in the model's file"
+        "give --data, or add calibration_data() to the model's file; a config without static activations and without "
+        "algorithms needs an input's shape alone: --data random:1x3x224x224, or example_input() in the model's file"
     )
     return UsageError("Missing option '--data'", help=remedy)
 
