@@ -26,11 +26,13 @@ def patched(document: Mapping[str, Any], layers: Mapping[str, Specs]) -> dict[st
         UsageError: the form has no word for a width.
     """
     changed = copy.deepcopy(dict(document))
+    if not layers:
+        return changed
     if is_hierarchical(document):
         named = changed.setdefault("layer_quant_config", {})
         for name, specs in layers.items():
             entry = named.pop(name, {})  # and to the end: of equally specific entries the last one holds
-            named[name] = {**entry, "weight": _weight(entry.get("weight", {}), specs["weights"])}
+            named[name] = {**entry, "weight": _weight(entry.get("weight") or {}, specs["weights"])}
         return changed
     entries = changed.get("layer_quantize_config") or []
     old = {entry.get("layer_name"): entry for entry in entries}
