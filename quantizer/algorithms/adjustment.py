@@ -102,6 +102,7 @@ class Task:
         after_group: for progress and checkpoints.
         done: how many groups an interrupted run of this algorithm had settled, all of them in the adjustment it is
             given: it runs through them with what was found and goes on after them.
+        before: what this algorithm was given when it began, before the groups that are `done`.
     """
 
     graph: Graph
@@ -110,6 +111,7 @@ class Task:
     batches: Callable[[], Iterable[Batch]]
     after_group: Progress = lambda adjustment, done: None
     done: int = 0
+    before: Adjustment = field(default_factory=Adjustment)
 
     @property
     def device(self) -> torch.device:

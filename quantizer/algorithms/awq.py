@@ -43,8 +43,8 @@ UNREACHED = "no token of the calibration data reached it; it is rounded plainly"
 def awq(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
     """Rescale the input channels of each group, and settle the grids of its weights.
 
-    On the grids, weights are rounded plainly; an algorithm that rounds takes over `grids`. Without an algorithm before
-    it, a run can be taken up where it was interrupted: its inputs are those of the model, whatever was folded since.
+    On the grids, weights are rounded plainly; an algorithm that rounds takes over `grids`. Its inputs are those of the
+    network that it is given when it begins, whatever is folded since.
 
     Raises:
         DataError: a value in the network, or a weight, is not finite; it is named.
@@ -72,7 +72,7 @@ class _Search:
         self.own = [quantized_layers(task, group) for group in self.groups]
         for name in (name for names in self.own for name in names):
             self._grid(name, parameter(task.graph, found, name))
-        self.before = Adjustment() if task.done else found
+        self.before = task.before if task.done else found
         self.stream = Stream(Network(adjusted(task.graph, self.before)), task.batches())
 
     def run(self) -> Adjustment:
@@ -87,7 +87,7 @@ class _Search:
             later = {row.fold.node for row in self.groups[number + 1 :] if row.fold is not None}
             for ready in [at for at, row in waiting.items() if not later & set(row.layers)]:
                 self._settle(waiting.pop(ready))
-            if number == len(self.groups) - 1 or (not waiting and self.before == Adjustment()):
+            if not waiting:
                 self.task.after_group(self.found, number + 1)
         return self.found
 

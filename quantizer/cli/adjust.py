@@ -73,8 +73,8 @@ def run_algorithms(options: RunOptions, read: session.ReadConfig, plan: Plan, ba
     found = start.found
     for index, step in enumerate(todo):
         if index >= start.index:
-            done = start.done if index == start.index else 0
-            task = Task(plan.graph, specs, step.structure, opened, partial(keeper.group_done, index), done)
+            done, given = (start.done, start.before) if index == start.index else (0, found)
+            task = Task(plan.graph, specs, step.structure, opened, partial(keeper.group_done, index), done, given)
             before, found = found, _run_step(options, step, task, found, keeper)
             keeper.step_done(index + 1, found)
             _tell(adjust.told(step, before, found))

@@ -56,11 +56,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Start:
-    """Where to begin: with the algorithm of this index, `done` groups of which are in `found`."""
+    """Where to begin: with the algorithm of this index, `done` groups of which are in `found`, and not in `before`."""
 
     index: int = 0
     done: int = 0
     found: Adjustment = field(default_factory=Adjustment)
+    before: Adjustment = field(default_factory=Adjustment)
 
 
 def settings_json(settings: Algorithm) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from quantizer.graph.ir import Graph
 from quantizer.numerics.qparams import QParams
 
 INFO = "checkpoint.algorithms.json"
-_FIELDS = {"key", "index", "done", "tensors", "files", "errors", "insertions", "remarks"}
+_FIELDS = {"key", "index", "done", "files", "found", "before"}
 
 
 class AdjustCheckpoint:
@@ -56,11 +56,12 @@ class AdjustCheckpoint:
         self._places: dict[str, tuple[int, str]] = {}  # file and device
         self._files: list[str] = []
         self._state, self._news = Start(), False
+        self._before = self._described(Adjustment())
         self._saved = time.monotonic()
 
     def group_done(self, index: int, found: Adjustment, done: int) -> None:
         """Note what is found so far; save at the end of a block, or when much time has gone by."""
-        self._note(Start(index, done, found))
+        self._note(Start(index, done, found, self._state.before))
         groups = self._todo[index].structure.groups
         ends_block = not 0 < done < len(groups) or groups[done - 1].block != groups[done].block
         if ends_block or groups[done].block is None or time.monotonic() - self._saved >= EVERY_S:
@@ -68,7 +69,9 @@ class AdjustCheckpoint:
 
     def step_done(self, index: int, found: Adjustment) -> None:
         """Save what all algorithms before this one have found."""
-        self._note(Start(index, 0, found))
+        self._note(Start(index, 0, found, found))
+        self._write_new(found)
+        self._before = self._described(found)
         self.save()
 
     def exists(self) -> bool:
@@ -91,26 +94,35 @@ class AdjustCheckpoint:
 
     def save(self) -> Start:
         """Save now; returns what."""
-        tensors = dict(_tensors(self._state.found))
-        new = {name: tensor for name, tensor in tensors.items() if self._stored.get(name) is not tensor}
+        self._write_new(self._state.found)
+        content = {
+            "key": {**self._key, "data": self._data()},
+            "index": self._state.index,
+            "done": self._state.done,
+            "files": self._files,
+            "found": self._described(self._state.found),
+            "before": self._before,
+        }
+        write_json(self._folder / INFO, content)
+        self._saved = time.monotonic()
+        return self._state
+
+    def _write_new(self, found: Adjustment) -> None:
+        new = {name: tensor for name, tensor in _tensors(found) if self._stored.get(name) is not tensor}
         if new:
             number = len(self._files)
             self._files.append(write_tensors(self._path(number), new))
             self._stored |= new
             self._places |= {name: (number, str(tensor.device)) for name, tensor in new.items()}
-        content = {
-            "key": {**self._key, "data": self._data()},
-            "index": self._state.index,
-            "done": self._state.done,
-            "tensors": {name: self._places[name] for name in tensors},
-            "files": self._files,
-            "errors": {name: [row.before, row.after] for name, row in self._state.found.rounded.items()},
-            "insertions": [described(row) for row in self._state.found.insertions],
-            "remarks": [asdict(remark) for remark in self._state.found.remarks],
+
+    def _described(self, found: Adjustment) -> dict[str, Any]:
+        """All of it but the tensors, and where those were written."""
+        return {
+            "tensors": {name: self._places[name] for name, _ in _tensors(found)},
+            "errors": {name: [row.before, row.after] for name, row in found.rounded.items()},
+            "insertions": [described(row) for row in found.insertions],
+            "remarks": [asdict(remark) for remark in found.remarks],
         }
-        write_json(self._folder / INFO, content)
-        self._saved = time.monotonic()
-        return self._state
 
     def restore(self) -> Start:
         """What an interrupted run had found; nothing if there is no checkpoint.
@@ -130,9 +142,11 @@ class AdjustCheckpoint:
                 raise ResultError(f"the algorithms' checkpoint belongs to another run: {name} differs", help=AGAIN)
         parts = [self._read(number, digest) for number, digest in enumerate(info["files"])]
         self._files = list(info["files"])
-        self._places = {name: (number, device) for name, (number, device) in info["tensors"].items()}
+        self._places = {name: (number, device) for name, (number, device) in info["found"]["tensors"].items()}
         self._stored = {name: parts[number][name].to(device) for name, (number, device) in self._places.items()}
-        self._state = Start(info["index"], info["done"], _adjustment(self._stored, info))
+        self._before, found = info["before"], _adjustment(self._stored, info["found"])
+        before = {name: parts[number][name].to(device) for name, (number, device) in self._before["tensors"].items()}
+        self._state = Start(info["index"], info["done"], found, _adjustment(before, self._before))
         return self._state
 
     def _read(self, number: int, digest: str) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from torch import nn
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.gate = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(16, 32)
+        self.norm, self.up, self.gate = nn.RMSNorm(16), nn.Linear(16, 32), nn.Linear(16, 32)
         self.down = nn.Linear(32, 16)
         self.norm.weight.data[3] *= 20
 
@@ -31,12 +31,14 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(16, 5)
+        self.enter, self.blocks = nn.Linear(9, 16), nn.ModuleList(Block() for _ in range(3))
+        self.norm, self.head = nn.RMSNorm(16), nn.Linear(16, 5)
 
     def forward(self, x):
+        x = self.enter(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(self.norm(x))
 
 def model():
     torch.manual_seed(0)
@@ -44,7 +46,7 @@ def model():
 
 def calibration_data():
     g = torch.Generator().manual_seed(1)
-    return [torch.randn(4, 7, 16, generator=g) for _ in range(3)]
+    return [torch.randn(4, 7, 9, generator=g) for _ in range(3)]
 """
 
 
@@ -59,16 +61,21 @@ def differing(one: Path, other: Path) -> set[str]:
     return (set(mismatch) | set(missing)) - {"run.json", "run.log"}
 
 
-@pytest.mark.parametrize("names", [("awq",), ("awq", "gptq"), ("smoothquant", "awq", "gptq"), ("rotation", "gptq")])
-def test_any_stop_leaves_the_same_bytes(
-    names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, path = tmp_path / "net.py", tmp_path / "q.json"
+def written(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
+    """The model and a config with these algorithms, as `calibrate` takes them."""
+    model, path = folder / "net.py", folder / "q.json"
     model.write_text(MODEL)
     tensors = {"weights": {"bit_width": 4, "per_channel": True}}
     content: dict[str, Any] = document(tensor=tensors) | {"quantizable_data_type": ["weights"]}
     path.write_text(json.dumps(content | {"algorithms": [{"name": name} for name in names]}))
-    words: dict[str, str] = {"model": str(model), "config": str(path)}
+    return {"model": str(model), "config": str(path)}
+
+
+@pytest.mark.parametrize("names", [("awq",), ("awq", "gptq"), ("smoothquant", "awq", "gptq"), ("rotation", "gptq")])
+def test_any_stop_leaves_the_same_bytes(
+    names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = written(tmp_path, names)
     assert calibrate(tmp_path / "whole", **words) == 0
     original, seen, resumed = AdjustCheckpoint.group_done, [0], 0
 
@@ -85,4 +92,29 @@ def test_any_stop_leaves_the_same_bytes(
         more, resumed = ("--resume",), resumed + 1
     assert code == 0
     assert resumed > 1
+    assert not differing(tmp_path / "whole", tmp_path / "out")
+
+
+@pytest.mark.parametrize("first", ["smoothquant", "rotation"])
+def test_awq_behind_another_algorithm_goes_on_after_the_last_block(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its inputs are those of the network that the first one left, though many of its own factors are folded."""
+    words = written(tmp_path, (first, "awq"))
+    assert calibrate(tmp_path / "whole", **words) == 0
+    original, stop_at = AdjustCheckpoint.group_done, {5}
+    seen: list[int] = []
+
+    def stops(self: AdjustCheckpoint, index: int, found: Any, done: int) -> None:
+        original(self, index, found, done)
+        if index == 1:
+            seen.append(done)
+            if done in stop_at:
+                raise KilledError
+
+    monkeypatch.setattr(AdjustCheckpoint, "group_done", stops)
+    assert calibrate(tmp_path / "out", **words) == 70
+    stop_at.clear()
+    assert calibrate(tmp_path / "out", "--resume", **words) == 0
+    assert seen == [1, 3, 5, 7, 8]
     assert not differing(tmp_path / "whole", tmp_path / "out")
