@@ -20,6 +20,7 @@ from quantizer.errors import DataError
 from quantizer.graph.ir import Node
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
+from quantizer.sources.batches import naming_batch
 
 LEAST_WEIGHT = 1e-5  # so that a column of zeros has a factor
 AUTO = tuple(step / 10 for step in range(11))
@@ -80,11 +81,8 @@ def _observed(
     watch = {name: _all(each.add for each in those) for name, those in readers.items()}
     number = -1
     for number, batch in enumerate(task.batches()):
-        try:
-            with torch.no_grad():
-                network.observe(batch.args, batch.kwargs, watch)
-        except DataError as error:
-            raise DataError(f"batch {number}: {error.message}", help=error.help) from error
+        with naming_batch(number), torch.no_grad():
+            network.observe(batch.args, batch.kwargs, watch)
     if number < 0:
         raise DataError("the calibration data has no batches", help="check --data and --subset_len")
     return ranges

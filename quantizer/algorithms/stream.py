@@ -15,7 +15,7 @@ from torch import Tensor
 from quantizer.algorithms.values import Shelf
 from quantizer.errors import DataError
 from quantizer.nn.network import Network, arguments
-from quantizer.sources.batches import Batch
+from quantizer.sources.batches import Batch, naming_batch
 
 Watchers = Mapping[str, Callable[[Tensor], None]]
 
@@ -31,10 +31,8 @@ class Stream:
         self.network, self._at = network, 0
         self._shelf = shelf or Shelf()
         names = [node.name for node in network.graph.nodes if node.op == "input"]
-        self._values: list[dict[str, Any]] = [
-            dict(zip(names, (self._shelf.keep(value) for value in network.inputs(b.args, b.kwargs)), strict=True))
-            for b in batches
-        ]
+        rows = self._shelf.keep_inputs(network, batches)
+        self._values: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) for row in rows]
         if not self._values:
             raise DataError("the calibration data has no batches", help="check --data and --subset_len")
 
@@ -66,13 +64,10 @@ class Stream:
         earlier = [name for name in watch or {} if index[name] < self._at]
         for number, values in enumerate(self._values):
             before = dict(values)
-            try:
-                with torch.no_grad():
-                    for name in earlier:
-                        (watch or {})[name](values[name])
-                    self._run(nodes[self._at : stop], values, watch or {})
-            except DataError as error:
-                raise DataError(f"batch {number}: {error.message}", help=error.help) from error
+            with naming_batch(number), torch.no_grad():
+                for name in earlier:
+                    (watch or {})[name](values[name])
+                self._run(nodes[self._at : stop], values, watch or {})
             for name in before.keys() - values.keys():
                 self._shelf.free(before[name])
             for name in values.keys() - before.keys():

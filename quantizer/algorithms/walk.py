@@ -24,7 +24,7 @@ class Walk:
         self._shelf = shelf or Shelf()
         self._values: dict[str, list[Any]] = {}
         inputs = [node.name for node in network.graph.nodes if node.op == "input"]
-        rows = [[self._shelf.keep(value) for value in network.inputs(b.args, b.kwargs)] for b in batches]
+        rows = list(self._shelf.keep_inputs(network, batches))
         self.batches = len(rows)
         self._inputs = {name: [row[index] for row in rows] for index, name in enumerate(inputs)}
 

@@ -17,7 +17,7 @@ from quantizer.errors import DataError
 from quantizer.graph.ir import Node
 from quantizer.nn.network import Network
 from quantizer.numerics.metrics import decibel, energy
-from quantizer.sources.batches import Batch
+from quantizer.sources.batches import Batch, naming_batch
 
 
 @dataclass
@@ -138,10 +138,8 @@ def compare(
     count = 0
     with torch.no_grad():
         for batch in batches:
-            try:
+            with naming_batch(count):
                 _one_batch(reference, quantized, batch, taps, result)
-            except DataError as error:
-                raise DataError(f"batch {count}: {error.message}", help=error.help) from error
             count += 1
             if after_batch is not None:
                 after_batch(count)

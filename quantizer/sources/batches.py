@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +51,15 @@ class Batch:
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         changed = {name: _map_tensors(function, getattr(self, name)) for name in ("args", "kwargs", "target", "raw")}
         return replace(self, **changed)
+
+
+@contextmanager
+def naming_batch(number: int) -> Iterator[None]:
+    """A DataError from within says in which batch it was, the first being 0."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"batch {number}: {error.message}", help=error.help) from error
 
 
 def positional_inputs(module: nn.Module | None) -> tuple[int, int]:

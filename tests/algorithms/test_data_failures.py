@@ -67,6 +67,15 @@ def test_values_that_are_not_finite_are_named_by_layer_and_batch(name: str, bad:
         run(name, task)
 
 
+@pytest.mark.parametrize("name", READS_DATA)
+def test_a_batch_of_another_shape_is_named(name: str) -> None:
+    inputs = data(4)
+    task = task_of(Cubed(), inputs, INT4, QuantizationSpec())
+    inputs[3] = inputs[3][..., :12]
+    with pytest.raises(DataError, match=r"^batch 3: .*input_0: expected \[b, 4, 16\] torch.float32, got \[2, 4, 12\]"):
+        run(name, task)
+
+
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_weight_that_is_not_finite_is_named(name: str, bad: float) -> None:

@@ -48,6 +48,13 @@ def test_a_walk_makes_the_values_of_a_pass(name: str, budget: int) -> None:
                 assert leaves_equal(found[node][index], value), node
 
 
+def test_a_batch_that_does_not_fit_is_named() -> None:
+    network, data = Network(traced("residual")), batches("residual")
+    data[1] = Batch((data[1].args[0].double(), *data[1].args[1:]), data[1].kwargs, None, None)
+    with pytest.raises(DataError, match=r"^batch 1: .*: expected \["):
+        Walk(network, data)
+
+
 def test_the_users_batches_stay_as_they_are() -> None:
     given, data = batches("residual"), batches("residual")
     walked(deployment("residual", 2).network(), given, BUDGET)
