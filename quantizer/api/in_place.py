@@ -50,9 +50,8 @@ def quantize(model: Any, config: Config, dataloader: Iterable[Any] | None) -> No
         if roles := plan.of_layer(name):
             check_quantizable(layer, name, roles)
     if dataloader is None and (plan.needs_data or rules.algorithms):
-        remedy = "give quantize_model(model, dataloader) some batches"
-        instead = "" if rules.algorithms else ", or set is_dynamic=True"
-        raise DataError(f"no dataloader, but {_wants_data(plan, rules)}", help=remedy + instead)
+        why, remedy = _wants_data(plan, rules)
+        raise DataError(f"no dataloader, but {why}", help=f"give quantize_model(model, dataloader) {remedy}")
     batches: Iterable[Batch] = _batches(dataloader, model) if dataloader is not None else ()
     rounded: dict[str, Rounded] = {}
     with all_or_nothing(model):
@@ -104,11 +103,17 @@ def _batches(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
         )
 
 
-def _wants_data(plan: Plan, rules: InternalConfig) -> str:
-    if rules.algorithms:
-        return f"{rules.algorithms[0].name} works on the values that data give"
-    found = next(tensor for tensor in plan.tensors.values() if tensor.is_calibrated)
-    return f"the {found.role} of {found.layer} has a static scale, which is found on data"
+def _wants_data(plan: Plan, rules: InternalConfig) -> tuple[str, str]:
+    """What data are for, and what to give."""
+    reading = next((settings.name for settings in rules.algorithms if settings.needs_data), None)
+    if reading is not None:
+        return f"{reading} works on the values that data give", "some batches"
+    if plan.needs_data:
+        found = next(tensor for tensor in plan.tensors.values() if tensor.is_calibrated)
+        instead = "" if rules.algorithms else ", or set is_dynamic=True"
+        why = f"the {found.role} of {found.layer} has a static scale, which is found on data"
+        return why, f"some batches{instead}"
+    return f"{rules.algorithms[0].name} works on a trace of the model, which runs it on one batch", "one batch"
 
 
 def _without_unreached(calibration: calibrate.Calibration, tree: ModuleTree) -> calibrate.Calibration:

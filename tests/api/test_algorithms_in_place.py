@@ -20,6 +20,7 @@ from quantizer import (
     PerChannelMinMaxObserver,
     QSchemeType,
     QuantizationConfig,
+    RotationConfig,
     SmoothQuantConfig,
 )
 from quantizer.engine import adjust
@@ -211,6 +212,31 @@ def test_a_failure_leaves_the_model_as_it_was(model: Any, data: Any, error: type
     with pytest.raises(error, match=text):
         ModelQuantizer(wanted).quantize_model(built, data)
     assert equal(state(built), before)
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "tensors", "why", "remedy"),
+    [
+        ([RotationConfig()], {}, "rotation works on a trace of the model, which runs it on one batch", " one batch"),
+        ([RotationConfig(), GPTQConfig()], {}, "gptq works on the values that data give", " some batches"),
+        ([RotationConfig()], {"input_tensors": spec()}, "the input of .* has a static scale", " some batches"),
+        ([], {"input_tensors": spec()}, "the input of .* has a static scale", ", or set is_dynamic=True"),
+    ],
+)
+def test_what_data_would_be_for_is_said(algorithms: list[Any], tensors: dict[str, Any], why: str, remedy: str) -> None:
+    with pytest.raises(DataError, match=f"^no dataloader, but {why}") as refused:
+        ModelQuantizer(config(*algorithms, **tensors)).quantize_model(net())
+    assert str(refused.value.help).endswith(remedy)
+
+
+def test_a_rotation_alone_needs_one_batch() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.RMSNorm(16), nn.Linear(16, 4)), torch.randn(5, 8)
+    before, expected = model[2].weight.detach().clone(), model(x).detach()
+    wanted = Config(QuantizationConfig(weight=spec(Dtype.int16)), algo_config=[RotationConfig()])
+    ModelQuantizer(wanted).quantize_model(model, [x])
+    assert not torch.allclose(model[2].weight, before, atol=0.01)
+    assert torch.allclose(model(x), expected, atol=1e-3)
 
 
 @pytest.mark.usefixtures("stand_in")
