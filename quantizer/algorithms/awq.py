@@ -23,6 +23,7 @@ from quantizer.algorithms.fold import (
     parameter,
     without_overlap,
 )
+from quantizer.algorithms.gram import zero_channels
 from quantizer.algorithms.group_sums import DEEPEST, GroupSums, deepest, quantized_layers
 from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.plain import on_grid, output_error, plain_grid
@@ -110,7 +111,7 @@ class _Search:
         """Find the group's factors, and fold them."""
         size = sums.channel_size(group.channels)
         if dead := int((size == 0).sum()):
-            self._remark(layers, f"{dead} input channels were zero on the calibration data")
+            self._remark(layers, zero_channels(dead))
         ones = torch.ones_like(size)
         if group.tied or not self.settings.scale_search:
             return _Gathered(group, layers, sums, ones)

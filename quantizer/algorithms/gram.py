@@ -98,6 +98,16 @@ class Drift:
             self.matrix.baddbmm_(left.mT, right)
 
 
+def zero_channels(count: int) -> str:
+    """That rows and columns of a matrix are zero, as the start of a sentence.
+
+    >>> zero_channels(1)
+    '1 input channel was zero on the calibration data'
+    """
+    which = "1 input channel was" if count == 1 else f"{count} input channels were"
+    return f"{which} zero on the calibration data"
+
+
 def _parts(layer: nn.Module, x: Tensor) -> Iterator[Tensor]:
     """What the layer multiplies its weight with: float32 [groups, positions, depth], in parts."""
     if isinstance(layer, nn.Linear):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Remark, Rounded
 from quantizer.algorithms.aim import Aim, Hessian, Products
+from quantizer.algorithms.gram import zero_channels
 from quantizer.algorithms.patches import matrix_weight, weight_matrix
 from quantizer.algorithms.plain import on_grid, output_error, plain_grid
 from quantizer.algorithms.solve_rows import Member, Solution, solve_rows
@@ -77,8 +78,7 @@ def _lacks(products: Sequence[Products], hessians: Sequence[Hessian | None]) -> 
     found = []
     dead = sum(int((each.gram.diagonal() == 0).sum()) for each in products)
     if dead:
-        which = "1 input channel was" if dead == 1 else f"{dead} input channels were"
-        found.append(f"{which} zero on the calibration data; the weights are rounded plainly")
+        found.append(f"{zero_channels(dead)}; {'its' if dead == 1 else 'their'} weights are rounded plainly")
     if None in hessians:
         found.append("its Hessian is not positive definite even with damping 1; it is rounded plainly")
     raised = [each.raised for each in hessians if each is not None and each.raised is not None]

@@ -229,7 +229,7 @@ def test_dead_channels_are_told_and_keep_their_weights() -> None:
     model.norm.weight.data[3] = model.norm.bias.data[3] = 0
     task = task_of(model, inputs, INT4)
     found = settled(task)
-    assert all("1 input channels were zero" in remark.text for remark in found.remarks if remark.is_warning)
+    assert all("1 input channel was zero" in remark.text for remark in found.remarks if remark.is_warning)
     assert any(remark.is_warning for remark in found.remarks)
     weights = [found.parameters[layer]["weight"] for layer in found.rounded if layer in found.parameters]
     for weight, layer in zip(weights, model.layers, strict=True):
