@@ -21,6 +21,7 @@ from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import Config as InternalConfig
+from quantizer.config.wording import shortened
 from quantizer.engine import calibrate
 from quantizer.errors import DataError
 from quantizer.graph.modules import left_out, module_graph
@@ -161,4 +162,4 @@ def left_float(model: nn.Module, config: InternalConfig, plan: Plan) -> Iterator
     ):
         layers = [name for name in dict.fromkeys(names) if plan.of_layer(name)]
         if layers:
-            yield f"{reason}: {layers[0]}" + (f" and {len(layers) - 1} more" if layers[1:] else "")
+            yield f"{reason}: {shortened(layers, 1)}"

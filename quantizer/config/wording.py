@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 MAX_QUOTED = 60
@@ -27,6 +27,16 @@ def listed(words: Iterable[Any]) -> str:
     'max, mean'
     """
     return ", ".join(word if isinstance(word, str) else json.dumps(word) for word in words)
+
+
+def shortened(names: Sequence[str], most: int = 5) -> str:
+    """The first `most` names in a row, and how many there are besides.
+
+    >>> shortened(["q", "k", "v"], most=2)
+    'q, k and 1 more'
+    """
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

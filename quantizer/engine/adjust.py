@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from quantizer.algorithms.adjustment import Adjustment, Run, adjusted
 from quantizer.algorithms.patches import LAYERS
 from quantizer.config.algorithms import Algorithm
+from quantizer.config.wording import shortened
 from quantizer.engine.calibrate import check_finite
 from quantizer.errors import ModelError, UsageError
 from quantizer.graph.find_structure import find_structure
@@ -166,8 +167,7 @@ def told(step: Step, before: Adjustment, after: Adjustment) -> Iterator[tuple[in
     for remark in after.remarks[len(before.remarks) :]:
         texts[remark.text, remark.is_warning].append(remark.layer)
     for (text, is_warning), layers in texts.items():
-        more = f" and {len(layers) - 1} more" if layers[1:] else ""
-        yield logging.WARNING if is_warning else logging.INFO, f"{layers[0]}{more}: {text}"
+        yield logging.WARNING if is_warning else logging.INFO, f"{shortened(layers, 1)}: {text}"
 
 
 def told_difference(share: float) -> Iterator[tuple[int, str]]:

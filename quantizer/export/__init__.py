@@ -56,7 +56,7 @@ def check(target: str, graph: Graph, solution: Solution, opset: int) -> None:
     """Refuse a network that a target cannot express, as far as can be told without running it.
 
     Raises:
-        UsageError: why, with all tensors it holds for.
+        UsageError: why, with the first tensors it holds for.
     """
     module = importlib.import_module(EXPORTERS[target].function.partition(":")[0])
     if hasattr(module, "check"):

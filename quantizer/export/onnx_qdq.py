@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 import quantizer
 from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.config.wording import shortened
 from quantizer.engine.files import write_bytes
 from quantizer.engine.solution import Solution
 from quantizer.errors import ModelError, UsageError
@@ -59,7 +60,7 @@ def check(graph: Graph, solution: Solution, opset: int) -> None:
     """Refuse a network that this target cannot express; needs no run of it. `opset` is -1 to let the exporter choose.
 
     Raises:
-        UsageError: the reason, with all tensors it holds for.
+        UsageError: the reason, with the first tensors it holds for.
     """
     opset = OPSET if opset == -1 else opset
     if opset not in OPSETS:
@@ -79,7 +80,7 @@ def check(graph: Graph, solution: Solution, opset: int) -> None:
         if found is not None:
             reasons.setdefault(found, []).append(f"{wanted.role} of {wanted.layer}")
     if reasons:
-        texts = [f"{', '.join(names)} {why}" for (why, _), names in reasons.items()]
+        texts = [f"{shortened(names)} {why}" for (why, _), names in reasons.items()]
         helps = dict.fromkeys(help_ for _, help_ in reasons)
         raise UsageError(f"--deploy onnx: {'; '.join(texts)}", help="; ".join(helps))
 

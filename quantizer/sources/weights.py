@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from quantizer.config.wording import shortened
 from quantizer.errors import ModelError
 from quantizer.sources.tensor_files import read_file
 
@@ -18,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
-_SHOWN = 5
 
 
 def load_weights(module: nn.Module, path: str) -> None:
@@ -92,7 +92,7 @@ def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> Non
         if name in own and tensor.shape != own[name].shape
     ]
     faults = {"missing in the file": missing, "not in the model": unexpected, "of another shape": misshaped}
-    lines = [f"{len(names)} {fault}: {_first(names)}" for fault, names in faults.items() if names]
+    lines = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]
     if not lines:
         return
     if unexpected and all(name.startswith("module.") for name in unexpected):
@@ -100,7 +100,3 @@ def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> Non
             'the file comes from DataParallel: strip "module." from the names, or save model.module.state_dict()'
         )
     raise ModelError(f"the weights of {path} do not fit the model", help="\n".join(lines))
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

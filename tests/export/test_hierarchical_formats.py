@@ -1,4 +1,4 @@
-"""Files of groups, scaled floating-point formats and dynamic ranges: equal to test mode, or refused with all layers."""
+"""Files of groups, scaled floating-point formats and dynamic ranges: equal to test mode, or refused with layers."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def test_groups_are_stored_as_codes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-def test_onnx_refuses_what_it_cannot_say_with_all_layers(kind: str) -> None:
+def test_onnx_refuses_what_it_cannot_say_with_the_first_layers(kind: str) -> None:
     pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
     given = deployed("residual", {"weights": {}, "input": INPUTS[kind]})
     with pytest.raises(UsageError) as refused:
         check("onnx", given.graph, given.solution, -1)
-    for layer, role in given.solution.tensors:
-        assert (f"{role} of {layer}" in refused.value.message) == (role == "input")
+    inputs = [f"{role} of {layer}" for layer, role in given.solution.tensors if role == "input"]
+    assert refused.value.message.startswith(f"--deploy onnx: {', '.join(inputs[:5])} and {len(inputs) - 5} more ")
 
 
 def test_ranges_that_are_dynamic_leave_no_scale_in_files(tmp_path: Path) -> None:
