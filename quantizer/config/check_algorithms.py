@@ -6,13 +6,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quantizer.config.algorithm_words import FIND_CODES, Entry
-from quantizer.config.algorithms import Gptq
+from quantizer.config.algorithms import Awq, Gptq
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.model import Config, QuantizationSpec, Sourced
 from quantizer.config.wording import quoted
 
 _FIELDS = {"bit": "bit_width", "sym": "symmetric", "group_size": "group_size"}
 """Keys of older files about the weights' grid, which their specification decides."""
+
+_SEARCHES = ("scale_search", "clip_search")
+"""What AWQ does besides plain rounding; both are on by default."""
 
 
 def check_algorithms(entries: Sequence[Entry], config: Config) -> Iterator[Diagnostic]:
@@ -97,10 +100,15 @@ def _other_grid(entry: Entry, weights: dict[str, Sourced]) -> Iterator[Diagnosti
 
 
 def _idle(entry: Entry, config: Config) -> Iterator[Diagnostic]:
-    """Rounding where no weights are quantized."""
+    """Rounding where no weights are quantized, and a search that is told to leave both of its searches out."""
     if entry.kind.name in FIND_CODES and not _quantizes_weights(config):
         text = f"no weights are rounded to a grid, so {entry.kind.name} has nothing to do"
         yield Diagnostic("QZ128", text, entry.place, "warning", help="quantize weights, or remove the algorithm")
+    elif entry.kind is Awq and not any(entry.settings()[key] for key in _SEARCHES):
+        first, last = (entry.stated[key].place for key in _SEARCHES)
+        text = f"neither {' nor '.join(_SEARCHES)} is on, so awq does nothing but plain rounding"
+        help_ = "remove one of the two keys, or the algorithm"
+        yield Diagnostic("QZ128", text, last, "warning", help=help_, related=_related(first, "the other one"))
 
 
 def _quantizes_weights(config: Config) -> bool:

@@ -166,8 +166,9 @@ CODES: dict[str, Code] = {
     ),
     "QZ128": Code(
         "an algorithm with nothing to do",
-        "awq, gptq, gptaq and qronos find codes of weights, and no weights are put on a grid of their own.",
-        "Quantize weights, or remove the algorithm.",
+        "awq, gptq, gptaq and qronos find codes of weights, and no weights are put on a grid of their own. Without "
+        "scale_search and clip_search awq rounds as it would be done without it.",
+        "Quantize weights, switch a search on, or remove the algorithm.",
     ),
     "QZ210": Code(
         "algorithms on the DPU",
