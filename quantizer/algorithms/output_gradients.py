@@ -19,7 +19,7 @@ from quantizer.errors import DataError
 from quantizer.graph.ir import map_refs
 from quantizer.nn.network import Network, arguments
 from quantizer.numerics.metrics import energy
-from quantizer.sources.batches import Batch
+from quantizer.sources.batches import Batch, naming_batch
 
 PROJECTIONS = 8
 """Of each batch: with four batches, a noise is found to a quarter of itself, 1 dB."""
@@ -49,7 +49,8 @@ def predicted_noise(
     noise, signal, count = torch.zeros_like(products), 0.0, 0
     with _shown(network, candidates, widths, products):
         for batch in batches:
-            outputs = _outputs(network, batch)
+            with naming_batch(count):
+                outputs = _outputs(network, batch)
             signal, count = signal + sum(energy(y.detach()) for y in outputs), count + 1
             for left in reversed(range(PROJECTIONS)):
                 _project(outputs, generator, keep=left > 0)

@@ -23,7 +23,7 @@ from quantizer.nn.network import Network, arguments
 from quantizer.numerics.metrics import energy
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import ObservationError
-from quantizer.sources.batches import Batch
+from quantizer.sources.batches import Batch, naming_batch
 
 Width = int | str
 """The bits of an integer grid, or the name of a format without a scale."""
@@ -140,11 +140,12 @@ def output_noise(
     """
     first = {min(candidate.layers, key=_order(network)): at for at, candidate in enumerate(candidates)}
     noise = [[0.0] * len(widths) for _ in candidates]
-    signal = count = 0.0
+    signal, count = 0.0, 0
     with torch.no_grad():
         for batch in batches:
-            values = dict(zip(_inputs(network), network.inputs(batch.args, batch.kwargs), strict=True))
-            reference = _rest(network, 0, values)
+            with naming_batch(count):
+                values = dict(zip(_inputs(network), network.inputs(batch.args, batch.kwargs), strict=True))
+                reference = _rest(network, 0, values)
             signal += math.fsum(map(energy, reference))
             count += 1
             for at, node in enumerate(network.graph.nodes):

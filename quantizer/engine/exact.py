@@ -22,7 +22,7 @@ from quantizer.errors import DataError, UsageError
 from quantizer.graph.ir import Graph, Node, map_refs
 from quantizer.nn.network import Network
 from quantizer.numerics.integer import requantize
-from quantizer.sources.batches import Batch
+from quantizer.sources.batches import Batch, naming_batch
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -77,11 +77,8 @@ def compare_exact(
     with torch.no_grad():
         for batch in batches:
             network.batch = count
-            simulated = network.simulation.walk(batch.args, batch.kwargs)
-            for (name, value), (_, other) in zip(network.walk(batch, result), simulated, strict=True):
-                for role in ("activation", "input"):
-                    if (name, role) in rows and isinstance(value, Fixed):
-                        rows[name, role].add(value.codes, other.double() * 2.0**value.position)
+            with naming_batch(count):
+                _one_batch(network, batch, rows, result)
             count += 1
             if after_batch is not None:
                 after_batch(count)
@@ -89,6 +86,15 @@ def compare_exact(
         raise DataError("the evaluation data has no batches", help="check --data and --subset_len")
     result.layers = list(rows.values())
     return result
+
+
+def _one_batch(network: _IntegerNetwork, batch: Batch, rows: Mapping[Key, LayerCodes], result: ExactComparison) -> None:
+    """Walk both networks in step, and count the codes that differ."""
+    simulated = network.simulation.walk(batch.args, batch.kwargs)
+    for (name, value), (_, other) in zip(network.walk(batch, result), simulated, strict=True):
+        for role in ("activation", "input"):
+            if (name, role) in rows and isinstance(value, Fixed):
+                rows[name, role].add(value.codes, other.double() * 2.0**value.position)
 
 
 def require_wide(graph: Graph, solution: Solution) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,20 @@ def test_the_digits_do_better_with_mixed_widths(capsys: pytest.CaptureFixture[st
     assert told["mixed"]["mean_bits"] <= 3 == told["uniform"]["mean_bits"]
     assert told["mixed"]["predicted_db"] > told["uniform"]["predicted_db"]
     assert told["mixed"]["measured_db"] > told["uniform"]["measured_db"]
+
+
+@pytest.mark.parametrize("passes", ["network", "every", "fast"])
+def test_a_batch_of_another_shape_is_named(
+    passes: str, toy: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "int8.json"
+    config.write_text(json.dumps({"global_quant_config": {"weight": {"dtype": "int8"}}}))
+    model = toy("return [torch.ones(4, 3), torch.ones(4, 5)]")
+    assert run_command(["analyze", "--config_file", str(config), "--model", model, "--passes", passes]) == 4
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: batch 1: ") and said.endswith(
+        "expected [b, 3] torch.float32, got [4, 5] torch.float32"
+    )
 
 
 LLAMA = """

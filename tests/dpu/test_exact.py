@@ -118,6 +118,11 @@ def test_no_batches_are_an_error() -> None:
         compare_exact(*solved("conv2d"), [])
 
 
+def test_a_batch_that_does_not_fit_is_named() -> None:
+    with pytest.raises(DataError, match=r"^batch 1: .*: expected \["):
+        compare_exact(*solved("conv2d"), [*batches(0), *batches(1, dtype=torch.float64)])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_refused(dtype: torch.dtype) -> None:
     plan = planned(nn.Conv2d(4, 8, 3).to(dtype), example().to(dtype))
