@@ -120,7 +120,7 @@ class QronosConfig(AlgoConfig):
     """
 
     name: str = "qronos"
-    alpha: float = 1e-6
+    alpha: float = 1e-3
     desc_act: bool = True
     static_groups: bool = True
     true_sequential: bool = True

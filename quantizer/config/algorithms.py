@@ -123,7 +123,7 @@ class Gptaq(Gptq):
 class Qronos(Gptq):
     """GPTQ on columns that are fitted to the float network's outputs; damping is `alpha` of the largest eigenvalue."""
 
-    alpha: float = 1e-6
+    alpha: float = 1e-3
     damp_percent: float = 0.0
 
     name = "qronos"
