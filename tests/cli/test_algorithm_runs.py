@@ -270,6 +270,7 @@ def test_finetuning_and_bias_correction_go_on_from_rescaled_weights(
     assert metrics(tmp_path / "corrected", short, capsys)["sqnr_db"] > 0
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_goes_on_with_its_last_block(model: str, tmp_path: Path) -> None:
     """The real GPTQ, in a process of its own, killed when the first checkpoint is there."""
     path = config(tmp_path, "gptq")

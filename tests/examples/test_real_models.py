@@ -56,6 +56,7 @@ def test_efficientnet_lite_in_eight_bits(
     assert metrics["top1_float"] == pytest.approx(0.9, abs=0.01), "18 of 20 photos, as the published weights give"
 
 
+@pytest.mark.slow
 def test_the_seeds_own_commands(tmp_path: Path) -> None:
     """`python resnet18_quant.py --quant_mode calib|test --config_file …`, with our ResNet-18 and an image folder."""
     image = pytest.importorskip("PIL.Image", reason="image folders need pillow (extra: images)")
