@@ -23,8 +23,8 @@ from quantizer.algorithms.fold import (
     parameter,
     without_overlap,
 )
-from quantizer.algorithms.gram import zero_channels
-from quantizer.algorithms.group_sums import DEEPEST, GroupSums, deepest, quantized_layers
+from quantizer.algorithms.gram import DEEPEST, UNREACHED, zero_channels
+from quantizer.algorithms.group_sums import GroupSums, deepest, quantized_layers
 from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.plain import on_grid, output_error, plain_grid
 from quantizer.algorithms.row_sample import sampled_rows
@@ -38,7 +38,6 @@ from quantizer.observers import ObservationError
 
 LEAST_FACTOR = 1e-4
 TOO_DEEP = f"it sums over more than {DEEPEST} inputs, too many for their Gram matrix; it is rounded plainly"
-UNREACHED = "no token of the calibration data reached it; it is rounded plainly"
 
 
 def awq(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quantizer.algorithms.adaquant import adaquant
 from quantizer.algorithms.adaround import adaround
+from quantizer.algorithms.gram import DEEPEST
 from quantizer.algorithms.patches import LAYERS, channel_rows, matrix_weight, patches, weight_matrix
 from quantizer.algorithms.rounding_problem import RoundingProblem
 from quantizer.algorithms.walk import Walk
@@ -27,7 +28,6 @@ SOLVERS: dict[str, Callable[[RoundingProblem], tuple[Tensor, Tensor]]] = {"adaro
 """By the name on the command line: each gives integers [groups, rows, depth] without zero point, and scales [units]."""
 
 MOST_BITS = 8  # of weights; on finer grids float32's noise decides, and nothing is to be gained
-DEEPEST = 16384  # inputs of an output channel; the Hessian has the square of it
 SAMPLES = (1024, 16384)  # positions of a layer's output to look at, at least and at most; between them 16 * depth
 VALUES = 1 << 26  # of the sampled inputs of one layer
 

@@ -14,6 +14,9 @@ from quantizer.observers import NonFiniteError, ObservationError
 TILES = 4  # along each side: below the diagonal nothing is computed, which saves 6 of 16 products
 LEAST_TILE = 128
 PATCHES = 1 << 24  # values of a convolution's patches at once
+DEEPEST = 16384
+"""Inputs of an output channel: the Gram matrix has the square of it."""
+UNREACHED = "no token of the calibration data reached it; it is rounded plainly"
 
 
 class Gram:

@@ -80,10 +80,6 @@ class GroupSums:
             self._matrices[key] = self.divided(name, factors)
 
 
-DEEPEST = 16384
-"""Inputs of an output channel: the Gram matrix has the square of it."""
-
-
 def quantized_layers(task: Task, group: InputGroup) -> list[str]:
     """The group's layers whose weights go on a grid."""
     found = []

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
 from quantizer.algorithms.aim import Aim, Products
-from quantizer.algorithms.gram import Drift, Gram
-from quantizer.algorithms.patches import LAYERS, weight_matrix
+from quantizer.algorithms.gram import DEEPEST, UNREACHED, Drift, Gram
+from quantizer.algorithms.group_sums import quantized_layers
+from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.plain import on_grid, plain_grid
 from quantizer.algorithms.settle import Settled, member, settle
 from quantizer.algorithms.stream import Stream
@@ -24,9 +25,7 @@ from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
 from quantizer.observers import NonFiniteError, ObservationError
 
-DEEPEST = 16384  # inputs of an output channel: the Gram matrix has the square of it
 TOO_DEEP = f"it sums over more than {DEEPEST} inputs, too many for their Hessian; it is rounded plainly"
-UNREACHED = "no token of the calibration data reached it; it is rounded plainly"
 
 
 def in_order(task: Task, found: Adjustment, aim: Aim) -> Adjustment:
@@ -70,7 +69,7 @@ class _Passage:
         graph = adjusted(task.graph, found)
         self.stream = Stream(Network(graph), task.batches())
         self.float_stream = Stream(Network(graph), task.batches()) if aim.needs_float else None
-        own = {name for group in task.structure.groups for name in self._own(group)}
+        own = {name for group in task.structure.groups for name in quantized_layers(self.task, group)}
         for name, rounded in found.rounded.items():
             if name not in own:
                 self._put(name, rounded.weight)
@@ -83,21 +82,15 @@ class _Passage:
             if number in fresh:
                 if number != fresh[0]:
                     stream = self.stream.branch() if stream is self.stream else stream
-                gathered[number] = self._gather(stream, self._own(group))
+                gathered[number] = self._gather(stream, quantized_layers(self.task, group))
         for number, group in chunk:
             for each in gathered.pop(number, []):
                 settled = self._solve(each)
                 self.found = self.found.with_rounded(settled.rounded).with_remarks(*settled.remarks)
-            for name in self._own(group):
+            for name in quantized_layers(self.task, group):
                 self._put(name, self._weight(name))
             if number in fresh:
                 self.task.after_group(self.found, number + 1)
-
-    def _own(self, group: InputGroup) -> list[str]:
-        """The group's layers whose weights go on a grid."""
-        ops, specs = self.task.graph.by_name, self.task.specs
-        planned = [name for name in group.layers if (name, "weights") in specs and ops[name].op in LAYERS]
-        return [name for name in planned if specs[name, "weights"].is_scaled]
 
     def _gather(self, stream: Stream, names: Sequence[str]) -> list[_Gathered]:
         """Run up to the value that the layers read, and sum it up."""
