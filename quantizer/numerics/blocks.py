@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from itertools import product
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from quantizer.numerics.layout import flat_view, memory_order
 
 BLOCK = 1 << 19  # values per step: 2 MB of float32 stay in the cache for all operations of the step
+FEW = 1 << 15  # values per step of what is done to scales, which is more than to a tensor's values
 
 Kernel = Callable[[Tensor, "int | Tensor"], Tensor]
 """Takes x / scale, which it may overwrite, and the zero point; returns code - zero_point as floating point."""
@@ -41,18 +43,44 @@ def fill(out: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, kernel: Kern
     Powers of two are divided by with a product, which is as exact and costs half.
     """
     check_scales(x, scale, zero_point, ch_axis)
-    inverse = _exact_inverse(scale)
-    divide, divisor = (torch.div, scale) if inverse is None else (torch.mul, inverse)
-    sources, targets = blocks(x, divisor, zero_point, ch_axis), blocks(out, scale, zero_point, ch_axis)
-    for (source, d, z), (target, s, _) in zip(sources, targets, strict=True):
-        kernel(divide(source, d, out=target), z).mul_(s)
+    exact = _has_exact_inverse(scale)
+    sources, targets = blocks(x, scale, zero_point, ch_axis), blocks(out, scale, zero_point, ch_axis)
+    for (source, s, z), (target, _, _) in zip(sources, targets, strict=True):
+        divided = torch.mul(source, s.reciprocal(), out=target) if exact else torch.div(source, s, out=target)
+        kernel(divided, z).mul_(s)
     return out
 
 
-def _exact_inverse(scale: Tensor) -> Tensor | None:
-    """Return 1 / scale if that loses no bit: of float32 powers of two, the numbers without a mantissa."""
-    bits = scale.view(torch.int32) if scale.dtype == torch.float32 else None
-    return None if bits is None or bits.bitwise_and(0x7FFFFF).any() else scale.reciprocal()
+def _has_exact_inverse(scale: Tensor) -> bool:
+    """Whether 1 / scale loses no bit: of float32 powers of two, the numbers without a mantissa."""
+    if scale.dtype != torch.float32:
+        return False
+    parts = torch.split(scale.view(torch.int32).reshape(-1), FEW)
+    return not any(bits.bitwise_and(0x7FFFFF).any() for bits in parts)
+
+
+def scratch(x: Tensor) -> Tensor | None:
+    """Return memory of the shape and dtype of `x`, a block, to work in; None for what only stands for a tensor.
+
+    Each thread keeps it, as memory that the system hands out anew for every block costs more than the work in it.
+    """
+    if type(x) is not Tensor or x.numel() > 2 * BLOCK:
+        return None
+    key = x.dtype, x.device
+    if key not in _kept.rooms or _kept.rooms[key].numel() < x.numel():
+        with torch.inference_mode(False):  # memory made in that mode could not be written to outside
+            _kept.rooms[key] = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+    return _kept.rooms[key][: x.numel()].view(x.shape)
+
+
+class _Kept(threading.local):
+    """The memory that `scratch` keeps for a thread."""
+
+    def __init__(self) -> None:
+        self.rooms: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+_kept = _Kept()
 
 
 def blocks(

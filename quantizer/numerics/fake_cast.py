@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import Kernel, fill, workspace
+from quantizer.numerics.blocks import Kernel, fill, scratch, workspace
 from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
 from quantizer.numerics.registry import lookup
 
@@ -23,7 +23,7 @@ def fake_cast_(x: Tensor, scale: Tensor, name: str, ch_axis: int | None = None) 
     [-3.0, 0.25, 0.5]
     """
     work = workspace(x)
-    fill(work, work, scale, torch.zeros_like(scale), float_kernel(name), ch_axis)
+    fill(work, work, scale, _no_zero_point(scale), float_kernel(name), ch_axis)
     return x if work is x else x.copy_(work)
 
 
@@ -31,7 +31,7 @@ def fake_cast(x: Tensor, scale: Tensor, name: str, ch_axis: int | None = None) -
     """Return the values of `fake_cast_`; `x` stays as it is."""
     work, kernel = workspace(x), float_kernel(name)
     out = torch.empty_like(work) if work is x else work
-    return fill(out, work, scale, torch.zeros_like(scale), kernel, ch_axis).to(x.dtype)
+    return fill(out, work, scale, _no_zero_point(scale), kernel, ch_axis).to(x.dtype)
 
 
 def fake_cast_plain(x: Tensor, scale: Tensor, name: str, ch_axis: int | None = None) -> Tensor:
@@ -45,7 +45,7 @@ def fake_cast_plain(x: Tensor, scale: Tensor, name: str, ch_axis: int | None = N
         shape = [1] * x.ndim
         shape[ch_axis] = -1
         s = s.view(shape)
-    return (float_kernel(name)(x.to(s.dtype) / s, 0) * s).to(x.dtype)
+    return (cast_round_trip_(x.to(s.dtype) / s, name) * s).to(x.dtype)
 
 
 def float_kernel(name: str) -> Kernel:
@@ -56,4 +56,9 @@ def float_kernel(name: str) -> Kernel:
 
 def _cast(name: str, x: Tensor, zero_point: int | Tensor) -> Tensor:
     """Float formats have no zero point."""
-    return cast_round_trip_(x, name)
+    return cast_round_trip_(x, name, scratch(x))
+
+
+def _no_zero_point(scale: Tensor) -> Tensor:
+    """Zeros in the shape of `scale` that need no memory."""
+    return torch.zeros((), dtype=torch.int32, device=scale.device).expand(scale.shape)

@@ -46,13 +46,14 @@ FLOAT_FORMATS: dict[str, FloatFormat] = {
 }
 
 
-def cast_round_trip_(x: Tensor, name: str) -> Tensor:
+def cast_round_trip_(x: Tensor, name: str, room: Tensor | None = None) -> Tensor:
     """Replace each value of `x` by the nearest one of the format `name`, ties to even, in place, and return `x`.
 
     Values beyond the largest finite one become it, infinities too (a plain cast gives infinity in some formats and on
     some devices); NaN stays NaN. The formats are those of IEEE 754, of "FP8 Formats for Deep Learning" (arXiv
     2209.05433) and of "OCP Microscaling Formats (MX) v1.0": fp4 is E2M1, and mx_int8 and bfp16 are codes k / 64 with
-    |k| <= 127, to be scaled by a power of two. Raises ValueError for an unknown name.
+    |k| <= 127, to be scaled by a power of two. `room` may be memory of the shape and dtype of `x` to work in. Raises
+    ValueError for an unknown name.
 
     >>> cast_round_trip_(torch.tensor([0.3, 1000.0, -1e9]), "fp8_e4m3").tolist()
     [0.3125, 448.0, -448.0]
@@ -65,11 +66,11 @@ def cast_round_trip_(x: Tensor, name: str) -> Tensor:
     if row.mantissa is None:
         return x.copy_(x.to(row.storage))
     if x.dtype not in _EXPONENT_BITS:
-        return x.copy_(_round_(x.float(), row))
-    return _round_(x, row)
+        return x.copy_(_round_(x.float(), row, None))
+    return _round_(x, row, room)
 
 
-def _round_(x: Tensor, row: FloatFormat) -> Tensor:
+def _round_(x: Tensor, row: FloatFormat, room: Tensor | None) -> Tensor:
     """Round float32 or float64 in the format's range to `mantissa` bits after the binary point of each value.
 
     With p the power of two below |x|, adding 1.5 * 2^(bits - mantissa) * p leaves a sum whose last bit is worth
@@ -80,5 +81,6 @@ def _round_(x: Tensor, row: FloatFormat) -> Tensor:
     shift = 1.5 * 2.0 ** (bits - row.mantissa)
     if row.emax == row.least:  # values are evenly spaced
         return x.add_(shift * 2.0**row.least).sub_(shift * 2.0**row.least)
-    power = x.view(integers).bitwise_and(mask).view(x.dtype).clamp_(min=2.0**row.least)
+    room = None if room is None else room.view(integers)
+    power = torch.bitwise_and(x.view(integers), mask, out=room).view(x.dtype).clamp_(min=2.0**row.least)
     return x.add_(power, alpha=shift).sub_(power, alpha=shift)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantizer.numerics.blocks import FEW
 from quantizer.numerics.formats import FLOAT_FORMATS, FloatFormat
 from quantizer.numerics.registry import lookup
 
@@ -144,10 +145,14 @@ def qparams_from_step(step: Tensor, low: Tensor, grid: Grid | FloatGrid) -> QPar
     times scale is infinite; those of type e8m0 are at least 2^-127. The zero point is rounded to even, lies on the
     grid, and is 0 for symmetric grids.
     """
+    return _qparams(step if grid.scale_type == "float" else power_of_two(step), low, grid)
+
+
+def _qparams(step: Tensor, low: Tensor, grid: Grid | FloatGrid) -> QParams:
+    """The same where the step is one that the grid's scale type allows."""
     least, most = _scale_bounds(grid)
     silent = least if isinstance(grid, Grid) and grid.finest_position is not None else 1.0
-    scale = step.clone() if grid.scale_type == "float" else power_of_two(step)
-    scale.clamp_(least, most).masked_fill_(step == 0, silent)
+    scale = step.clamp(least, most).masked_fill_(step == 0, silent)
     if grid.symmetric or isinstance(grid, FloatGrid):
         return QParams(scale.float(), torch.zeros_like(scale, dtype=torch.int32))
     zero_point = grid.quant_min - torch.round(low.double().clamp(max=0) / scale)
@@ -189,4 +194,12 @@ def qparams_from_range(low: Tensor, high: Tensor, grid: Grid | FloatGrid) -> QPa
     >>> round(qparams.scale.item(), 6), qparams.zero_point.item()
     (0.01, 100)
     """
-    return qparams_from_step(step_from_range(low, high, grid), low, grid)
+    if low.numel() <= FEW or torch.compiler.is_compiling():
+        return _qparams(step_from_range(low, high, grid), low, grid)
+    scale, zero_point = (torch.empty_like(low, dtype=dtype) for dtype in (torch.float32, torch.int32))
+    parts = (torch.split(end.view(-1), FEW) for end in (low, high, scale, zero_point))
+    for least, greatest, scale_part, zero_point_part in zip(*parts, strict=True):
+        found = _qparams(step_from_range(least, greatest, grid), least, grid)
+        scale_part.copy_(found.scale)
+        zero_point_part.copy_(found.zero_point)
+    return QParams(scale, zero_point)

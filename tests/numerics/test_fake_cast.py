@@ -1,5 +1,7 @@
 """Scaled floating-point formats: scales of block formats, values against the definition in float64."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -129,3 +131,14 @@ def test_the_error_is_half_a_step_of_the_value_s_own_exponent(x, name):
     scaled = (values / scale.double()).abs().clamp(min=2.0**row.least)
     step = torch.exp2(torch.floor(torch.log2(scaled)) - row.mantissa) * scale.double()
     assert ((fake_cast(values, scale, name) - values).abs() <= step / 2 * (1 + 1e-6)).all()
+
+
+def test_the_memory_that_is_kept_to_work_in_is_free_of_the_mode_it_was_made_in():
+    x, scale = torch.tensor([[-9.0, 0.3], [0.5, 5.2]]), torch.tensor([0.5, 2.0])
+    with torch.inference_mode():
+        inside = fake_cast(x.double(), scale, "fp6_e2m3", ch_axis=0)
+    assert torch.equal(fake_cast(x.double(), scale, "fp6_e2m3", ch_axis=0), inside)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(fake_cast, x * k, scale, "fp4", 0) for k in (1, 2) for _ in range(8)]
+    for k, found in zip((1, 2), (both[0], both[8]), strict=True):
+        assert torch.equal(found.result(), fake_cast_plain(x * k, scale, "fp4", 0))
