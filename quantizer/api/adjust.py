@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -85,18 +85,19 @@ class Traced:
 
 
 def adjust_in_place(
-    model: nn.Module, algorithms: Sequence[Algorithm], plan: Plan, batches: Sequence[Batch]
+    model: nn.Module, algorithms: Sequence[Algorithm], plan: Plan, batches: Iterable[Batch]
 ) -> dict[str, Rounded]:
     """Run the algorithms and write what they find into `model`; returns rounded weights by layer of `plan`.
 
-    Weights that were rounded stand in the model as they were before that. The caller undoes a failure.
+    Weights that were rounded stand in the model as they were before that. The caller undoes a failure. `batches` may
+    be gone through several times; names are checked on the trace, which reads the first alone.
 
     Raises:
         ModelError: the model cannot be traced, or an algorithm changes what has no place in a module.
         ConfigError: an algorithm's entry names what is not in the model.
         DataError: a value in the network is not finite, or a batch has another shape than the first.
     """
-    traced = Traced(model, _graph(model, batches[0]))
+    traced = Traced(model, _graph(model, next(iter(batches))))
     names = _names(traced, plan)
     planned = plan.tensors.items()
     specs = {
@@ -149,7 +150,7 @@ def _run(
     traced: Traced,
     algorithms: Sequence[Algorithm],
     specs: Mapping[Key, QuantizationSpec],
-    batches: Sequence[Batch],
+    batches: Iterable[Batch],
 ) -> Adjustment:
     found = Adjustment()
     for step in adjust.steps(traced.graph, algorithms):
@@ -158,7 +159,7 @@ def _run(
         for level, line in adjust.told(step, before, found):
             logger.log(level, "%s", line)
     if found.parameters or found.insertions:
-        for level, line in adjust.told_difference(adjust.difference(traced.graph, found, batches[0])):
+        for level, line in adjust.told_difference(adjust.difference(traced.graph, found, next(iter(batches)))):
             logger.log(level, "%s", line)
     return found
 

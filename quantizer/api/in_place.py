@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -53,11 +54,11 @@ def quantize(model: Any, config: Config, dataloader: Iterable[Any] | None) -> No
     if dataloader is None and (plan.needs_data or rules.algorithms):
         why, remedy = _wants_data(plan, rules)
         raise DataError(f"no dataloader, but {why}", help=f"give quantize_model(model, dataloader) {remedy}")
-    batches: Iterable[Batch] = _batches(dataloader, model) if dataloader is not None else ()
+    given: Iterator[Batch] = _batches(dataloader, model) if dataloader is not None else iter(())
+    batches: Iterable[Batch] = _Kept(given) if rules.algorithms else given
     rounded: dict[str, Rounded] = {}
     with all_or_nothing(model):
         if rules.algorithms:
-            batches = list(batches)
             with evaluating(model):
                 rounded = adjust_in_place(model, rules.algorithms, plan, batches)
             plan = dataclasses.replace(plan, graph=module_graph(model))
@@ -69,6 +70,21 @@ def quantize(model: Any, config: Config, dataloader: Iterable[Any] | None) -> No
         solution = calibrate.solution(calibration).on_grids({name: layer.qparams for name, layer in rounded.items()})
         write_rounded(model, plan.graph, rounded)
         attach(model, plan.graph, solution)
+
+
+class _Kept:
+    """Batches for several passes, each read when a pass first comes to it: a trace, and names, need the first alone."""
+
+    def __init__(self, rest: Iterator[Batch]) -> None:
+        self._rest, self._read = rest, list[Batch]()
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number in count():
+            if number == len(self._read):
+                self._read.extend(islice(self._rest, 1))
+            if number == len(self._read):
+                return
+            yield self._read[number]
 
 
 @contextmanager

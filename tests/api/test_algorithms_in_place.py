@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from api.specs import same, spec
 from torch import Tensor, nn
 
 from quantizer import (
+    AWQConfig,
     Config,
     Dtype,
     GPTQConfig,
@@ -23,6 +26,7 @@ from quantizer import (
     RotationConfig,
     SmoothQuantConfig,
 )
+from quantizer.config.diagnostics import ConfigError
 from quantizer.engine import adjust
 from quantizer.errors import DataError, ModelError
 
@@ -234,9 +238,31 @@ def test_a_rotation_alone_needs_one_batch() -> None:
     model, x = nn.Sequential(nn.Linear(8, 16), nn.RMSNorm(16), nn.Linear(16, 4)), torch.randn(5, 8)
     before, expected = model[2].weight.detach().clone(), model(x).detach()
     wanted = Config(QuantizationConfig(weight=spec(Dtype.int16)), algo_config=[RotationConfig()])
-    ModelQuantizer(wanted).quantize_model(model, [x])
+    ModelQuantizer(wanted).quantize_model(model, itertools.chain([x], unread()))
     assert not torch.allclose(model[2].weight, before, atol=0.01)
     assert torch.allclose(model(x), expected, atol=1e-3)
+
+
+def unread() -> Iterator[Tensor]:
+    """Batches that nobody is to ask for."""
+    raise AssertionError("read")
+    yield
+
+
+@pytest.mark.parametrize("algorithm", [GPTQConfig, AWQConfig, SmoothQuantConfig])
+def test_names_are_checked_before_data_are_read(algorithm: Any) -> None:
+    """But for the batch that the model is traced with."""
+    model = net()
+    before = state(model)
+    wanted = config(algorithm(model_decoder_layers="block", embedding_layers=["embd"]))
+    with pytest.raises(ConfigError) as refused:
+        ModelQuantizer(wanted).quantize_model(model, itertools.chain(IDS[:1], unread()))
+    assert {found.message for found in refused.value.diagnostics} == {
+        "there is no module 'block'",
+        "there is no module 'embd'",
+    }
+    assert {found.help for found in refused.value.diagnostics} == {"did you mean 'blocks'?", "did you mean 'embed'?"}
+    assert equal(state(model), before)
 
 
 @pytest.mark.usefixtures("stand_in")
