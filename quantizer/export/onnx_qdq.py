@@ -80,7 +80,7 @@ def check(graph: Graph, solution: Solution, opset: int) -> None:
         if found is not None:
             reasons.setdefault(found, []).append(f"{wanted.role} of {wanted.layer}")
     if reasons:
-        texts = [f"{shortened(names)} {why}" for (why, _), names in reasons.items()]
+        texts = [shortened(names) + (": each " if names[1:] else " ") + why for (why, _), names in reasons.items()]
         helps = dict.fromkeys(help_ for _, help_ in reasons)
         raise UsageError(f"--deploy onnx: {'; '.join(texts)}", help="; ".join(helps))
 

@@ -170,6 +170,13 @@ def test_what_onnx_cannot_say_is_refused(
     assert help_ in str(error.help)
 
 
+def test_all_that_onnx_cannot_say_is_one_sentence(tmp_path: Path) -> None:
+    given = on_nodes(Shifts(7), torch.rand(2, 3), "activation", [QuantizationSpec(bit_width=20)] * 7)
+    message = refusal(given, tmp_path).message
+    assert message.startswith("--deploy onnx: activation of Shifts::Shifts/mul, activation of ")
+    assert message.endswith(" and 2 more: each has 20 bits, and QuantizeLinear has 16 at most")
+
+
 @pytest.mark.parametrize("opset", [0, 17, 24, 10**9])
 def test_operator_sets_out_of_reach_are_refused(opset: int, tmp_path: Path) -> None:
     error = refusal(replace(deployment("tied"), opset=opset), tmp_path)
