@@ -62,6 +62,21 @@ def test_the_factors_are_those_of_equation_4() -> None:
         assert torch.allclose(weight, layer.weight * factors, rtol=1e-5)
 
 
+def test_factors_are_at_least_scale_clamp_min() -> None:
+    """Where inputs are small, so that dividing by a factor does not make them arbitrarily large."""
+    torch.manual_seed(0)
+    model = Outliers(16, outliers=0)
+    model.norm.weight.data = torch.logspace(-6, 0, 16)
+    task = task_of(model, list(torch.randn(2, 8, 16)), activations=A8)
+    least = []
+    for clamp in (0.02, 1e-9):
+        found = smoothquant(task, SmoothQuant(alpha=1.0, scale_clamp_min=clamp), Adjustment())
+        [norm] = [own for own in found.parameters.values() if "bias" in own]
+        least.append(float((model.norm.weight.detach() / norm["weight"]).min()))
+    assert least[0] == pytest.approx(0.02, rel=1e-5)
+    assert least[1] < 1e-5
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_float_function_stays(name: str) -> None:
     model, inputs = built(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
@@ -250,6 +251,15 @@ def test_what_was_done_is_told(model: str, tmp_path: Path, capsys: Capture) -> N
     assert "gptq: 19 layers settled, the median layer keeps 50% of plain rounding's error" in said
     assert "head]/linear: it is in no block" in said
     assert "the rescaled float network's outputs differ by" in said
+
+
+def test_progress_has_an_estimate(model: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantizer.cli.progress.EVERY_S", 0.0)
+    words = ["--quant_mode", "calib", "--model", model, "--output_dir", str(tmp_path / "out"), "--config_file"]
+    assert run_command([*words, config(tmp_path, "gptq")]) == 0
+    said = capsys.readouterr().err
+    assert re.search(r"^gptq 4/13 groups 30 % eta \d+ s$", said, re.MULTILINE)
+    assert "gptq 13/13 groups 100 % eta 0 s" in said
 
 
 def test_two_roundings_are_refused(model: str, tmp_path: Path, capsys: Capture) -> None:

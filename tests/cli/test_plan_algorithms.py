@@ -45,3 +45,18 @@ def test_names_are_checked(tmp_path: Path, command: list[str], capsys: pytest.Ca
     write(tmp_path, {"name": "gptq", "model_decoder_layers": "blocks"})
     assert run_command(command) == 2
     assert "error QZ501: there is no module 'blocks'" in capsys.readouterr().err
+
+
+def test_calibration_checks_names_before_it_reads_data(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for the batch that the model is traced with."""
+    data = "    yield torch.randn(4, 8)\n    raise RuntimeError('read on')\n"
+    (tmp_path / "model.py").write_text(MODEL.replace("    return [torch.randn(4, 8)]\n", data))
+    words = ["--quant_mode", "calib", "--output_dir", str(tmp_path / "out"), *command[1:]]
+    write(tmp_path, {"name": "awq", "model_decoder_layers": "blocks"})
+    assert run_command(words) == 2
+    assert "error QZ501: there is no module 'blocks'" in capsys.readouterr().err
+    write(tmp_path, {"name": "awq"})
+    assert run_command(words) != 0
+    assert "read on" in capsys.readouterr().err

@@ -129,3 +129,36 @@ def test_results_of_one_form_are_tested_with_the_file_of_the_other(tmp_path: Pat
     assert check(tmp_path / "out", "--config_file", str(other)) == 0
     different = write(tmp_path, pairs("layer2.0.conv1")["a layer in float"])[1]
     assert check(tmp_path / "out", "--config_file", str(different)) == 5
+
+
+def test_both_forms_run_the_same_algorithms(tmp_path: Path) -> None:
+    """`algorithms` of one form is both lists of the other, one after the other."""
+    model = tmp_path / "net.py"
+    model.write_text(BLOCKS)
+    first, others = {"name": "smoothquant", "alpha": 0.5}, [{"name": "awq"}, {"name": "gptq", "damp_percent": 0.05}]
+    files = (
+        layered(roles=["weights"], tensor=PER_CHANNEL, algorithms=[first, *others]),
+        hierarchical({"weight": CHANNEL}, pre_quant_opt_config=first, algo_config=others),
+    )
+    found = []
+    for path in write(tmp_path, files):
+        assert calibrate(tmp_path / path.stem, model=str(model), config=str(path)) == 0
+        written = {file.name: file.read_bytes() for file in (tmp_path / path.stem).iterdir()}
+        found.append({name: content for name, content in written.items() if name not in ABOUT_THE_RUN + ABOUT_THE_FILE})
+    assert {"quant_info.json", "algorithms.json", "weights.safetensors"} <= found[0].keys()
+    assert found[0] == found[1]
+
+
+BLOCKS = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    return nn.Sequential(block(), block(), nn.Linear(16, 4))
+
+def calibration_data():
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 16, generator=draw) @ torch.randn(16, 16, generator=draw) for _ in range(3)]
+"""

@@ -1,0 +1,59 @@
+"""Every algorithm on every kind of model: language models, encoders, experts, vision, convolutions; no tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from rescaling import CASES, built, task_of
+from torch import nn
+
+from quantizer.algorithms.adjustment import Adjustment, Task
+from quantizer.config.algorithms import ALGORITHMS
+from quantizer.config.model import QuantizationSpec
+from quantizer.engine.adjust import load_run
+
+INT4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
+ROUNDING = ("gptq", "gptaq", "qronos")
+NOISE = ("outliers",)
+"""Inputs without any correlation, where these algorithms promise nothing."""
+
+
+def run(name: str, task: Task) -> Adjustment:
+    """With the algorithm's defaults."""
+    return load_run(name)(task, ALGORITHMS[name](), Adjustment())
+
+
+@pytest.mark.parametrize("model", CASES)
+@pytest.mark.parametrize("name", ROUNDING)
+def test_every_layer_is_rounded_and_none_is_worse_for_it(name: str, model: str) -> None:
+    network, inputs = built(model)
+    task = task_of(network, inputs, INT4)
+    found = run(name, task)
+    assert set(found.rounded) == {layer for layer, _ in task.specs}
+    for rounded in found.rounded.values():
+        assert rounded.weight.isfinite().all()
+        assert rounded.after <= rounded.before
+    plain, left = (sum(getattr(each, when) for each in found.rounded.values()) for when in ("before", "after"))
+    assert left < 0.9 * plain or model in NOISE
+
+
+@pytest.mark.parametrize("model", ["Llama", "experts", "grouped"])
+@pytest.mark.parametrize("name", ["smoothquant", "awq", *ROUNDING])
+def test_a_layer_runs_once_for_each_batch(name: str, model: str) -> None:
+    """Errors come from sums of products of the inputs, not from running the model with each candidate."""
+    network, inputs = built(model)
+    task = task_of(network, inputs, INT4, QuantizationSpec() if name == "smoothquant" else None)
+    calls: Counter[nn.Module] = Counter()
+
+    def called(module: nn.Module, *_: Any) -> None:
+        calls[module] += 1
+
+    hook = nn.modules.module.register_module_forward_hook(called)
+    try:
+        run(name, task)
+    finally:
+        hook.remove()
+    assert len(calls) >= len(task.specs)
+    assert max(calls.values()) == len(inputs)
