@@ -175,6 +175,38 @@ def test_gptq_is_better_than_plain_rounding() -> None:
     assert error["gptq"] < 0.7 * error["plain"]
 
 
+def skewed() -> Net:
+    """Some channels behind the norms are much larger than others, as in trained language models."""
+    model = net()
+    for block in model.blocks:
+        block.norm.weight.data[[2, 7]] *= 30
+    return model
+
+
+COMPOSED: dict[str, tuple[list[Any], float]] = {
+    "SmoothQuant, then GPTQ": ([SmoothQuantConfig(alpha=0.5), GPTQConfig()], 0.5),
+    "AWQ": ([AWQConfig()], 0.8),
+    "AWQ, then GPTQ": ([AWQConfig(), GPTQConfig()], 0.5),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_algorithms_go_together_and_with_quantized_inputs(name: str) -> None:
+    """4-bit weights and static 8-bit inputs; the inputs' scales are found behind the factors."""
+    algorithms, least = COMPOSED[name]
+    data = [torch.randint(0, 11, (4, 32), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    expected, models = skewed()(IDS[0]), {}
+    for kind, those in {"plain": [], "composed": algorithms}.items():
+        models[kind] = ModelQuantizer(config(*those, input_tensors=spec())).quantize_model(skewed(), data)
+    plain, composed = (float((model(IDS[0]) - expected).detach().square().mean()) for model in models.values())
+    assert composed < least * plain
+    for block in models["composed"].blocks:
+        assert set(block.up.quantizers) == {"weights", "input"}
+        assert torch.equal(block.up.quantizers["weights"](block.up.weight), block.up.weight)
+    ups = [model.blocks[0].up.quantizers["input"].scale for model in models.values()]
+    assert float(ups[1]) < float(ups[0])
+
+
 class Broken(nn.Module):
     """The third batch is NaN."""
 

@@ -177,6 +177,45 @@ def test_a_layer_computes_with_its_quantized_input_and_weights(make: Any, x: Ten
     assert same(*(value[0] if isinstance(value, tuple) else value for value in (found, expected)))
 
 
+class Doubled(nn.Embedding):
+    """A subclass with a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch.nn names it
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("cls", [nn.Embedding, Doubled])
+def test_an_embedding_has_quantized_rows(cls: type[nn.Embedding]) -> None:
+    torch.manual_seed(0)
+    layer, ids = cls(9, 8), torch.arange(9)
+    scale = layer.weight.data.abs().amax(1, keepdim=True) / 7
+    expected, factor = (layer.weight.data / scale).round() * scale, 2 if cls is Doubled else 1
+    channels = spec(Dtype.int4, qscheme=QSchemeType.per_channel, observer_cls=PerChannelMinMaxObserver, ch_axis=0)
+    quantized(layer, weight=channels)
+    torch.testing.assert_close(layer(ids).data, factor * expected)
+    assert layer.quantizers["weights"].scale.shape == (9,)
+
+
+def test_strategies_may_differ_by_layer() -> None:
+    """Weight-only, static and dynamic in one model; what is float at one place stays so."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    levels = {
+        "1": QuantizationConfig(input_tensors=spec()),
+        "2": QuantizationConfig(input_tensors=per_token()),
+    }
+    config = Config(QuantizationConfig(weight=spec()), layer_quant_config=levels, exclude=["3"])
+    ModelQuantizer(config).quantize_model(model, [X])
+    found = [{role: q.spec.is_dynamic for role, q in getattr(each, "quantizers", {}).items()} for each in model]
+    assert found == [{"weights": False}, {"weights": False, "input": False}, {"weights": False, "input": True}, {}]
+
+
+def test_a_weight_only_layer_in_a_dynamic_model_needs_no_data() -> None:
+    off = {"2": QuantizationConfig(input_tensors=QuantizationSpec(Dtype.float32))}
+    config = Config(QuantizationConfig(weight=spec(), input_tensors=per_token()), layer_quant_config=off)
+    model = ModelQuantizer(config).quantize_model(mlp())
+    assert [set(model[at].quantizers) for at in (0, 2)] == [{"weights", "input"}, {"weights"}]
+
+
 def test_a_call_may_name_its_arguments() -> None:
     layer = quantized(Scaled(8, 4), input_tensors=per_token(), weight=spec())
     assert same(layer(input=X, factor=2.0), layer(X) * 2)

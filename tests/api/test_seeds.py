@@ -1,9 +1,10 @@
 """The code of the public documentation of the API (AMD Quark for PyTorch: "Configuration Description" and
-"Quantization Strategies") runs; only its import lines are replaced, as `from quantizer import *`."""
+"Quantization Strategies") runs with `from quantizer import *`, and each of its import lines with another path."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from quantizer import (
     AWQConfig,
     Config,
+    DeviceType,
     Dtype,
     GPTQConfig,
     ModelQuantizer,
@@ -54,6 +56,39 @@ QuantizationSpec(dtype=Dtype.int4,
                 is_dynamic=False,
                 group_size=128)
 """
+
+IMPORTS = [
+    "from quark.torch.quantization.config.config import Config",
+    "from quark.torch.quantization.config.config import QuantizationConfig",
+    "from quark.torch.quantization.config.config import QuantizationSpec",
+    "from quark.torch.quantization.config.type import Dtype, ScaleType, RoundType, QSchemeType",
+    "from quark.torch.quantization.config.config import Config, QuantizationSpec, QuantizationConfig",
+    "from quark.torch.quantization.observer.observer import PerTensorMinMaxObserver",
+    "from quark.torch import ModelQuantizer",
+]
+
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Config(global_quant_config=..., layer_type_quant_config=..., layer_quant_config=...)": (
+        {
+            "global_quant_config": QuantizationConfig(),
+            "layer_type_quant_config": {"Linear": QuantizationConfig()},
+            "layer_quant_config": {"fc": QuantizationConfig()},
+        },
+        {},
+    ),
+    "QuantizationConfig(input_tensors=..., output_tensors=..., weight=..., ...)": (
+        {
+            "input_tensors": QuantizationSpec(Dtype.uint8),
+            "output_tensors": QuantizationSpec(Dtype.int16),
+            "weight": QuantizationSpec(Dtype.int4),
+        },
+        {"bias": QuantizationSpec(Dtype.int32), "target_device": DeviceType.GPU},
+    ),
+    """QuantizationSpec(...,
+                observer_cls=PerChannelMinMaxObserver,
+                ...)""": ({}, {"dtype": Dtype.int8, "ch_axis": 0}),
+}
+"""Code with dots in it, and what may stand for them: by the keyword before, and of bare ones."""
 
 STRATEGIES = """
 # 1. Set model
@@ -142,6 +177,26 @@ def with_strategy(chosen: int) -> str:
             line = ""
         lines.append(line)
     return "\n".join(lines)
+
+
+@pytest.mark.parametrize("line", IMPORTS)
+def test_every_import_finds_its_names(line: str) -> None:
+    names: dict[str, Any] = {}
+    exec(re.sub(r"from [\w.]+", "from quantizer", line), names)
+    assert all(name in names for name in line.partition(" import ")[2].split(", "))
+
+
+@pytest.mark.parametrize("code", SHAPES, ids=lambda code: code.partition("(")[0])
+def test_code_with_dots_runs_when_they_are_filled_in(code: str) -> None:
+    values, rest = SHAPES[code]
+    filled = re.sub(r"(\w+)=\.\.\.", r"\1=values['\1']", code)
+    filled = re.sub(r"\.\.\.,\s*(?=observer)", "", filled).replace("...)", "**rest)")
+    found = eval(filled, public_names() | {"values": values, "rest": rest})
+    wanted = values | rest
+    assert {key: getattr(found, key) for key in wanted} == wanted
+    within = QuantizationConfig(weight=found) if isinstance(found, QuantizationSpec) else found
+    config = Config(within) if isinstance(within, QuantizationConfig) else within
+    assert Config.from_dict(config.to_dict()) == config
 
 
 def test_the_three_specs_quantize() -> None:

@@ -196,6 +196,14 @@ def test_integer_dtypes(dtype: str) -> None:
     assert (found.bit_width, found.signed, found.symmetric) == INTEGERS[dtype]
 
 
+def test_32_bits_are_for_biases() -> None:
+    """Sums of products of 8-bit codes have 32 bits; a weight or an activation of 32 is refused."""
+    found = spec("bias", dtype="int32")
+    assert (found.bit_width, found.signed, found.symmetric) == (32, True, True)
+    for role in set(ROLE_OF) - {"bias"}:
+        assert codes(global_quant_config={role: {"dtype": "int32"}}) == ["QZ305"]
+
+
 def test_asymmetric_codes_begin_at_zero_whatever_the_sign_in_the_name() -> None:
     assert spec(dtype="int8", symmetric=False) == spec(dtype="uint8", symmetric=False)
     assert spec(dtype="int8", symmetric=False).quant_min == 0
