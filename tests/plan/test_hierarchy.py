@@ -79,7 +79,9 @@ def test_the_order_of_blocks_does_not_decide() -> None:
 
 def test_excluded_layers_stay_float_whatever_names_them_and_say_why() -> None:
     config = hierarchy(
-        {"weights": INT8, "activation": INT8}, names={"fc": {"weights": INT4}}, exclude=("fc", "*.conv1")
+        {"weights": INT8, "activation": INT8},
+        names={"fc": {"weights": INT4}, CONV1: {"weights": INT4}},
+        exclude=("fc", "*.conv1"),
     )
     plan = planned(config)
     assert plan.of_layer(FC) == {} and plan.floats[FC] == "excluded"
