@@ -118,13 +118,19 @@ class _Search:
         def factors(step: int) -> Tensor:
             return admissible(self.task.graph, group, _factors(size, step / self.settings.grid), self.found)
 
-        best = least_step(lambda step: self._loss(layers, sums, factors(step)), self.settings.grid)
+        def loss(step: int) -> float:
+            found = self._loss(layers, sums, factors(step), clip=self.settings.clip_search)
+            if step == 0 and self.settings.clip_search:  # where scales lie across rows, clipping may do harm
+                found = min(found, self._loss(layers, sums, ones, clip=False))
+            return found
+
+        best = least_step(loss, self.settings.grid)
         found = factors(best)
         if not torch.equal(found, ones):
             self.found = folded(self.task.graph, group, found, self.found)
         return _Gathered(group, layers, sums, found)
 
-    def _loss(self, layers: Sequence[str], sums: GroupSums, factors: Tensor) -> float:
+    def _loss(self, layers: Sequence[str], sums: GroupSums, factors: Tensor, *, clip: bool) -> float:
         """Squared error of the group's outputs if the weights' columns are multiplied with these factors."""
         graph, total = self.task.graph, 0.0
         rows = sum(len(parameter(graph, self.found, name)) for name in layers)
@@ -132,7 +138,7 @@ class _Search:
             node, spec = graph.by_name[name], self.task.specs[name, "weights"]
             weight, share = sampled_rows(parameter(graph, self.found, name), spec, node, rows)
             scaled, layer = multiplied(node, weight.float(), factors), self.stream.network.layers[name]
-            if self.settings.clip_search:
+            if clip:
                 grid = clipped_grid(layer, spec, scaled, sums.divided(name, factors), COARSE)
             else:
                 grid = self._grid(name, scaled)
@@ -147,7 +153,7 @@ class _Search:
             grid, rounded = self._rounded(name, gathered)
             if rounded.after > rounded.before:
                 ratio = rounded.after / max(rounded.before, 1e-30)
-                text = f"its error is {ratio:.2f} times that of plain rounding; the others of its group gain more"
+                text = f"its error is {ratio:.2f} times that of plain rounding; other layers gain more"
                 self.found = self.found.with_remarks(Remark(name, text, is_warning=False))
             self.found = replace(self.found.with_rounded({name: rounded}), grids={**self.found.grids, name: grid})
 

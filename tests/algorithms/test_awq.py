@@ -146,6 +146,17 @@ def test_a_group_is_never_worse_than_plain_rounding() -> None:
     assert sum(row.after for row in found.rounded.values()) <= sum(row.before for row in found.rounded.values())
 
 
+@pytest.mark.parametrize("spec", [dataclasses.replace(INT4, qscheme="per_group", ch_axis=1, group_size=8), INT4])
+def test_a_convolution_of_correlated_inputs_is_never_worse(spec: QuantizationSpec) -> None:
+    """Also where a scale has inputs of several places, so that its own error is known but roughly."""
+    for seed in range(12):
+        torch.manual_seed(seed)
+        layer, images = nn.Conv2d(8, 16, 3, padding=1, bias=False), torch.randn(2, 2, 8, 24, 24)
+        task = task_of(layer, list(images.cumsum(-1).cumsum(-2) / 8), spec)
+        [rounded] = settled(task).rounded.values()
+        assert rounded.after <= rounded.before
+
+
 def test_errors_before_and_after_are_those_of_the_layers_outputs() -> None:
     model, inputs = model_with(torch.exp(torch.linspace(-2, 2, 256)))
     task = task_of(model, inputs, W4)
