@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quantizer.algorithms import stream, values
 from quantizer.algorithms.adjustment import Adjustment
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.model import QuantizationSpec
@@ -92,3 +93,20 @@ def test_no_more_than_two_blocks_activations_and_one_hessian(name: str) -> None:
     few, many = above(name, 2), above(name, 5)
     assert many - few <= 0.1 * activations, "three blocks more"
     assert few <= networks * (2 * activations + 2 * activations / BATCHES) + 12 * hessian
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "gptaq", "qronos"])
+def test_values_in_mapped_files_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the budget of memory, which is nothing here, what goes from block to block lies on disk."""
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(Block(), Block()), list(torch.randn(3, 1, 32, WIDTH))
+    task, run, settings = task_of(model, inputs, INT4), load_run(name), ALGORITHMS[name]()
+    expected = run(task, settings, Adjustment())
+    mapped: list[Tensor] = []
+    original = values._mapped
+    monkeypatch.setattr(values, "_mapped", lambda tensor: mapped.append(original(tensor)) or mapped[-1])
+    monkeypatch.setattr(stream, "Shelf", lambda: values.Shelf(0))
+    found = run(task, settings, Adjustment())
+    assert len(mapped) >= 2 * len(inputs)
+    assert found.rounded.keys() == expected.rounded.keys() and len(found.rounded) == 6
+    assert all(torch.equal(found.rounded[layer].weight, own.weight) for layer, own in expected.rounded.items())

@@ -500,6 +500,19 @@ def test_names_that_match_nothing_are_told_all_at_once() -> None:
     assert any("torch.nn.Linear" in (found.help or "") for found in errors)
 
 
+def test_a_group_size_that_does_not_divide_is_told_for_all_layers_before_data_are_read() -> None:
+    model = mlp()
+    before = snapshot(model)
+    config = Config(QuantizationConfig(weight=group(3), input_tensors=spec()))
+    with pytest.raises(ConfigError) as caught:
+        ModelQuantizer(config).quantize_model(model, Unread())
+    [error] = [found for found in caught.value.diagnostics if found.severity == "error"]
+    assert str(error.place) == "Config.global_quant_config.weight.group_size"
+    assert "Linear[0]/linear: 8 by 3" in error.message
+    assert "Linear[2]/linear: 16 by 3" in error.message
+    assert equal(before, snapshot(model))
+
+
 def test_nan_in_a_dynamic_input_names_the_layer() -> None:
     model = quantized(mlp(), weight=spec(), input_tensors=per_token())
     with pytest.raises(DataError, match="input of 0: "):

@@ -11,6 +11,7 @@ import pytest
 from runs import calibrate
 
 from configs import document
+from quantizer.cli.main import run_command
 from quantizer.engine.adjust_checkpoint import AdjustCheckpoint
 
 MODEL = """
@@ -118,3 +119,24 @@ def test_awq_behind_another_algorithm_goes_on_after_the_last_block(
     assert calibrate(tmp_path / "out", "--resume", **words) == 0
     assert seen == [1, 3, 5, 7, 8]
     assert not differing(tmp_path / "whole", tmp_path / "out")
+
+
+def test_a_layer_that_would_end_worse_keeps_plain_rounding_and_the_report_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Noise without any correlation, in which there is nothing that one weight could make up for another."""
+    words, model = written(tmp_path, ("gptq",)), tmp_path / "net.py"
+    model.write_text(
+        "import torch\n\ndef model():\n    torch.manual_seed(0)\n    return torch.nn.Linear(64, 64)\n\n"
+        "def calibration_data():\n    draw = torch.Generator().manual_seed(1)\n"
+        "    return [torch.randn(64, 64, generator=draw) for _ in range(4)]\n"
+    )
+    command = ["--quant_mode", "calib", "--model", words["model"], "--config_file", words["config"]]
+    assert run_command([*command, "--output_dir", str(tmp_path / "out")]) == 0
+    report = json.loads((tmp_path / "out" / "algorithms.json").read_text())
+    [(layer, row)] = report["rounded"].items()
+    assert row["plain"] is True
+    assert row["error"] == row["error_plain"]
+    told = "promises no smaller errors"
+    assert any(remark["layer"] == layer and told in remark["text"] for remark in report["remarks"])
+    assert told in capsys.readouterr().err
