@@ -39,10 +39,15 @@ _COUNTERPARTS: Mapping[Form, Mapping[str, str]] = {
 }
 """Keys of the other form that mean something in this one, and its key."""
 
+_SWITCHES = {"equalization": "include_cle", "cle": "include_cle", "bias_correction": "include_bias_corr"}
+"""What other tools list among their algorithms."""
+
 
 def help_for_value(key: str, value: Any, schema: Mapping[str, Any], form: Form = "layered") -> str:
     """What to write for `key` in place of `value`: the key it belongs to, the literal that is meant, or an example."""
     if isinstance(value, str):
+        if key == "name" and value in _SWITCHES:
+            return f'it is the switch "{_SWITCHES[value]}"' + (" of the layered form" if form == "hierarchical" else "")
         owner = _owners(form).get(value)
         if owner and owner != key and value not in schema.get("enum", ()):
             return f'{quoted(value)} is a {owner}; did you mean "{owner}": {quoted(value)}?'
