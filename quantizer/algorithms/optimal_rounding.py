@@ -75,8 +75,8 @@ def optimal_rounding(
         factor: of H.
         columns: the grids.
         B: columns in a block, whose errors reach the later blocks in one product; no more than that hangs on it.
-        begin: called with the first column of each block and the block [at most B, rows] as the errors so far have left
-            it; may change the grids of its columns in place.
+        begin: called with the first column of each block and the block [at most B, rows] as GPTQ has it then, with all
+            of the block free to make up for the errors so far; may change the grids of its columns in place.
         first: what to round for the first column [rows], if not W.
 
     Returns:
@@ -94,7 +94,10 @@ def optimal_rounding(
         here = slice(start, min(start + B, len(W)))
         block = torch.addmm(W[here], factor.M[:start, here].T, E[:start])
         if begin is not None:
-            begin(start, block)
+            inner = factor.M[here, here].T  # column j of `block` takes those before it in the block as W has them
+            begin(
+                start, torch.linalg.solve_triangular(inner, block - W[here], upper=False, unitriangular=True) + W[here]
+            )
         if first is not None and start == 0:
             block[0] = first
         _round_block(

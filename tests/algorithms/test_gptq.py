@@ -149,6 +149,26 @@ def test_scales_found_on_the_way_fit_the_weights_as_they_are_then(group_size: in
         assert not torch.equal(moving.qparams.scale, plain_grid(spec, weight).scale)
 
 
+def test_scales_found_on_the_way_are_those_of_the_papers_algorithm() -> None:
+    """Algorithm 1 as it is printed, in float64: all columns left take the error of each one before a group begins."""
+    spec, size = GROUPS, 16
+    x, weight = autoregressive(2048, 64, seed=1), WEIGHT[:32, :64]
+    left, hessian = weight.double(), x.T.double() @ x.double()
+    hessian += 0.01 * hessian.diagonal().mean() * torch.eye(64)
+    inverse = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
+    expected = []
+    for column in range(64):
+        group = slice(column // size * size, column // size * size + size)
+        if column % size == 0:
+            grid = plain_grid(replace(spec, group_size=size), left[:, group].float())
+            expected.append(grid.scale)
+        on = on_grid(left[:, group].float(), replace(spec, group_size=size), grid)[:, column % size].double()
+        error = (left[:, column] - on) / inverse[column, column]
+        left[:, column:] -= error[:, None] * inverse[column, column:]
+    moving, _ = solved(weight, x, replace(spec, group_size=size), Gptq(desc_act=False, static_groups=False))
+    assert torch.allclose(moving.qparams.scale, torch.cat(expected, 1), rtol=1e-5)
+
+
 def test_grids_that_were_found_before_are_used_as_they_are() -> None:
     """AWQ's clipped ranges, also with groups whose scales would be found on the way."""
     x, weight = autoregressive(2048, 64, seed=1), WEIGHT[:32, :64]
