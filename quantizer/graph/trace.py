@@ -82,8 +82,8 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     """`torch.export`, quietly, with its failures turned into sentences."""
     batch = Dim("batch", min=1)
     spec = pytree.tree_map(lambda leaf: {0: batch} if isinstance(leaf, Tensor) and leaf.dim() else None, (args, kwargs))
-    shapes = _by_parameter(module, *spec) if dynamic else None
     try:
+        shapes = _by_parameter(module, *spec) if dynamic else None
         with quiet(), torch.no_grad(), marked(module):
             program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
             return functionalize(program, type(module).__name__)
@@ -94,7 +94,11 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
 
 
 def _by_parameter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dynamic shapes as torch.export wants them: by the parameters of `forward`, so that `*args` is one tuple."""
+    """Dynamic shapes as torch.export wants them: by the parameters of `forward`, so that `*args` is one tuple.
+
+    Raises:
+        TypeError: `forward` does not take these arguments.
+    """
     return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
 
 

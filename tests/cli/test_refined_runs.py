@@ -71,6 +71,15 @@ def test_a_first_batch_that_does_not_fit_is_the_datas_fault(toy: Toy, tmp_path: 
     assert "running the model on the first batch ([4, 5] float32) raised RuntimeError" in capsys.readouterr().err
 
 
+def test_a_first_batch_with_a_name_that_forward_does_not_have_is_the_datas_fault(
+    toy: Toy, tmp_path: Path, capsys: Capture
+) -> None:
+    model = toy("return [{'images': torch.ones(4, 3)}]", LAYERS)
+    assert calibrate(tmp_path / "out", model=model, config=None) == 4
+    said = capsys.readouterr().err
+    assert "running the model on the first batch ([4, 3] float32) raised TypeError" in said and "'images'" in said
+
+
 def test_another_models_files_leave_the_folder(toy: Toy, tmp_path: Path) -> None:
     out, named = tmp_path / "out", "return type('{}', (torch.nn.Sequential,), {{}})(torch.nn.Linear(3, 2))"
     assert calibrate(out, model=toy(model=named.format("First")), config=None) == 0
