@@ -6,13 +6,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quantizer.config.algorithm_words import FIND_CODES, Entry
-from quantizer.config.algorithms import Awq, Gptq
+from quantizer.config.algorithms import Awq, Gptq, Rotation
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.model import Config, QuantizationSpec, Sourced
 from quantizer.config.wording import quoted
 
 _FIELDS = {"bit": "bit_width", "sym": "symmetric", "group_size": "group_size"}
 """Keys of older files about the weights' grid, which their specification decides."""
+
+_PARTS = ("residual", "values", "online")
+"""What a rotation turns, each on its own."""
 
 _SEARCHES = ("scale_search", "clip_search")
 """What AWQ does besides plain rounding; both are on by default."""
@@ -21,6 +24,7 @@ _SEARCHES = ("scale_search", "clip_search")
 def check_algorithms(entries: Sequence[Entry], config: Config) -> Iterator[Diagnostic]:
     """Findings on the entries, in the order in which they run, of a file whose other settings are `config`."""
     yield from _order([entry for entry in entries if not _is_misplaced(entry)])
+    yield from _turned_again([entry for entry in entries if entry.kind is Rotation])
     weights = _global_weights(config)
     for entry in entries:
         yield from _device(entry, config)
@@ -51,6 +55,19 @@ def _order(entries: Sequence[Entry]) -> Iterator[Diagnostic]:
             text = f"{name} scales weights, and {first} has {done} by then"
             help_ = keep if name == first else f"write {name} before {first}"
             yield Diagnostic("QZ330", text, entry.place, help=help_, related=related)
+
+
+def _turned_again(rotations: Sequence[Entry]) -> Iterator[Diagnostic]:
+    """A product of two Hadamard matrices spreads an outlier less evenly than one of them."""
+    first: dict[str, Entry] = {}
+    for entry in rotations:
+        parts = [key for key in _PARTS if entry.settings()[key]]
+        again = [key for key in parts if key in first]
+        if again:
+            text = f"a rotation before has turned {', '.join(again)} already, and nothing is gained by another"
+            related = _related(first[again[0]].place, "rotates here")
+            yield Diagnostic("QZ128", text, entry.place, "warning", help="keep one of the two", related=related)
+        first = {**dict.fromkeys(parts, entry), **first}
 
 
 def _device(entry: Entry, config: Config) -> Iterator[Diagnostic]:

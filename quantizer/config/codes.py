@@ -167,7 +167,8 @@ CODES: dict[str, Code] = {
     "QZ128": Code(
         "an algorithm with nothing to do",
         "awq, gptq, gptaq and qronos find codes of weights, and no weights are put on a grid of their own. Without "
-        "scale_search and clip_search awq rounds as it would be done without it.",
+        "scale_search and clip_search awq rounds as it would be done without it. A second rotation of the same values "
+        "spreads them no better than the first.",
         "Quantize weights, switch a search on, or remove the algorithm.",
     ),
     "QZ210": Code(

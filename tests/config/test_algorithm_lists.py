@@ -223,3 +223,17 @@ def test_no_algorithm_runs_on_the_dpu() -> None:
     preset = json.loads((Path(__file__).parents[2] / "configs" / "dpu.json").read_text("utf-8"))
     found = check({**preset, "algorithms": [{"name": name} for name in ("smoothquant", "awq", "gptq")]}).diagnostics
     assert [finding.code for finding in found if finding.severity == "error"] == ["QZ210"] * 3
+
+
+def test_a_second_rotation_of_the_same_values_is_told() -> None:
+    rotation = {"name": "rotation"}
+    assert codes(pre_quant_opt_config=[rotation, {**rotation, "seed": 1}]) == ["QZ128"]
+    halves = [{**rotation, "values": False, "online": False}, {**rotation, "residual": False}]
+    assert codes(pre_quant_opt_config=halves) == []
+    [found] = check(
+        {
+            "global_quant_config": {"weight": CHANNELS},
+            "pre_quant_opt_config": [*halves, {**rotation, "residual": False}],
+        }
+    ).diagnostics
+    assert found.message.startswith("a rotation before has turned values, online already")
