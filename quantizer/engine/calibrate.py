@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from quantizer.algorithms.channel_mean import ChannelMean, channel_axis
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
-from quantizer.engine.saturation import saturated
+from quantizer.engine.parameter_remarks import dead_channels, saturated
 from quantizer.engine.solution import Key, Solution
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
 from quantizer.observers import NegativeValuesError, NonFiniteError, ObservationError, Observer
@@ -88,7 +89,7 @@ def start(plan: Plan) -> Calibration:
     Raises:
         ModelError: NaN or Inf in a weight or a bias, whatever its format (layer and tensor are named).
     """
-    for remark in saturated(plan):
+    for remark in chain(saturated(plan), dead_channels(plan)):
         logger.warning("%s", remark)
     nodes = plan.graph.by_name
     calibration = Calibration(plan, means={name: ChannelMean(channel_axis(nodes[name])) for name in plan.corrected})

@@ -631,3 +631,12 @@ def test_weights_that_a_cast_saturates_are_counted(caplog: pytest.LogCaptureFixt
     assert model[2].weight[0, :3].tolist() == [65504.0, -65504.0, 65504.0]
     assert "Linear[2]/linear: 2 of 64 values are beyond 65504, the largest of float16" in caplog.text
     assert "Linear[0]" not in caplog.text
+
+
+def test_channels_of_nothing_but_zeros_are_counted_and_stay_zero(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    model[2].weight.data[:3] = 0.0
+    quantized(model, weight=QuantizationSpec(Dtype.int8, qscheme=QSchemeType.per_channel, ch_axis=0))
+    assert "all weights of a scale are zero it is 1, and they stay zero: Sequential::" in caplog.text
+    assert "Linear[2]/linear (3 of 4 scales)" in caplog.text and "Linear[0]" not in caplog.text
+    assert not model[2].weight[:3].any() and model[2].weight[3:].isfinite().all()
