@@ -20,7 +20,7 @@ from quantizer.graph.modules import is_called, parameters_of
 from quantizer.graph.passes import load_pass
 from quantizer.graph.structure import InputGroup, Structure
 from quantizer.graph.trace import trace
-from quantizer.nn.inplace import insert_before
+from quantizer.nn.inplace import add_bias, insert_before, lacks_bias
 from quantizer.nn.network import build_layer
 from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch
@@ -35,11 +35,12 @@ PASSES = ("remove_dropout", "linear_from_matmul")
 
 @dataclass(frozen=True)
 class Home:
-    """Where a parameter lives: a module's path, its attribute, and whether a graph has it transposed."""
+    """Where a parameter lives: a module's path, its attribute, whether a graph has it transposed; or is to live."""
 
     path: str
     attribute: str
     is_transposed: bool = False
+    is_new: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,12 @@ class Traced:
         if home is None or module is None or parameters_of(module).get("weight") != home.attribute:
             return None
         return module if is_called(module) and home.path == self.graph.by_name[name].scope else None
+
+    def home_of_bias(self, name: str) -> Home | None:
+        """Where a layer without a bias could have one."""
+        module = self.module_of(name)
+        has_room = module is not None and lacks_bias(module)
+        return Home(self.homes[name, "weight"].path, "bias", is_new=True) if has_room else None
 
 
 def adjust_in_place(
@@ -205,12 +212,17 @@ def _write(traced: Traced, found: Adjustment) -> None:
     """Float parameters; one that is tied leaves the tie, unless all that hold it change alike."""
     values: dict[Home, list[Tensor]] = defaultdict(list)
     for (name, key), tensor in _changes(found):
-        home = traced.homes.get((name, key))
+        home = traced.homes.get((name, key)) or (traced.home_of_bias(name) if key == "bias" else None)
         if home is None or (name in traced.shared and values[home]):
-            raise ModelError(f"{name} has no {key} of its own in the model, and an algorithm would change it")
+            raise ModelError(
+                f"{name} has no {key} of its own in the model, and an algorithm would change it",
+                help="leave the layer out of the algorithm, or use the command line, which quantizes the trace",
+            )
         values[home].append(tensor)
     for home, (tensor, *_) in values.items():
-        if _set(traced.model, home, tensor.t() if home.is_transposed else tensor):
+        if home.is_new:
+            add_bias(traced.modules[home.path], tensor)
+        elif _set(traced.model, home, tensor.t() if home.is_transposed else tensor):
             logger.warning("%s.%s is not tied any more: an algorithm changed it", home.path, home.attribute)
 
 

@@ -21,7 +21,7 @@ from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.engine.files import write_json, write_tensors
 from quantizer.errors import ModelError, ResultError, UsageError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
-from quantizer.nn.inplace import InPlace, check_float, insert_before, keep_layers_called
+from quantizer.nn.inplace import InPlace, add_bias, check_float, insert_before, keep_layers_called
 from quantizer.nn.quantizer import TensorQuantizer
 
 
@@ -31,7 +31,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     The tensors are those of `model.state_dict()`, a tied one once; a quantized parameter is stored as its codes, in one
     byte or in the smallest integer dtype that holds them, two to a byte up to 4 bits. The JSON has `layers`, class,
     operator and the spec of each tensor by path and role; `shared`, the further paths of these layers; `codes`, shape
-    and dtype of each parameter stored as codes; `ties`, the further names of a tensor; and checksums.
+    and dtype of each parameter stored as codes; `ties`, the further names of a tensor; `biases`, the layers that an
+    algorithm gave one; and checksums.
 
     Raises:
         ModelError: the model is not quantized, or has state that is no tensor.
@@ -59,6 +60,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         "shared": {path: owner for path, owner in again.items() if owner in layers},
         "codes": codes,
         "ties": ties,
+        "biases": [path for path, module in model.named_modules() if "has_added_bias" in vars(module)],
         "inserted": {path: inserted for path, module in layers.items() if (inserted := inserted_layers(module))},
     }
     try:
@@ -84,6 +86,8 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         for path, layers in stored.inserted.items():
             for layer in layers:
                 insert_before(modules[path], path, layer)
+        for path in stored.biases:
+            add_bias(modules[path], stored.values[joined(path, "bias")])
         for name, tensor in stored.values.items():
             _set(modules, name, tensor)
         for name, owner in stored.ties.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name, parameter_role
 from quantizer.errors import ResultError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
-from quantizer.nn.inplace import check_quantizable
+from quantizer.nn.inplace import check_quantizable, lacks_bias
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.rescale import InputScale, Rotation
 from quantizer.numerics.granularity import scale_shape
@@ -43,13 +43,15 @@ _CHANGED = "its checksum is another one than when it was saved"
 class Stored:
     """The state of a quantized model: values by the names of its `state_dict`, quantizers by path and role.
 
-    `ties` has the further names of a value, by each the first one; `inserted` the layers before a module, by its path.
+    `ties` has the further names of a value, by each the first one; `inserted` the layers before a module, by its path;
+    `biases` the paths of layers that get one.
     """
 
     values: Mapping[str, Tensor]
     quantizers: Mapping[tuple[str, str], TensorQuantizer]
     ties: Mapping[str, str]
     inserted: Mapping[str, tuple[nn.Module, ...]]
+    biases: Sequence[str]
 
 
 def read(folder: Path, model: nn.Module) -> Stored:
@@ -65,11 +67,13 @@ def read(folder: Path, model: nn.Module) -> Stored:
         raise _damaged(folder / TENSORS, _CHANGED)
     tensors = parse_tensors(content)
     try:
-        _check_names(model, described, tensors)
+        own = model.state_dict() | _new_biases(model, described, tensors)
+        _check_names(set(own), described, tensors)
         _check_layers(model, described)
         quantizers = _quantizers(model, described, tensors)
-        values = _values(model, described, tensors, quantizers)
-        return Stored(values, quantizers, described["ties"], _inserted(model, described, tensors))
+        values = _values(model, own, described, tensors, quantizers)
+        inserted = _inserted(model, described, tensors)
+        return Stored(values, quantizers, described["ties"], inserted, described["biases"])
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise _damaged(folder / DESCRIPTION, f"{type(error).__name__}: {error}") from error
 
@@ -176,8 +180,16 @@ def _inserted(
     return {path: tuple(layers) for path, layers in found.items()}
 
 
-def _check_names(model: nn.Module, described: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    own = set(model.state_dict())
+def _new_biases(model: nn.Module, described: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The biases that algorithms gave to layers without one, by the state's names."""
+    modules = dict(model.named_modules())
+    for path in described["biases"]:
+        if path not in modules or not lacks_bias(modules[path]):
+            raise _another(described, f"{path} is no layer without a bias, as it was when an algorithm gave it one")
+    return {name: tensors[name] for name in (joined(path, "bias") for path in described["biases"])}
+
+
+def _check_names(own: set[str], described: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     stored = {*tensors, *described["ties"]} - _quantizer_names(described) - _inserted_names(described)
     for text, names in (("has no", stored - own), ("has a tensor that is not in the file:", own - stored)):
         if names:
@@ -247,13 +259,14 @@ def _check_scale(name: str, scale: Tensor, zero_point: Tensor, shape: tuple[int,
 
 def _values(
     model: nn.Module,
+    own: Mapping[str, Tensor],
     described: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     quantizers: Mapping[tuple[str, str], TensorQuantizer],
 ) -> dict[str, Tensor]:
-    """The model's own tensors, those that were stored as codes decoded."""
+    """The model's own tensors, of the names, kinds and shapes in `own`, those that were stored as codes decoded."""
     ours = _quantizer_names(described) | _inserted_names(described)
-    own, codes = model.state_dict(), described["codes"]
+    codes = described["codes"]
     values = {}
     for name in sorted(tensors.keys() - ours):
         value = tensors[name]

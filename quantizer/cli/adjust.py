@@ -18,7 +18,7 @@ from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Config
 from quantizer.engine import adjust
 from quantizer.engine.adjust_checkpoint import AdjustCheckpoint
-from quantizer.errors import QuantizerError, UsageError
+from quantizer.errors import DataError, QuantizerError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch
@@ -75,9 +75,9 @@ def run_algorithms(options: RunOptions, read: session.ReadConfig, plan: Plan, ba
         if index >= start.index:
             done, given = (start.done, start.before) if index == start.index else (0, found)
             task = Task(plan.graph, specs, step.structure, opened, partial(keeper.group_done, index), done, given)
-            before, found = found, _run_step(options, step, task, found, keeper)
+            found = _run_step(options, step, task, found, keeper)
             keeper.step_done(index + 1, found)
-            _tell(adjust.told(step, before, found))
+            _tell(adjust.told(step, given, found))
     if found.parameters or found.insertions:
         share = adjust.difference(plan.graph, found, next(session.on_device(options, batches)))
         _tell(adjust.told_difference(share))
@@ -98,7 +98,7 @@ def _restored(keeper: AdjustCheckpoint, opened: Callable[[], Iterable[Batch]]) -
 def _run_step(
     options: RunOptions, step: adjust.Step, task: Task, found: Adjustment, keeper: AdjustCheckpoint
 ) -> Adjustment:
-    """One algorithm, with its progress; a stop leaves a checkpoint."""
+    """One algorithm, with its progress; a stop leaves a checkpoint, unless the data are the reason."""
     total, bar = len(step.structure.groups), session.shows_bars()
     with BatchProgress(step.name, total, bar=bar, quiet=options.quiet, unit="groups") as progress:
         progress.advance(task.done)
@@ -109,8 +109,8 @@ def _run_step(
 
         try:
             return step.run(replace(task, after_group=after_group), step.settings, found)
-        except (KeyboardInterrupt, QuantizerError):
-            if keeper.has_news():
+        except (KeyboardInterrupt, QuantizerError) as error:
+            if keeper.has_news() and not isinstance(error, DataError):  # one goes on with the same data alone
                 logger.warning("stopped after %s; --resume goes on from there", keeper.words(keeper.save()))
             raise
 

@@ -154,7 +154,7 @@ _ROWS = (
     _row("squeeze", "passthrough", "torch.squeeze"),
     _row("unsqueeze", "passthrough", "torch.unsqueeze"),
     _row("contiguous", "passthrough"),
-    _row("to", "passthrough", aten=("to", "_to_copy")),
+    _row("to", "passthrough", aten=("to", "_to_copy", "type_as")),
     _row("im2col", "passthrough", "torch.nn.Unfold", _F + "unfold"),
     _row("unfold", "passthrough", "torch.Tensor.unfold"),
     _row("max_unpool2d", "passthrough", "torch.nn.MaxUnpool2d"),

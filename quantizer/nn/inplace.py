@@ -146,6 +146,19 @@ def insert_before(module: nn.Module, path: str, layer: nn.Module) -> None:
     made.get_submodule("input_layers").append(layer)  # type: ignore[operator]  # a Sequential, as made above
 
 
+def lacks_bias(module: nn.Module) -> bool:
+    """Whether it is a layer that could have a bias and has none."""
+    return "bias" in module._parameters and module._parameters["bias"] is None
+
+
+def add_bias(module: nn.Module, value: Tensor) -> None:
+    """Give a layer that lacks a bias this one; `has_added_bias` tells that it did not have it from the start."""
+    weight = next(module.parameters())
+    device = "cpu" if weight.is_meta else weight.device
+    module.bias = nn.Parameter(value.detach().to(device, weight.dtype).clone(), requires_grad=False)
+    object.__setattr__(module, "has_added_bias", True)
+
+
 def on_first(
     function: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -194,7 +194,7 @@ def qparams_from_range(low: Tensor, high: Tensor, grid: Grid | FloatGrid) -> QPa
     >>> round(qparams.scale.item(), 6), qparams.zero_point.item()
     (0.01, 100)
     """
-    if low.numel() <= FEW or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or low.numel() <= FEW:  # a trace must not ask how many there are
         return _qparams(step_from_range(low, high, grid), low, grid)
     scale, zero_point = (torch.empty_like(low, dtype=dtype) for dtype in (torch.float32, torch.int32))
     parts = (torch.split(end.view(-1), FEW) for end in (low, high, scale, zero_point))

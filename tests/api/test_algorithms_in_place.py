@@ -28,7 +28,7 @@ from quantizer import (
 )
 from quantizer.config.diagnostics import ConfigError
 from quantizer.engine import adjust
-from quantizer.errors import DataError, ModelError
+from quantizer.errors import DataError, ModelError, ResultError
 
 
 @pytest.fixture
@@ -273,6 +273,41 @@ def test_a_rotation_alone_needs_one_batch() -> None:
     ModelQuantizer(wanted).quantize_model(model, itertools.chain([x], unread()))
     assert not torch.allclose(model[2].weight, before, atol=0.01)
     assert torch.allclose(model(x), expected, atol=1e-3)
+
+
+def biased() -> nn.Sequential:
+    """A norm with a bias, read by a layer without one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4, bias=False)).eval()
+    nn.init.normal_(model[1].bias)
+    return model
+
+
+def test_layers_get_the_biases_that_algorithms_move_to_them(tmp_path: Path) -> None:
+    model, x = biased(), torch.randn(5, 8)
+    expected = model(x).detach()
+    wanted = Config(QuantizationConfig(weight=spec(Dtype.int16)), algo_config=[RotationConfig()])
+    ModelQuantizer(wanted).quantize_model(model, [x])
+    assert model[2].bias is not None and not model[1].bias.any()
+    assert torch.allclose(model(x), expected, atol=1e-3)
+    ModelQuantizer.save(model, tmp_path)
+    loaded = ModelQuantizer.load(biased(), tmp_path)
+    assert same(loaded(x), model(x))
+    ModelQuantizer.save(loaded, tmp_path / "again")
+    assert same(ModelQuantizer.load(biased(), tmp_path / "again")(x), model(x))
+    other = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    with pytest.raises(ResultError, match="2 is no layer without a bias, as it was when an algorithm gave it one"):
+        ModelQuantizer.load(other, tmp_path)
+
+
+def test_a_bias_that_was_added_is_taken_away_by_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = biased()
+    before = state(model)
+    monkeypatch.setattr("quantizer.api.in_place.attach", lambda *_: 1 / 0)
+    wanted = Config(QuantizationConfig(weight=spec(Dtype.int16)), algo_config=[RotationConfig()])
+    with pytest.raises(ZeroDivisionError):
+        ModelQuantizer(wanted).quantize_model(model, [torch.randn(5, 8)])
+    assert model[2].bias is None and equal(state(model), before)
 
 
 def unread() -> Iterator[Tensor]:

@@ -104,6 +104,11 @@ def differing(one: Path, other: Path) -> set[str]:
     return (set(mismatch) | set(missing)) - {"run.json", "run.log"}
 
 
+def told(folder: Path) -> list[str]:
+    """What the last algorithm of a run is said to have done."""
+    return re.findall(r"gptq: \d+ layers settled.*", (folder / "run.log").read_text())[-1:]
+
+
 def metrics(folder: Path, model: str, capsys: Capture, *more: str) -> dict[str, float]:
     capsys.readouterr()
     assert check(folder, "--json", *more, model=model) == 0
@@ -201,6 +206,7 @@ def test_stopped_then_resumed_equals_undisturbed(
     assert not (tmp_path / "out" / "quant_info.json").exists()
     before, stand_ins.SOLVED[:] = list(stand_ins.SOLVED), []
     assert calibrate(tmp_path / "out", "--resume", model=model, config=path) == 0
+    assert told(tmp_path / "out") == told(tmp_path / "whole")
     assert not differing(tmp_path / "whole", tmp_path / "out")
     assert layers[len(layers) - len(stand_ins.SOLVED) :] == stand_ins.SOLVED
     assert (len(stand_ins.SOLVED) < len(layers)) is (after > 1 or how == "interrupted")
@@ -227,6 +233,24 @@ def test_a_checkpoint_of_other_algorithms_or_a_damaged_one_is_refused(
     (tmp_path / "out" / "checkpoint.algorithms.0000.safetensors").write_bytes(b"")
     assert calibrate(tmp_path / "out", *more, model=model, config=config(tmp_path, "gptq")) == 5
     assert "checkpoint.algorithms.0000.safetensors is damaged" in capsys.readouterr().err
+
+
+def test_data_that_do_not_fit_are_not_to_be_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The first layer's inputs can be told from data of another dtype; running it fails."""
+    monkeypatch.setitem(adjust.RUNS, "gptq", "quantizer.algorithms.gptq:gptq")
+    path = tmp_path / "net.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def model():\n    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))\n\n"
+        "def example_input():\n    return torch.ones(2, 4)\n\n"
+        "def calibration_data():\n    return [torch.ones(2, 4, dtype=torch.float64)]\n"
+    )
+    assert calibrate(tmp_path / "out", model=str(path), config=config(tmp_path, "gptq")) == 4
+    said = capsys.readouterr().err
+    assert "batch 0" in said and "--resume" not in said
+    assert not (tmp_path / "out" / "quant_info.json").exists()
 
 
 def test_weights_alone_need_data_too(model: str, tmp_path: Path, capsys: Capture) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hierarchies import Fields, hierarchy
 from safetensors import safe_open
+from torch import nn
 from toys import built, traced
 
 from quantizer.engine import calibrate
@@ -16,6 +19,7 @@ from quantizer.errors import UsageError
 from quantizer.export import EXPORTERS, check, export
 from quantizer.export.deployment import Deployment
 from quantizer.graph.passes import run_passes
+from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
@@ -72,6 +76,19 @@ def test_programs_and_tensor_files_hold_every_kind_of_input(name: str, kind: str
     assert exported("safetensors", given, tmp_path) == 0.0
 
 
+@pytest.mark.parametrize("kind", ["tokens", "mx"])
+def test_a_program_takes_any_number_of_rows(kind: str, tmp_path: Path) -> None:
+    """Of a batch that is open, and several rows in each of its samples."""
+    config, x = hierarchy({"weights": {}, "input": INPUTS[kind]}), torch.randn(4, 9, 64)
+    graph = trace(nn.Sequential(nn.Linear(64, 8)).eval(), (x,))
+    calibration = calibrate.start(resolve(config, graph, graph))
+    given = Deployment(graph, calibrate.solution(calibration), (x,), {})
+    assert exported("pt2", given, tmp_path) == 0.0
+    rows = torch.randn(7, 9, 64)
+    expected = replace(given, args=(rows,)).expected[0]
+    assert torch.equal(torch.export.load(tmp_path / "net.pt2").module()(rows), expected)
+
+
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_onnx_has_eight_bit_floats(dtype: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
@@ -97,7 +114,7 @@ def test_onnx_refuses_what_it_cannot_say_with_the_first_layers(kind: str) -> Non
     with pytest.raises(UsageError) as refused:
         check("onnx", given.graph, given.solution, -1)
     inputs = [f"{role} of {layer}" for layer, role in given.solution.tensors if role == "input"]
-    assert refused.value.message.startswith(f"--deploy onnx: {', '.join(inputs[:5])} and {len(inputs) - 5} more ")
+    assert refused.value.message.startswith(f"--deploy onnx: {', '.join(inputs[:5])} and {len(inputs) - 5} more: each ")
 
 
 def test_ranges_that_are_dynamic_leave_no_scale_in_files(tmp_path: Path) -> None:
