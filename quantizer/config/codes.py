@@ -78,7 +78,7 @@ CODES: dict[str, Code] = {
         "A layer entry selects by type or by name: exactly one of the two is not null.",
         "Set the other to null.",
     ),
-    "QZ107": Code("listed twice", "A list of tensor types is a set.", "Remove the repetition."),
+    "QZ107": Code("listed twice", "A list of tensor types or of layers is a set.", "Remove the repetition."),
     "QZ108": Code(
         "parameters that nothing reads",
         "A tensor block is about a tensor type that quantizable_data_type does not list.",

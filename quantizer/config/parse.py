@@ -166,7 +166,8 @@ class Parser:
 
     def _duplicate(self, key: str, first: Span, second: Span) -> None:
         place, again = self.source.place(first), self.source.place(second)
-        message = f'the key "{key[:60]}" is there twice, at lines {place.line} and {again.line}'
+        lines = f"at lines {place.line} and {again.line}" if again.line != place.line else f"in line {again.line}"
+        message = f'the key "{key[:60]}" is there twice, {lines}'
         self._note(Diagnostic("QZ007", message, again, help="keep one of the two", related=((place, "first here"),)))
 
     def _string(self, at: int) -> tuple[str, int]:

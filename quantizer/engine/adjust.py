@@ -150,14 +150,18 @@ def summary(step: Step, before: Adjustment, after: Adjustment) -> str:
     changed = [name for name, own in after.parameters.items() if before.parameters.get(name) is not own]
     inserted = len(after.insertions) - len(before.insertions)
     if step.settings.stage == "rescale":
-        parts.append(f"{len(changed)} layers rescaled, {inserted} layers inserted")
+        parts.append(f"{_layers(len(changed))} rescaled, {_layers(inserted)} inserted")
     if rounded:
         better = [layer.after / layer.before for layer in rounded.values() if layer.after < layer.before]
         left = f", the median layer keeps {statistics.median(better):.0%} of plain rounding's error" if better else ""
         plain = len(rounded) - len(better)
-        kept = f", {plain} keep plain rounding" if plain else ""
-        parts.append(f"{len(rounded)} layers settled{left}{kept}")
+        kept = f", {plain} {'keeps' if plain == 1 else 'keep'} plain rounding" if plain else ""
+        parts.append(f"{_layers(len(rounded))} settled{left}{kept}")
     return f"{step.name}: {'; '.join(parts) or 'nothing to settle'}"
+
+
+def _layers(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"
 
 
 def told(step: Step, before: Adjustment, after: Adjustment) -> Iterator[tuple[int, str]]:

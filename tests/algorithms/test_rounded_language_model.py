@@ -18,24 +18,23 @@ from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
 
 # Frantar et al. 2022 (arXiv 2210.17323) close 64 % of the gap for OPT-125M at 4 bits, and the README of their code 88 %
-# for LLaMA-7B at 3 bits. Seen here at 4, 3 and 2 bits: GPTQ 56, 65, 72 %, GPTAQ 65, 70, 78 %, Qronos 80, 83, 87 %, and
-# GPTQ on the ranges of AWQ 68, 79, 92 %: at 2 bits the ranges matter more than how one rounds.
-CLOSED = {
-    ("gptq",): {4: 0.4, 3: 0.65, 2: 0.7},
-    ("gptaq",): {4: 0.4, 3: 0.65, 2: 0.7},
-    ("qronos",): {4: 0.4, 3: 0.65, 2: 0.8},
-    ("awq", "gptq"): {4: 0.4, 3: 0.65, 2: 0.8},
-}
+# for LLaMA-7B at 3 bits. Seen here at 4, 3 and 2 bits: GPTQ 60, 70, 88 %, GPTAQ 53, 72, 90 %, Qronos 69, 80, 91 %, and
+# GPTQ on the ranges of AWQ 65, 79, 98 %. How much is closed at 2 bits hangs on the model: on eight, trained for 600 to
+# 3000 steps at rates of 1e-3 to 3e-3, GPTQ closes 70 to 95 % there, most where plain rounding does most harm.
+CLOSED = {4: 0.4, 3: 0.65, 2: 0.8}
+ALGORITHMS_IN_ORDER = [("gptq",), ("gptaq",), ("qronos",), ("awq", "gptq")]
 
 
 @torch.no_grad()
 def perplexity(graph: Graph) -> float:
     """Of characters, on held-out text."""
-    codes = sequences(HELD_OUT, 128, seed=3)
-    logits = Network(graph)(codes)
-    return float(F.cross_entropy(logits[:, :-1].flatten(0, 1), codes[:, 1:].flatten()).exp())
+    network, losses = Network(graph), []
+    for codes in torch.split(sequences(HELD_OUT, 512, seed=3), 64):
+        losses.append(F.cross_entropy(network(codes)[:, :-1].flatten(0, 1), codes[:, 1:].flatten()))
+    return float(torch.stack(losses).mean().exp())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_most_of_the_gap_is_closed(bits: int) -> None:
     """All linear layers, symmetric per output channel; 8 bits leave no gap that could be closed."""
@@ -44,13 +43,13 @@ def test_most_of_the_gap_is_closed(bits: int) -> None:
     weights = {name: weight_of(task.graph, name) for name in layer_names(task.graph)}
     plain_weights = {name: {"weight": plainly(weight, task.specs[name, "weights"])} for name, weight in weights.items()}
     float_, plain = perplexity(task.graph), perplexity(with_weights(task.graph, plain_weights))
-    assert plain > float_ and len(weights) == 19
-    for names, closed in CLOSED.items():
+    assert len(weights) == 19
+    for names in ALGORITHMS_IN_ORDER:
         found = Adjustment()
         for name in names:
             found = load_run(name)(task, ALGORITHMS[name](), found)
         left = perplexity(adjusted(task.graph, found, rounded=True))
         if bits == 8:
-            assert left == pytest.approx(float_, rel=1e-3)
+            assert [left, plain] == pytest.approx([float_, float_], rel=1e-3)
         else:
-            assert (plain - left) / (plain - float_) >= closed[bits]
+            assert (plain - left) / (plain - float_) >= CLOSED[bits]
