@@ -21,6 +21,7 @@ from quantizer.atomic import replace_file
 from quantizer.config.document import Document
 from quantizer.config.load import check_document, load_config
 from quantizer.config.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
+from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
 
 
@@ -95,7 +96,7 @@ class Config:
         """
         if not isinstance(document, Mapping):
             raise UsageError(
-                f"Config.from_dict got a {type(document).__name__}, not a dict", help="Config.load(path) reads a file"
+                f"Config.from_dict got {a_kind(document)}, not a dict", help="Config.load(path) reads a file"
             )
         if not document:
             raise UsageError(
@@ -136,7 +137,7 @@ _READER = Reader(Config, ALGORITHMS)
 
 def _check_path(path: Any) -> None:
     if not isinstance(path, (str, os.PathLike)):
-        raise UsageError(f"path is a {type(path).__name__}, not a path", help="give it as text or pathlib.Path")
+        raise UsageError(f"path is {a_kind(path)}, not a path", help="give it as text or pathlib.Path")
 
 
 def _to_json(value: Any) -> Any:

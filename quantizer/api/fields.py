@@ -10,6 +10,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
 
 T = TypeVar("T")
@@ -99,7 +100,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 def _shown(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 60 else f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{a_kind(value)}"
 
 
 def _expected(hint: Any) -> str:

@@ -22,7 +22,7 @@ from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import Config as InternalConfig
-from quantizer.config.wording import shortened
+from quantizer.config.wording import a_kind, shortened
 from quantizer.engine import calibrate
 from quantizer.errors import DataError
 from quantizer.graph.modules import left_out, module_graph
@@ -104,7 +104,7 @@ def _batches(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
     try:
         items = iter(dataloader)
     except TypeError:
-        raise DataError(f"dataloader is a {type(dataloader).__name__}, which gives no batches") from None
+        raise DataError(f"dataloader is {a_kind(dataloader)}, which gives no batches") from None
     inputs = positional_inputs(model)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     index = -1

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantizer.api.config import Config
+from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,9 +25,7 @@ class ModelQuantizer:
 
     def __init__(self, config: Config) -> None:
         if not isinstance(config, Config):
-            raise UsageError(
-                f"config is a {type(config).__name__}, not a Config", help="Config.load(path) reads a file"
-            )
+            raise UsageError(f"config is {a_kind(config)}, not a Config", help="Config.load(path) reads a file")
         self.config = config
 
     def quantize_model(self, model: Model, dataloader: Iterable[Any] | None = None) -> Model:

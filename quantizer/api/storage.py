@@ -18,6 +18,7 @@ from quantizer.api.codes import encode
 from quantizer.api.stored import DESCRIPTION, FORMAT, TENSORS, aliases, checksum, inserted_layers, joined, read
 from quantizer.api.undo import all_or_nothing
 from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.config.wording import a_kind
 from quantizer.engine.files import write_json, write_tensors
 from quantizer.errors import ModelError, ResultError, UsageError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
@@ -41,7 +42,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """
     place = folder_of(folder)
     if not isinstance(model, nn.Module):
-        raise ModelError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+        raise ModelError(f"model is {a_kind(model)}, not a torch.nn.Module")
     again = aliases(model)
     layers = {path: module for path, module in model.named_modules() if isinstance(module, InPlace)}
     if not layers:
@@ -106,7 +107,7 @@ def folder_of(folder: Any) -> Path:
         UsageError: it is something else.
     """
     if not isinstance(folder, (str, os.PathLike)):
-        raise UsageError(f"folder is a {type(folder).__name__}, not a path", help="give it as text or pathlib.Path")
+        raise UsageError(f"folder is {a_kind(folder)}, not a path", help="give it as text or pathlib.Path")
     return Path(folder)
 
 

@@ -20,6 +20,7 @@ from quantizer.api.attach import quantizer_of
 from quantizer.api.codes import decode
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name, parameter_role
+from quantizer.config.wording import a_kind
 from quantizer.errors import ResultError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
 from quantizer.nn.inplace import check_quantizable, lacks_bias
@@ -210,9 +211,7 @@ def _check_layers(model: nn.Module, described: Mapping[str, Any]) -> None:
         module, where = modules[path], path or "the model"
         check_quantizable(module, where, layer["tensors"])
         if (layer["class"], layer["operator"]) != (type(module).__name__, operator_of(module)):
-            raise _another(
-                described, f"{where} is a {layer['class']} in the file and a {type(module).__name__} in the model"
-            )
+            raise _another(described, f"{where} is a {layer['class']} in the file and {a_kind(module)} in the model")
 
 
 def _quantizers(

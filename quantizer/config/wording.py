@@ -29,6 +29,16 @@ def listed(words: Iterable[Any]) -> str:
     return ", ".join(word if isinstance(word, str) else json.dumps(word) for word in words)
 
 
+def a_kind(value: object) -> str:
+    """A value's type with its article.
+
+    >>> a_kind(3), a_kind([])
+    ('an int', 'a list')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
 def shortened(names: Sequence[str], most: int = 5) -> str:
     """The first `most` names in a row, and how many there are besides.
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from quantizer.config.roles import is_parameter
+from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, ModelError
 from quantizer.graph.ir import Graph
 from quantizer.nn.layer import Layer
@@ -85,7 +86,7 @@ def check_float(model: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         raise ModelError(
-            f"model is a {type(model).__name__}, not a torch.nn.Module",
+            f"model is {a_kind(model)}, not a torch.nn.Module",
             help="give the Python model; quantize it first, then export or compile it",
         )
     for path, module in model.named_modules():
@@ -109,8 +110,7 @@ def check_quantizable(module: nn.Module, where: str, roles: Collection[str]) -> 
     taken = next((name for name in sorted(_OUR_NAMES) if hasattr(module, name)), None)
     if taken is not None:
         raise ModelError(
-            f"{where} is a {type(module).__name__} with an attribute {taken!r} of its own, a name that quantized "
-            "layers need",
+            f"{where} is {a_kind(module)} with an attribute {taken!r} of its own, a name that quantized layers need",
             help="rename it in the class, or exclude the layer",
         )
     if "weights" in roles and isinstance(module, nn.Embedding) and module.max_norm is not None:

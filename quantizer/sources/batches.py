@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantizer.config.wording import a_kind
 from quantizer.errors import DataError
 
 TARGET_NAMES = ("y", "target", "label", "labels")
@@ -86,7 +87,7 @@ def as_batch(item: Any, inputs: tuple[int, int]) -> Batch:
     elif isinstance(item, tuple | list):
         batch = _from_sequence(item, inputs)
     else:
-        raise DataError(f"is a {type(item).__name__}, not a tensor, a tuple or a dict of tensors")
+        raise DataError(f"is {a_kind(item)}, not a tensor, a tuple or a dict of tensors")
     _check_samples(batch)
     return batch
 

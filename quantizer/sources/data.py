@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, UsageError
 from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch, as_batch, positional_inputs
@@ -210,7 +211,7 @@ def _iterator(source: Any, label: str, tell: Callable[[object], None]) -> Iterat
         raise DataError(f"{label} is a Dataset, which gives single samples, not batches", help=remedy)
     if isinstance(source, Tensor | str | Mapping) or not isinstance(source, Iterable):
         remedy = "give a list of batches, a DataLoader, or a function that returns one"
-        raise DataError(f"{label} is a {type(source).__name__}, not an iterable of batches", help=remedy)
+        raise DataError(f"{label} is {a_kind(source)}, not an iterable of batches", help=remedy)
     tell(source)
     return iter(source)
 

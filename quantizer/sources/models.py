@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, ModelError
 from quantizer.sources.batches import Batch
 from quantizer.sources.hugging_face import CONFIG, example_input, load_hugging_face
@@ -134,14 +135,14 @@ def _build(user: UserModule, name: str) -> nn.Module:
         return factory
     what = f"{name} of {user.label}"
     if not callable(factory):
-        raise ModelError(f"{what} is a {type(factory).__name__}, not a function that returns a torch.nn.Module")
+        raise ModelError(f"{what} is {a_kind(factory)}, not a function that returns a torch.nn.Module")
     required = _required_parameters(factory)
     if required:
         remedy = f"give them defaults, or write a function without parameters that calls {name}"
         raise ModelError(f"{what} needs arguments: {', '.join(required)}", help=remedy)
     module = user.call(factory, ModelError)
     if not isinstance(module, nn.Module):
-        raise ModelError(f"{what} returned a {type(module).__name__}, not a torch.nn.Module")
+        raise ModelError(f"{what} returned {a_kind(module)}, not a torch.nn.Module")
     return module
 
 
@@ -168,7 +169,7 @@ def _data(user: UserModule, name: str) -> Callable[[], Any] | None:
 
 def _checked_evaluate(user: UserModule, function: Any) -> Evaluate:
     if not callable(function):
-        raise ModelError(f"evaluate of {user.label} is a {type(function).__name__}, not a function of (model, data)")
+        raise ModelError(f"evaluate of {user.label} is {a_kind(function)}, not a function of (model, data)")
 
     def evaluate(model: Callable[..., Any], data: Iterable[Any]) -> dict[str, float]:
         metrics = user.call(function, ModelError, model, data)

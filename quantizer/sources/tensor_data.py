@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.config.wording import a_kind
 from quantizer.errors import DataError
 from quantizer.sources.batches import TARGET_NAMES, Batch
 from quantizer.sources.tensor_files import read_file
@@ -38,7 +39,7 @@ def _named_tensors(path: Path) -> Named:
     content: Any = read_file(path, DataError)
     named = {"x": content} if isinstance(content, Tensor) else content
     if not isinstance(named, Mapping) or not all(isinstance(tensor, Tensor) for tensor in named.values()):
-        raise DataError(f"{path} holds a {type(content).__name__}, not a tensor or a dict of tensors")
+        raise DataError(f"{path} holds {a_kind(content)}, not a tensor or a dict of tensors")
     if not set(named) - set(TARGET_NAMES):
         raise DataError(
             f"{path} holds no input tensor", help=f"name it {', '.join(INPUT_NAMES[:-1])} or {INPUT_NAMES[-1]}"

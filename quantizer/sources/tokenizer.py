@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from quantizer.config.wording import a_kind
 from quantizer.errors import DataError
 from quantizer.sources.user_code import user_errors
 
@@ -55,7 +56,7 @@ def as_encode(tokenizer: Any, label: str) -> Encode:
         DataError: it has no `encode`; the function raises it if the ids are no list of integers.
     """
     if not callable(getattr(tokenizer, "encode", None)):
-        raise DataError(f"{label} is a {type(tokenizer).__name__} without encode(text)", help=FORMS)
+        raise DataError(f"{label} is {a_kind(tokenizer)} without encode(text)", help=FORMS)
     for name in ("no_truncation", "no_padding"):  # a stored limit would cut the text without a word
         if hasattr(tokenizer, name):
             getattr(tokenizer, name)()
@@ -65,7 +66,7 @@ def as_encode(tokenizer: Any, label: str) -> Encode:
             found = tokenizer.encode(text)
         ids = getattr(found, "ids", found)
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
-            raise DataError(f"encode() of {label} returns a {type(found).__name__}, not a list of token ids")
+            raise DataError(f"encode() of {label} returns {a_kind(found)}, not a list of token ids")
         return ids
 
     return encode

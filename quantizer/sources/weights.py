@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from quantizer.config.wording import shortened
+from quantizer.config.wording import a_kind, shortened
 from quantizer.errors import ModelError
 from quantizer.sources.tensor_files import read_file
 
@@ -74,7 +74,7 @@ def _state_dict(content: Any, path: str) -> dict[str, Tensor]:
 
 
 def _describe(content: Any) -> str:
-    return "an empty dict" if content == {} else f"a {type(content).__name__}"
+    return "an empty dict" if content == {} else f"{a_kind(content)}"
 
 
 def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> None:

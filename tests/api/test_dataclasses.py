@@ -193,10 +193,10 @@ def test_an_attribute_that_is_no_field_is_refused() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Config.from_dict(3), "Config.from_dict got a int, not a dict"),  # type: ignore[arg-type]
+        (lambda: Config.from_dict(3), "Config.from_dict got an int, not a dict"),  # type: ignore[arg-type]
         (lambda: Config.from_dict({}), "the document has no global_quant_config"),
-        (lambda: everything().save(3), "path is a int, not a path"),  # type: ignore[arg-type]
-        (lambda: Config.load(3), "path is a int, not a path"),  # type: ignore[arg-type]
+        (lambda: everything().save(3), "path is an int, not a path"),  # type: ignore[arg-type]
+        (lambda: Config.load(3), "path is an int, not a path"),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_no_document_and_no_path_is_told(call: Any, message: str) -> None:

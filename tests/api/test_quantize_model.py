@@ -455,7 +455,7 @@ def bad_weights() -> nn.Sequential:
             DataError,
             "the dataloader gave no batches\nhelp: give quantize_model a dataloader",
         ),
-        (mlp, 5, QuantizationConfig(input_tensors=spec()), DataError, "dataloader is a int"),
+        (mlp, 5, QuantizationConfig(input_tensors=spec()), DataError, "dataloader is an int"),
         (mlp, ["x"], QuantizationConfig(input_tensors=spec()), DataError, "batch 0 is a str"),
         (mlp, [X, X[:, :3]], QuantizationConfig(input_tensors=spec()), DataError, "batch 1: the model cannot run"),
         (
@@ -607,7 +607,7 @@ def test_compiled_and_exported_programs_are_refused() -> None:
     for model, where in ((scripted, "the model"), (nn.Sequential(nn.ReLU(), scripted), "1")):
         with pytest.raises(ModelError, match=rf"^{where} is compiled by torch\.jit"):
             quantized(model, weight=spec())
-    with pytest.raises(ModelError, match=r"model is a ExportedProgram, not a torch\.nn\.Module"):
+    with pytest.raises(ModelError, match=r"model is an ExportedProgram, not a torch\.nn\.Module"):
         quantized(torch.export.export(mlp(), (X,)), weight=spec())
     quantized(nn.Sequential(torch.jit.script(nn.ReLU()), nn.Linear(8, 8)), weight=spec())
 

@@ -285,7 +285,7 @@ class Alien(nn.Module):
 
 def test_the_state_of_a_layer_of_another_class_is_refused(tmp_path: Path) -> None:
     ModelQuantizer.save(quantized(nn.Sequential(nn.Linear(8, 3)), weight=spec()), tmp_path)
-    with pytest.raises(ResultError, match="0 is a Linear in the file and a Alien in the model"):
+    with pytest.raises(ResultError, match="0 is a Linear in the file and an Alien in the model"):
         ModelQuantizer.load(nn.Sequential(Alien()), tmp_path)
 
 
@@ -307,7 +307,7 @@ def test_a_module_of_the_users_named_quantizers_is_stored_like_others(tmp_path: 
 
 @pytest.mark.parametrize("call", [ModelQuantizer.save, ModelQuantizer.load])
 def test_what_is_no_folder_or_no_model_is_told(call: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="folder is a int, not a path"):
+    with pytest.raises(UsageError, match="folder is an int, not a path"):
         call(nn.Linear(2, 2), 3)
-    with pytest.raises(ModelError, match="model is a int"):
+    with pytest.raises(ModelError, match="model is an int"):
         call(3, tmp_path)

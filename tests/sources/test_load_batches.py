@@ -87,7 +87,7 @@ def test_to_moves_every_tensor() -> None:
 @pytest.mark.parametrize(
     ("item", "sentence"),
     [
-        (3, "batch 0 of the data of the model's file is a int, not a tensor"),
+        (3, "batch 0 of the data of the model's file is an int, not a tensor"),
         ("text", "is a str, not a tensor"),
         ((), "has 0 elements, but the model takes 1 inputs"),
         ((X, X, X), "has 3 elements, but the model takes 1 inputs"),
@@ -110,7 +110,7 @@ def test_an_item_that_is_no_batch(item: Any, sentence: str) -> None:
         (TensorDataset(X, Y), "is a Dataset, which gives single samples, not batches"),
         (X, "is a Tensor, not an iterable of batches"),
         ({"x": X}, "is a dict, not an iterable of batches"),
-        (lambda: 7, "is a int, not an iterable of batches"),
+        (lambda: 7, "is an int, not an iterable of batches"),
         (iter([X]), "can be gone through only once"),
         ([], "gives no batch"),
         (lambda: iter(()), "gives no batch"),

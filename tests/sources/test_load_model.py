@@ -143,13 +143,13 @@ def test_a_spec_that_leads_nowhere(folder: Path, spec: str, sentence: str, remed
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
-        ("def model(): return 3", "model of net.py returned a int, not a torch.nn.Module"),
+        ("def model(): return 3", "model of net.py returned an int, not a torch.nn.Module"),
         ("def model(width, depth=2): ...", "model of net.py needs arguments: width"),
-        ("model = 7", "model of net.py is a int, not a function"),
+        ("model = 7", "model of net.py is an int, not a function"),
         ("import no_such_thing", "net.py raised ModuleNotFoundError: No module named 'no_such_thing'"),
         ("def model(:", "net.py raised SyntaxError"),
         ("import sys; sys.exit(0)", "net.py raised SystemExit: 0"),
-        ("evaluate = 3\nfrom torch.nn import Identity as model", "evaluate of net.py is a int"),
+        ("evaluate = 3\nfrom torch.nn import Identity as model", "evaluate of net.py is an int"),
     ],
 )
 def test_a_file_that_is_wrong(folder: Path, source: str, sentence: str) -> None:

@@ -140,7 +140,7 @@ def test_a_torchscript_archive_is_a_program() -> None:
     [
         (torch.ones(3), "holds a Tensor, not a state_dict"),
         ({}, "holds an empty dict, not a state_dict"),
-        ({"weight": torch.ones(2, 3), "epoch": 3}, "'epoch' is a int, not a tensor"),
+        ({"weight": torch.ones(2, 3), "epoch": 3}, "'epoch' is an int, not a tensor"),
     ],
 )
 def test_content_that_is_no_state_dict(content: object, sentence: str) -> None:
