@@ -437,6 +437,7 @@ def layers(draw: st.DrawFn) -> tuple[Tensor, Tensor, QuantizationSpec, Gptq]:
     return weight, x, spec, Gptq(size, damping, desc_act=not dynamic, static_groups=not dynamic)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(layers())
 def test_whatever_comes_in_results_are_finite_on_the_grid_and_no_worse(

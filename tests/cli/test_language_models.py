@@ -153,6 +153,7 @@ def test_a_hugging_face_folder(llama: str, capsys: pytest.CaptureFixture[str]) -
     assert "--seq_len 32: the model was made for at most 24 positions" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_results_hold_for_texts_of_any_length(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The check of the model traces it with the calibrated length; without `--seq_len`, that is the one that is run."""
     assert run("calib", "--config_file", WEIGHTS_ONLY, "--seq_len", "16", model=llama) == 0

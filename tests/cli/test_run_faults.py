@@ -331,6 +331,7 @@ def test_killed_at_every_write(toy: Toy, tmp_path: Path, monkeypatch: pytest.Mon
     assert check(folder, model=model) == 0
 
 
+@pytest.mark.slow
 def test_disk_full(toy: Toy, tmp_path: Path) -> None:
     """A file size limit stands for a full disk: the write fails with an OSError in the middle."""
 
@@ -349,6 +350,7 @@ def test_disk_full(toy: Toy, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "quant_info.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_in_a_real_process(toy: Toy, tmp_path: Path, sent: signal.Signals, code: int) -> None:
     started = tmp_path / "started"  # tracing reads one batch, so ten are read in the calibration

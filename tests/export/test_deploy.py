@@ -21,6 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_target_on_the_digits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for package in EXPORTERS["onnx"].needs:
         pytest.importorskip(package, reason="the ONNX target needs it (extra: onnx)")

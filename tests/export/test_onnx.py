@@ -74,6 +74,7 @@ def on_nodes(module: nn.Module, example: Tensor, role: str, specs: list[Quantiza
     return Deployment(graph, Solution(tensors), (example,), {})
 
 
+@pytest.mark.slow
 def test_every_grid_and_rounding_of_activations(tmp_path: Path) -> None:
     specs = [
         replace(spec, round_mode=mode)
@@ -96,6 +97,7 @@ def test_ties_at_scales_that_are_no_power_of_two(tmp_path: Path) -> None:
     assert export(replace(given, solution=Solution(tensors)), tmp_path / "net.onnx").max_difference == 0.0
 
 
+@pytest.mark.slow
 def test_every_grid_of_weights(tmp_path: Path) -> None:
     specs = [
         replace(spec, qscheme="per_tensor" if axis is None else "per_channel", ch_axis=axis)
