@@ -100,7 +100,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 def _shown(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 60 else f"{a_kind(value)}"
+    return text if len(text) <= 60 else a_kind(value)
 
 
 def _expected(hint: Any) -> str:

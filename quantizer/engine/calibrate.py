@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -89,7 +88,7 @@ def start(plan: Plan) -> Calibration:
     Raises:
         ModelError: NaN or Inf in a weight or a bias, whatever its format (layer and tensor are named).
     """
-    for remark in chain(saturated(plan), dead_channels(plan)):
+    for remark in saturated(plan):
         logger.warning("%s", remark)
     nodes = plan.graph.by_name
     calibration = Calibration(plan, means={name: ChannelMean(channel_axis(nodes[name])) for name in plan.corrected})
@@ -104,6 +103,8 @@ def start(plan: Plan) -> Calibration:
                     calibration.observers[key].observe(parameter)
         elif tensor.is_calibrated:
             calibration.observers[key] = shared.setdefault((tensor.source, tensor.spec), Observer(tensor.spec))
+    for remark in dead_channels(calibration.observers):
+        logger.warning("%s", remark)
     return calibration
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from torch import Tensor
+from collections.abc import Iterator, Mapping
 
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import shortened
+from quantizer.engine.solution import Key
 from quantizer.numerics.formats import FLOAT_FORMATS
-from quantizer.numerics.granularity import to_rows
-from quantizer.plan.model import Plan, TensorPlan
+from quantizer.observers import Observer
+from quantizer.plan.model import Plan
 
 
 def saturated(plan: Plan) -> Iterator[str]:
     """Which parameters have values that a cast without a scale cuts to the largest of its format, and how many."""
     for tensor in plan.tensors.values():
         if is_parameter(tensor.role) and not tensor.spec.is_scaled:
-            value = _value(plan, tensor)
+            node = plan.graph.by_name[tensor.layer]
+            value = plan.graph.tensors[node.params[parameter_name(tensor.role)]]
             largest = FLOAT_FORMATS[tensor.spec.dtype].largest
             count = int((value.isfinite() & (value.abs() > largest)).sum())
             if count:
@@ -27,19 +27,13 @@ def saturated(plan: Plan) -> Iterator[str]:
                 )
 
 
-def dead_channels(plan: Plan) -> Iterator[str]:
+def dead_channels(observers: Mapping[Key, Observer]) -> Iterator[str]:
     """Which weights, per tensor or per channel, have scales that are for nothing but zeros."""
     found = []
-    for tensor in plan.tensors.values():
-        if tensor.role == "weights" and tensor.spec.is_scaled and tensor.spec.qscheme in ("per_tensor", "per_channel"):
-            rows = to_rows(_value(plan, tensor), tensor.spec.qscheme, tensor.spec.ch_axis)
-            count = int((rows == 0).all(1).sum())
-            if count:
-                found.append(f"{tensor.layer} ({count} of {len(rows)} scales)")
+    for (layer, role), observer in observers.items():
+        if role == "weights" and observer.spec.qscheme in ("per_tensor", "per_channel"):
+            zero = (observer.low == 0) & (observer.high == 0)
+            if zero.any():
+                found.append(f"{layer} ({int(zero.sum())} of {zero.numel()} scales)")
     if found:
         yield f"where all weights of a scale are zero it is 1, and they stay zero: {shortened(found)}"
-
-
-def _value(plan: Plan, tensor: TensorPlan) -> Tensor:
-    """The parameter that is to be quantized."""
-    return plan.graph.tensors[plan.graph.by_name[tensor.layer].params[parameter_name(tensor.role)]]

@@ -13,7 +13,7 @@ from torch import Tensor
 from quantizer.numerics.layout import flat_view, memory_order
 
 BLOCK = 1 << 19  # values per step: 2 MB of float32 stay in the cache for all operations of the step
-FEW = 1 << 15  # values per step of what is done to scales, which is more than to a tensor's values
+FEW = 1 << 15  # scales per step: float64 of more is memory that the system may hand out anew for every operation
 
 Kernel = Callable[[Tensor, "int | Tensor"], Tensor]
 """Takes x / scale, which it may overwrite, and the zero point; returns code - zero_point as floating point."""

@@ -74,7 +74,7 @@ def _state_dict(content: Any, path: str) -> dict[str, Tensor]:
 
 
 def _describe(content: Any) -> str:
-    return "an empty dict" if content == {} else f"{a_kind(content)}"
+    return "an empty dict" if content == {} else a_kind(content)
 
 
 def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> None:

@@ -172,3 +172,16 @@ def test_a_call_unlike_the_example_gives_one_sentence(
 ) -> None:
     with pytest.raises(DataError, match=sentence):
         Network(traced("nested_inputs"))(*args, **kwargs)
+
+
+class Alike(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.float() * 2).type_as(x)
+
+
+def test_a_value_that_takes_the_dtype_of_another_keeps_its_grid() -> None:
+    x = torch.randn(2, 3, dtype=torch.bfloat16)
+    graph = trace(Alike().eval(), (x,))
+    last = graph.nodes[-1]
+    assert (last.op, last.row.kind) == ("to", "passthrough")
+    assert torch.equal(Network(graph)(x), Alike()(x))
