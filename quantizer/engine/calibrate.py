@@ -97,10 +97,11 @@ def start(plan: Plan) -> Calibration:
         if is_parameter(tensor.role):
             parameter = plan.graph.tensors[nodes[tensor.layer].params[parameter_name(tensor.role)]].detach()
             with _located(tensor, ModelError):
-                check_finite(parameter)
                 if tensor.spec.is_scaled:
                     calibration.observers[key] = Observer(tensor.spec)
-                    calibration.observers[key].observe(parameter)
+                    calibration.observers[key].observe(parameter)  # refuses NaN and infinity itself
+                else:
+                    check_finite(parameter)
         elif tensor.is_calibrated:
             calibration.observers[key] = shared.setdefault((tensor.source, tensor.spec), Observer(tensor.spec))
     for remark in dead_channels(calibration.observers):

@@ -30,7 +30,7 @@ def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
     found = (rows.amin(1), rows.amax(1)) if traced else extremes(rows)
     grid = grid_of(spec)
     if not traced:
-        _check(found, grid)
+        _check(_broken(found), len(rows), float(found[0].min()), grid)
     qparams = qparams_from_range(*found, grid)
     shape = scale_shape(tuple(x.shape), spec.qscheme, axis, spec.group_size)
     return QParams(qparams.scale.view(shape), qparams.zero_point.view(shape))
@@ -43,32 +43,40 @@ def quantize_rows(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) -> Ten
     """
     grid, kernel = grid_of(spec), kernel_of(spec)
     out = rows if inplace else torch.empty_like(rows)
-    least = work_dtype(spec.quant_min, spec.quant_max) if spec.dtype == "int" else torch.float32
-    work = torch.promote_types(rows.dtype, least)
-    low, high = (rows.new_empty(len(rows), dtype=work) for _ in range(2))
+    needed = work_dtype(spec.quant_min, spec.quant_max) if spec.dtype == "int" else torch.float32
+    work = torch.promote_types(rows.dtype, needed)
     height = max(1, ROUND // max(1, rows.shape[1]))
+    broken, least = 0, 0.0
     for start in range(0, len(rows), height):
         here = slice(start, start + height)
         wide = rows[here].to(work)
-        low[here], high[here] = extremes(wide)
-        qparams = qparams_from_range(low[here], high[here], grid)
-        target = out[here] if out.dtype == work else wide
+        found = extremes(wide)
+        broken += _broken(found)
+        least = min(least, float(found[0].min()))
+        qparams = qparams_from_range(*found, grid)
+        target = wide if inplace or out.dtype != work else out[here]
         fill(target, wide, qparams.scale, qparams.zero_point, kernel, 0)
-        if target is wide:
+        if out.dtype != work:
             out[here] = wide
-    _check((low, high), grid)
+    _check(broken, len(rows), least, grid)
     return out
 
 
-def _check(found: Range, grid: Grid | FloatGrid) -> None:
-    """Raise ObservationError for ranges that no scale exists for."""
+def _broken(found: Range) -> int:
+    """How many of the ranges have an end that is not finite."""
     low, high = found
-    if not (math.isfinite(low.min()) and math.isfinite(high.max())):
-        broken = int((~(low.isfinite() & high.isfinite())).sum())
-        where = "this tensor holds" if len(low) == 1 else f"{broken} of {len(low)} rows of this tensor hold"
+    if math.isfinite(low.min()) and math.isfinite(high.max()):
+        return 0
+    return int((~(low.isfinite() & high.isfinite())).sum())
+
+
+def _check(broken: int, rows: int, least: float, grid: Grid | FloatGrid) -> None:
+    """Raise ObservationError if no scale exists for `broken` of the rows, or for `least`, the least of all values."""
+    if broken:
+        where = "this tensor holds" if rows == 1 else f"{broken} of {rows} rows of this tensor hold"
         raise ObservationError(f"{where} NaN or infinity, and a range found at run time needs finite values.")
-    if isinstance(grid, Grid) and grid.nonnegative and bool((low < 0).any()):
+    if isinstance(grid, Grid) and grid.nonnegative and least < 0:
         raise NegativeValuesError(
-            f"The smallest value is {low.min():g}, and an unsigned symmetric grid has no negative values; "
+            f"The smallest value is {least:g}, and an unsigned symmetric grid has no negative values; "
             "make it signed, or asymmetric."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import product, repeat
 
 import torch
 from torch import Tensor
@@ -44,9 +44,10 @@ def fill(out: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, kernel: Kern
     """
     check_scales(x, scale, zero_point, ch_axis)
     exact = _has_exact_inverse(scale)
-    sources, targets = blocks(x, scale, zero_point, ch_axis), blocks(out, scale, zero_point, ch_axis)
-    for (source, s, z), (target, _, _) in zip(sources, targets, strict=True):
-        divided = torch.mul(source, s.reciprocal(), out=target) if exact else torch.div(source, s, out=target)
+    targets = repeat(None) if out is x else (block for block, _, _ in blocks(out, scale, zero_point, ch_axis))
+    for (source, s, z), target in zip(blocks(x, scale, zero_point, ch_axis), targets, strict=False):
+        room = source if target is None else target
+        divided = torch.mul(source, s.reciprocal(), out=room) if exact else torch.div(source, s, out=room)
         kernel(divided, z).mul_(s)
     return out
 
@@ -56,7 +57,12 @@ def _has_exact_inverse(scale: Tensor) -> bool:
     if scale.dtype != torch.float32:
         return False
     parts = torch.split(scale.view(torch.int32).reshape(-1), FEW)
-    return not any(bits.bitwise_and(0x7FFFFF).any() for bits in parts)
+    return not any(bits.bitwise_and(0x7FFFFF).max() for bits in parts if len(bits))
+
+
+def _all_zero(zero_point: Tensor) -> bool:
+    """Many times as fast as `any`."""
+    return zero_point.numel() == 0 or all(int(end) == 0 for end in zero_point.aminmax())
 
 
 def scratch(x: Tensor) -> Tensor | None:
@@ -90,16 +96,16 @@ def blocks(
     scale, order = scale.to(x), memory_order(x)
     if ch_axis is None:
         z, flat = int(zero_point), x.permute(order).view(-1)
-        yield from ((flat[start : start + BLOCK], scale, z) for start in range(0, flat.numel(), BLOCK))
+        yield from ((flat[start : start + BLOCK], scale, z) for start in reversed(range(0, flat.numel(), BLOCK)))
         return
     axis = order.index(ch_axis % x.ndim)
     ordered = x.permute(order)
     channels, inner = ordered.shape[axis], math.prod(ordered.shape[axis + 1 :])
     rows = ordered.view(math.prod(ordered.shape[:axis]), channels, inner)
-    zero_points = zero_point.to(x).view(1, -1, 1) if zero_point.any() else None
+    zero_points = None if _all_zero(zero_point) else zero_point.to(x).view(1, -1, 1)
     scales = scale.view(1, -1, 1)
     wide = max(1, min(channels, BLOCK // max(1, inner)))
     tall = max(1, BLOCK // max(1, wide * inner))
-    for start, c in product(range(0, len(rows), tall), range(0, channels, wide)):
+    for start, c in product(reversed(range(0, len(rows), tall)), reversed(range(0, channels, wide))):
         here = slice(c, c + wide)
         yield rows[start : start + tall, here], scales[:, here], 0 if zero_points is None else zero_points[:, here]

@@ -152,7 +152,9 @@ def _qparams(step: Tensor, low: Tensor, grid: Grid | FloatGrid) -> QParams:
     """The same where the step is one that the grid's scale type allows."""
     least, most = _scale_bounds(grid)
     silent = least if isinstance(grid, Grid) and grid.finest_position is not None else 1.0
-    scale = step.clamp(least, most).masked_fill_(step == 0, silent)
+    scale, zeros = step.clamp(least, most), _zeros(step)
+    if zeros is not None:
+        scale.masked_fill_(zeros, silent)
     if grid.symmetric or isinstance(grid, FloatGrid):
         return QParams(scale.float(), torch.zeros_like(scale, dtype=torch.int32))
     zero_point = grid.quant_min - torch.round(low.double().clamp(max=0) / scale)
@@ -166,9 +168,13 @@ def _amax(low: Tensor, high: Tensor) -> Tensor:
 
 def _shared_exponent_(amax: Tensor, grid: FloatGrid) -> Tensor:
     """2^(e - emax) in the place of `amax`, see FloatGrid; 0 for 0."""
-    half = 0 if grid.row.mantissa is None else 1 << (51 - grid.row.mantissa)
-    bump = {"floor": 0, "even": half, "ceil": _MANTISSA}[grid.scale_mode]
-    return _truncate_(amax, bump).mul_(2.0**-grid.row.emax)
+    return _truncate_(amax, _bump(grid, 52)).mul_(2.0**-grid.row.emax)
+
+
+def _bump(grid: FloatGrid, bits: int) -> int:
+    """What to add to the last of a mantissa of so many bits, for its carry to raise exponents as the mode says."""
+    half = 0 if grid.row.mantissa is None else 1 << (bits - 1 - grid.row.mantissa)
+    return {"floor": 0, "even": half, "ceil": (1 << bits) - 1}[grid.scale_mode]
 
 
 def _truncate_(x: Tensor, bump: int) -> Tensor:
@@ -194,7 +200,11 @@ def qparams_from_range(low: Tensor, high: Tensor, grid: Grid | FloatGrid) -> QPa
     >>> round(qparams.scale.item(), 6), qparams.zero_point.item()
     (0.01, 100)
     """
-    if torch.compiler.is_compiling() or low.numel() <= FEW:  # a trace must not ask how many there are
+    if torch.compiler.is_compiling():  # a trace must not ask how many there are
+        return _qparams(step_from_range(low, high, grid), low, grid)
+    if isinstance(grid, FloatGrid) and _bits_say_all(low.dtype, grid):
+        return _shared_scale(low, high, grid)
+    if low.numel() <= FEW:
         return _qparams(step_from_range(low, high, grid), low, grid)
     scale, zero_point = (torch.empty_like(low, dtype=dtype) for dtype in (torch.float32, torch.int32))
     parts = (torch.split(end.view(-1), FEW) for end in (low, high, scale, zero_point))
@@ -203,3 +213,30 @@ def qparams_from_range(low: Tensor, high: Tensor, grid: Grid | FloatGrid) -> QPa
         scale_part.copy_(found.scale)
         zero_point_part.copy_(found.zero_point)
     return QParams(scale, zero_point)
+
+
+def _bits_say_all(dtype: torch.dtype, grid: FloatGrid) -> bool:
+    """Whether the bits of float32 give the scale that float64 would.
+
+    Below the normal numbers no bits hold the exponent, but there the scale is the least one, if emax > 0 or nothing
+    carries.
+    """
+    return dtype == torch.float32 and grid.scale_type == "e8m0" and (grid.row.emax > 0 or grid.scale_mode == "floor")
+
+
+def _shared_scale(low: Tensor, high: Tensor, grid: FloatGrid) -> QParams:
+    """The same where `_bits_say_all`, in the memory of the scale: a fifth of the time."""
+    scale = torch.neg(low)
+    torch.maximum(scale, high, out=scale)  # not negative, as low <= high
+    zeros = _zeros(scale)
+    least, most = torch.tensor(_scale_bounds(grid)).view(torch.int32).tolist()
+    bits = scale.view(torch.int32).add_(_bump(grid, 23)).bitwise_and_(0x7F800000).sub_(grid.row.emax << 23)
+    bits.clamp_(least, most)
+    return QParams(scale if zeros is None else scale.masked_fill_(zeros, 1.0), torch.zeros_like(bits))
+
+
+def _zeros(amax: Tensor) -> Tensor | None:
+    """Where `amax`, which is not negative, is 0; None for nowhere, as masks cost more than all the rest."""
+    if not torch.compiler.is_compiling() and amax.numel() and bool(amax.min() > 0):
+        return None
+    return amax == 0

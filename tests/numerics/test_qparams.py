@@ -10,7 +10,9 @@ pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra:
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.numerics.qparams import (
+    SCALE_MODES,
     FloatGrid,
     Grid,
     power_of_two,
@@ -177,3 +179,21 @@ def test_any_range_and_grid(ends, grid):
     assert (grid.quant_max - zero_point + 0.5) * scale >= high * (1 - 1e-6) or high <= 0
     if grid.scale_type == "poweroftwo":
         assert power_of_two(found.scale.double()).item() == scale
+
+
+BITS = st.integers(0, 0x7F7FFFFF) | st.integers(0, 0x01000000) | st.sampled_from([0, 1, 0x400000, 0x7FFFFF, 0x800000])
+"""Magnitudes by the bits of float32: all, those about the smallest normal number, and its neighbours."""
+
+
+@pytest.mark.parametrize("mode", SCALE_MODES)
+@pytest.mark.parametrize("dtype", sorted(FLOAT_FORMATS))
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.tuples(BITS, BITS), min_size=1, max_size=20))
+def test_shared_exponents_are_read_off_float32_as_float64_has_them(dtype, mode, bits):
+    low, high = torch.tensor(bits, dtype=torch.int32).view(torch.float32).unbind(1)
+    grid = FloatGrid(dtype, "e8m0", mode)
+    found, exact = qparams_from_range(-low, high, grid), qparams_from_range(-low.double(), high.double(), grid)
+    assert torch.equal(found.scale, exact.scale)
+    assert torch.equal(found.zero_point, exact.zero_point)
+    assert found.scale.dtype == torch.float32
+    assert found.zero_point.dtype == torch.int32
