@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import functools
+import statistics
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
-from measure import Part, ratios, report
+from measure import Part, ratios, report, seconds
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
@@ -54,11 +55,14 @@ def main() -> None:
 def show(title: str, copied: Tensor, parts: Mapping[str, Callable[[Tensor], object]], rounds: int) -> None:
     """Measure each part beside copying the same tensor, one part after the other, as they share no cache."""
     found: dict[str, list[float]] = {}
+    speed: dict[str, str] = {}
     for name, part in parts.items():
         tensor = torch.randn(4096, 4096)
         copy: Part = functools.partial(copied.copy_, tensor)
         found |= ratios(copy, {name: functools.partial(part, tensor)}, rounds)
-    report(title, found, dict.fromkeys(parts, TARGET), {})
+        milliseconds = 1000 * statistics.median(seconds(copy) for _ in range(rounds))
+        speed[name] = f"copy_ {milliseconds:.1f} ms"
+    report(title, found, dict.fromkeys(parts, TARGET), speed)
 
 
 def static(spec: QuantizationSpec, weight: Tensor) -> Tensor:

@@ -53,7 +53,8 @@ def run_calib(options: RunOptions) -> Outcome:
             plan = session.make_plan(read, original, quiet=True, graph=adjusted.graph)
         calibration = _calibrated(options, read, original, plan, batches, adjusted)
     content = {"tensors": len(plan.tensors), "batches": calibration.batches, "results": str(folder)}
-    how = f"calibrated on {calibration.batches} batches" if needs_data else "quantized without data"
+    batches_read = f"{calibration.batches} batch{'' if calibration.batches == 1 else 'es'}"
+    how = f"calibrated on {batches_read}" if needs_data else "quantized without data"
     said = f"{len(plan.tensors)} tensors {how}; results: {folder}"
     return Outcome({}, content | {"rules": plan.to_json()["rules"]}, [tables.rule_table(plan), said])
 

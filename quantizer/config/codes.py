@@ -92,7 +92,7 @@ CODES: dict[str, Code] = {
     "QZ111": Code(
         "key without effect",
         "`percentage` is read by the percentile method only, an axis or a group size by the schemes that have one; "
-        "a floating-point datatype without a scale reads no other parameter.",
+        "a floating-point datatype without a scale reads no other parameter; numbers of heads are found on the graph.",
         "Remove the keys.",
     ),
     "QZ112": Code(
