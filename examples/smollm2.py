@@ -4,8 +4,8 @@
     quantizer --quant_mode float --model examples/smollm2.py
     python examples/smollm2.py
 
-The last command prints the perplexity of several settings. The text is that of Python's own help topics, so the numbers
-depend a little on Python's version.
+The last command prints the perplexity of several settings. The text is that of Python's own help topics, its lines not
+indented, so the numbers depend a little on Python's version.
 """
 
 from __future__ import annotations
@@ -124,9 +124,14 @@ def evaluation_data(count: int = WINDOWS) -> Iterator[dict[str, Tensor]]:
 
 def windows(chosen: slice) -> Iterator[dict[str, Tensor]]:
     """Windows of the text by their numbers, one a batch."""
-    ids = torch.tensor(tokenizer().encode("\n\n".join(topics.values())[:CHARACTERS]).ids)
+    ids = torch.tensor(tokenizer().encode(help_topics()[:CHARACTERS]).ids)
     for window in ids[: len(ids) // SEQ_LEN * SEQ_LEN].view(-1, 1, SEQ_LEN)[chosen]:
         yield {"input_ids": window, "labels": window}
+
+
+def help_topics() -> str:
+    """All topics, each line without its indentation."""
+    return "\n".join(line.strip() for line in "\n\n".join(topics.values()).split("\n"))
 
 
 def weights_file() -> Path:

@@ -46,8 +46,8 @@ def fill(out: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, kernel: Kern
     exact = _has_exact_inverse(scale)
     targets = repeat(None) if out is x else (block for block, _, _ in blocks(out, scale, zero_point, ch_axis))
     for (source, s, z), target in zip(blocks(x, scale, zero_point, ch_axis), targets, strict=False):
-        room = source if target is None else target
-        divided = torch.mul(source, s.reciprocal(), out=room) if exact else torch.div(source, s, out=room)
+        to = source if target is None else target
+        divided = torch.mul(source, s.reciprocal(), out=to) if exact else torch.div(source, s, out=to)
         kernel(divided, z).mul_(s)
     return out
 
@@ -92,7 +92,10 @@ _kept = _Kept()
 def blocks(
     x: Tensor, scale: Tensor, zero_point: Tensor, ch_axis: int | None
 ) -> Iterator[tuple[Tensor, Tensor, int | Tensor]]:
-    """Yield views of about BLOCK values that cover `x`, in memory order, each with the scale and zero point for it."""
+    """Yield views of about BLOCK values that cover `x`, each with the scale and zero point for it.
+
+    The last in memory comes first: who found the scales has read `x` from its beginning, so its end is in the cache.
+    """
     scale, order = scale.to(x), memory_order(x)
     if ch_axis is None:
         z, flat = int(zero_point), x.permute(order).view(-1)

@@ -49,7 +49,7 @@ def example() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_the_float_perplexity(example: dict[str, Any]) -> None:
-    assert math.exp(fmean(example["losses"])) == pytest.approx(14.70, rel=5e-3)
+    assert math.exp(fmean(example["losses"])) == pytest.approx(14.33, rel=5e-3)
 
 
 @pytest.mark.slow
