@@ -15,7 +15,7 @@ from quantizer.numerics.qparams import FloatGrid, Grid, QParams, qparams_from_ra
 from quantizer.observers import NegativeValuesError, ObservationError, axis_of, grid_of, kernel_of
 from quantizer.observers.batch import Range, as_rows, extremes
 
-ROUND = 2 * BLOCK  # values whose ranges are found before they are quantized: two blocks share the work on scales
+ROUND = 4 * BLOCK  # values whose ranges are found before they are quantized: the blocks share the work on scales
 
 
 def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
