@@ -24,18 +24,26 @@ NAME_KEYS: Mapping[str, str] = {
 FIND_CODES = frozenset(name for name, kind in ALGORITHMS.items() if kind.stage == "round" or kind is Awq)
 """The algorithms that find weight codes, and so have nothing to do where no weights are quantized."""
 
+UNREAD: Mapping[str, str] = {
+    "num_attention_heads": "heads are found on the graph",
+    "num_key_value_heads": "heads are found on the graph",
+    "module2inspect": "the outputs of the layers themselves are compared",
+}
+"""Keys of other tools that nothing reads, the last one of scaling_layers, and why."""
+
 Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One algorithm as the file states it: the class, the keys that are stated, and where."""
+    """One algorithm as the file states it: the class, the keys that are stated, and where; UNREAD keys, each once."""
 
     kind: type[Algorithm]
     path: Path
     stated: Mapping[str, Sourced]
     names: Names = field(default_factory=Names)
     place: Place | None = None
+    unread: Mapping[str, Place | None] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -106,7 +114,16 @@ def _entry(view: View, path: Path) -> Entry | None:
     found = {key: value for key in keys if (value := _sound(view, *path, key)) is not None}
     stated = {key: Sourced(value, view.place(*path, key)) for key, value in found.items() if key not in NAME_KEYS}
     names = {key: value for key, value in found.items() if key in NAME_KEYS and value not in ("", [])}
-    return Entry(ALGORITHMS[name], path, stated, _names(view, path, names), view.place(*path, "name"))
+    unread = dict(reversed(list(_unread(view, path))))
+    return Entry(ALGORITHMS[name], path, stated, _names(view, path, names), view.place(*path, "name"), unread)
+
+
+def _unread(view: View, path: Path) -> Iterator[tuple[str, Place | None]]:
+    """Each key of UNREAD that says something (-1 does not), and where."""
+    layers = view.get(*path, "scaling_layers")
+    entries = ((*path, "scaling_layers", at) for at in range(len(layers) if isinstance(layers, list) else 0))
+    for where in (path, *entries):
+        yield from ((key, view.place(*where, key)) for key in UNREAD if view.get(*where, key) not in (None, -1))
 
 
 def _names(view: View, path: Path, stated: Mapping[str, Any]) -> Names:

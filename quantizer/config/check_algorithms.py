@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from quantizer.config.algorithm_words import FIND_CODES, Entry
+from quantizer.config.algorithm_words import FIND_CODES, UNREAD, Entry
 from quantizer.config.algorithms import Awq, Gptq, Rotation
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.model import Config, QuantizationSpec, Sourced
@@ -13,9 +13,6 @@ from quantizer.config.wording import quoted
 
 _FIELDS = {"bit": "bit_width", "sym": "symmetric", "group_size": "group_size"}
 """Keys of older files about the weights' grid, which their specification decides."""
-
-_HEADS = ("num_attention_heads", "num_key_value_heads")
-"""Keys of older files that nothing reads, as heads are found on the graph; -1 says nothing."""
 
 _PARTS = ("residual", "values", "online")
 """What a rotation turns, each on its own."""
@@ -36,7 +33,8 @@ def check_algorithms(entries: Sequence[Entry], config: Config) -> Iterator[Diagn
             yield Diagnostic("QZ332", text, entry.place, help="write it in algo_config")
         yield from _groups(entry, weights)
         yield from _other_grid(entry, weights)
-        yield from _unread(entry)
+        for key, place in entry.unread.items():
+            yield Diagnostic("QZ111", f"{key} has no effect: {UNREAD[key]}", place, "note", help="remove the key")
         yield from _idle(entry, config)
 
 
@@ -118,14 +116,6 @@ def _other_grid(entry: Entry, weights: dict[str, Sourced]) -> Iterator[Diagnosti
             source = weights.get("qscheme" if found == -1 else name, weights.get(name))
             related = _related(source.place if source else None, f"here it is {quoted(found)}")
             yield Diagnostic("QZ127", text, stated.place, "warning", help="remove the key", related=related)
-
-
-def _unread(entry: Entry) -> Iterator[Diagnostic]:
-    """Stated numbers of heads."""
-    for key in _HEADS:
-        if key in entry.stated and entry.stated[key].value != -1:
-            text = f"{key} has no effect: heads are found on the graph"
-            yield Diagnostic("QZ111", text, entry.stated[key].place, "note", help="remove the key")
 
 
 def _idle(entry: Entry, config: Config) -> Iterator[Diagnostic]:
