@@ -178,6 +178,7 @@ def test_onnx_equals_test_mode(short: str, tmp_path: Path) -> None:
     assert row["equal"] > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 4, 7, 11])
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
 def test_stopped_then_resumed_equals_undisturbed(

@@ -72,6 +72,7 @@ def written(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     return {"model": str(model), "config": str(path)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("awq",), ("awq", "gptq"), ("smoothquant", "awq", "gptq"), ("rotation", "gptq")])
 def test_any_stop_leaves_the_same_bytes(
     names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
