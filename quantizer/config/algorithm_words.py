@@ -114,7 +114,7 @@ def _entry(view: View, path: Path) -> Entry | None:
     found = {key: value for key in keys if (value := _sound(view, *path, key)) is not None}
     stated = {key: Sourced(value, view.place(*path, key)) for key, value in found.items() if key not in NAME_KEYS}
     names = {key: value for key, value in found.items() if key in NAME_KEYS and value not in ("", [])}
-    unread = dict(reversed(list(_unread(view, path))))
+    unread = dict(reversed(list(_unread(view, path))))  # of each key the first place
     return Entry(ALGORITHMS[name], path, stated, _names(view, path, names), view.place(*path, "name"), unread)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.export import Dim, export
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.nn.dynamic import ROUND
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.observers import NegativeValuesError, ObservationError, Observer
 
@@ -141,6 +142,33 @@ def test_negative_values_need_a_sign():
     assert dynamic(unsigned)(torch.tensor([[0.0, 255.0]])).tolist() == [[0, 255]]
     with pytest.raises(NegativeValuesError, match="make it signed"):
         dynamic(unsigned)(torch.tensor([[0.0, -1.0]]))
+
+
+ROWS = 2 * ROUND // 4096 - 100
+"""Of 4096 values each: two rounds, the second of them shorter."""
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["int8", "uint4", "mxfp4"])
+def test_rows_of_several_rounds_are_what_calibration_finds(name, dtype, inplace):
+    x = torch.randn(ROWS, 4096, generator=torch.Generator().manual_seed(0)).to(dtype)
+    spec = replace(FORMATS[name], qscheme="per_token", ch_axis=-1)
+    expected = static(spec, x)(x)
+    given = x.clone()
+    assert torch.equal(dynamic(spec, inplace=inplace)(given), expected)
+    assert torch.equal(given, expected if inplace else x)
+
+
+def test_rows_without_a_range_are_counted_over_all_rounds():
+    x = torch.rand(ROWS, 4096, generator=torch.Generator().manual_seed(0))
+    x[-1, 5] = -1
+    spec = QuantizationSpec(signed=False, qscheme="per_token", ch_axis=-1)
+    with pytest.raises(NegativeValuesError, match="smallest value is -1"):
+        dynamic(spec)(x)
+    x[1, 7], x[-1, 9] = float("nan"), float("inf")
+    with pytest.raises(ObservationError, match=f"2 of {ROWS} rows of this tensor hold NaN or infinity"):
+        dynamic(spec)(x)
 
 
 def test_what_has_no_values_or_is_not_floating_point_passes():
