@@ -19,10 +19,10 @@ from torch import nn
 from workloads import llama, tokens
 
 from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
-from quantizer.algorithms.plain import on_grid, plain_grid
+from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
 from quantizer.config.algorithms import Algorithm, Awq, Gptaq, Gptq, Qronos, SmoothQuant
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.adjust import RUNS, load_run
+from quantizer.engine.run_algorithms import RUNS, load_run
 from quantizer.graph.edits import with_weights
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import torch
 
+from quantizer.algorithms.activation_store import BUDGET, ActivationStore
 from quantizer.algorithms.bias_correction import correct_biases
 from quantizer.algorithms.channel_mean import ChannelMean
-from quantizer.algorithms.values import BUDGET, Shelf
 from quantizer.algorithms.walk import Walk
 from quantizer.config.model import Config
 from quantizer.engine import calibrate
@@ -39,7 +39,7 @@ class Corrected:
 
     @cached_property
     def after(self) -> Solution:
-        walk = Walk(quantized_network(self.graph, self.before), self.batches, Shelf(self.budget))
+        walk = Walk(quantized_network(self.graph, self.before), self.batches, ActivationStore(self.budget))
         on_grid = self.calibration.plan.settings.target_device == "DPU"
         found = correct_biases(walk, self.calibration.means, on_grid=on_grid)
         return replace(self.before, corrections=found)

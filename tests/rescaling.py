@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
-from quantizer.algorithms.plain import plain_grid
+from quantizer.algorithms.round_to_nearest import plain_grid
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quantizer.algorithms.adjustment import Adjustment, Rounded, Run, Task
 from quantizer.algorithms.gptq import gptq
 from quantizer.algorithms.patches import LAYERS
-from quantizer.algorithms.plain import on_grid, plain_grid
+from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
 from quantizer.config.algorithms import Gptq
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.find_structure import find_structure

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
-from quantizer.algorithms.plain import on_grid, plain_grid
+from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
 from quantizer.algorithms.stream import Stream
 from quantizer.config.algorithms import Algorithm
 from quantizer.graph.edits import Insertion

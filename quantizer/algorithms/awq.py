@@ -27,7 +27,7 @@ from quantizer.algorithms.fold import (
 from quantizer.algorithms.gram import DEEPEST, UNREACHED, zero_channels
 from quantizer.algorithms.group_sums import GroupSums, deepest, quantized_layers
 from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.plain import on_grid, output_error, plain_grid
+from quantizer.algorithms.round_to_nearest import on_grid, output_error, plain_grid
 from quantizer.algorithms.row_sample import sampled_rows
 from quantizer.algorithms.stream import Stream
 from quantizer.config.algorithms import Algorithm, Awq

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.patches import matrix_weight, weight_matrix
-from quantizer.algorithms.plain import on_grid, plain_grid
+from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.granularity import scale_shape, to_rows
 from quantizer.numerics.qparams import SMALLEST_SCALE, QParams

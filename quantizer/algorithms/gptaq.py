@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment, Task
-from quantizer.algorithms.aim import Aim, Hessian, Products
-from quantizer.algorithms.in_order import in_order
+from quantizer.algorithms.gptq_target import GptqTarget, Hessian, Products
+from quantizer.algorithms.sequential_rounding import in_order
 from quantizer.config.algorithms import Algorithm, Gptaq
 
 
-class FloatOutputs(Aim):
+class FloatOutputs(GptqTarget):
     """The outputs of the float network, as far as columns that are settled later can make up for other inputs."""
 
     needs_float = True

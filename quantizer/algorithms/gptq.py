@@ -6,8 +6,8 @@ Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-tr
 from __future__ import annotations
 
 from quantizer.algorithms.adjustment import Adjustment, Task
-from quantizer.algorithms.aim import Aim
-from quantizer.algorithms.in_order import in_order
+from quantizer.algorithms.gptq_target import GptqTarget
+from quantizer.algorithms.sequential_rounding import in_order
 from quantizer.config.algorithms import Algorithm, Gptq
 
 
@@ -21,4 +21,4 @@ def gptq(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
         DataError: a value in the network is not finite; layer and batch are named.
     """
     assert isinstance(settings, Gptq)
-    return in_order(task, found, Aim(settings))
+    return in_order(task, found, GptqTarget(settings))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantizer.algorithms.moves import input_of, is_move
+from quantizer.algorithms.axis_rules import input_of, is_move
 from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.structure import InputGroup
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from quantizer.algorithms.plain import on_grid
+from quantizer.algorithms.round_to_nearest import on_grid
 from quantizer.algorithms.sensitivity import AfterLayer, Candidate, Grid, Width, grids
 from quantizer.errors import DataError
 from quantizer.graph.ir import map_refs

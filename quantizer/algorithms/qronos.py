@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment, Task
-from quantizer.algorithms.aim import Aim, Hessian, Products
-from quantizer.algorithms.in_order import in_order
+from quantizer.algorithms.gptq_target import GptqTarget, Hessian, Products
+from quantizer.algorithms.sequential_rounding import in_order
 from quantizer.config.algorithms import Algorithm, Qronos
 
 ITERATIONS = 30  # of the power method
 
 
-class FittedOutputs(Aim):
+class FittedOutputs(GptqTarget):
     """The weight that fits the float network's outputs best on these inputs."""
 
     needs_float = True

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
+from quantizer.algorithms.axis_rules import input_of, is_move
 from quantizer.algorithms.heads import heads
-from quantizer.algorithms.moves import input_of, is_move
-from quantizer.algorithms.residual import Residual, residuals
+from quantizer.algorithms.residual_stream import Residual, residuals
 from quantizer.config.algorithms import Rotation
 from quantizer.config.roles import base_role
 from quantizer.graph.edits import Insertion

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.algorithms.gram import Gram
 from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.plain import on_grid, output_error, plain_grid
+from quantizer.algorithms.round_to_nearest import on_grid, output_error, plain_grid
 from quantizer.algorithms.stream import Stream
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError

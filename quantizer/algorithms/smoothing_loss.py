@@ -11,7 +11,7 @@ from quantizer.algorithms.adjustment import Adjustment, Task
 from quantizer.algorithms.channel_ranges import ChannelRanges
 from quantizer.algorithms.fold import multiplied, parameter
 from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.plain import on_grid, plain_grid
+from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
 from quantizer.algorithms.row_sample import sampled_rows
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.graph.structure import InputGroup

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.values import Shelf
+from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.errors import DataError
 from quantizer.nn.network import Network, arguments
 from quantizer.sources.batches import Batch, naming_batch
@@ -27,11 +27,11 @@ class Stream:
     what all blocks read.
     """
 
-    def __init__(self, network: Network, batches: Iterable[Batch], shelf: Shelf | None = None) -> None:
+    def __init__(self, network: Network, batches: Iterable[Batch], store: ActivationStore | None = None) -> None:
         self.network, self._at = network, 0
-        self._shelf = shelf or Shelf()
+        self._store = store or ActivationStore()
         names = [node.name for node in network.graph.nodes if node.op == "input"]
-        rows = self._shelf.keep_inputs(network, batches)
+        rows = self._store.keep_inputs(network, batches)
         self._values: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) for row in rows]
         if not self._values:
             raise DataError("the calibration data has no batches", help="check --data and --subset_len")
@@ -48,7 +48,7 @@ class Stream:
     def branch(self) -> Stream:
         """Another stream that goes on from here with the same network, while this one stays where it is."""
         branch = copy.copy(self)
-        branch._shelf, branch._values = Shelf(), [dict(values) for values in self._values]
+        branch._store, branch._values = ActivationStore(), [dict(values) for values in self._values]
         return branch
 
     def advance(self, upto: str | None = None, watch: Watchers | None = None) -> None:
@@ -69,9 +69,9 @@ class Stream:
                     (watch or {})[name](values[name])
                 self._run(nodes[self._at : stop], values, watch or {})
             for name in before.keys() - values.keys():
-                self._shelf.free(before[name])
+                self._store.free(before[name])
             for name in values.keys() - before.keys():
-                values[name] = self._shelf.keep(values[name])
+                values[name] = self._store.keep(values[name])
         self._at = max(stop, self._at)
 
     def _run(self, nodes: tuple[Any, ...], values: dict[str, Any], watch: Watchers) -> None:

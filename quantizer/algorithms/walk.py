@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from quantizer.algorithms.values import Shelf
+from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.graph.ir import Node, map_refs
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
@@ -19,12 +19,12 @@ class Walk:
     costs: `for node in network.graph.nodes: walk.done(node, (walk.run(node, call) for call in walk.calls(node)))`.
     """
 
-    def __init__(self, network: Network, batches: Iterable[Batch], shelf: Shelf | None = None) -> None:
+    def __init__(self, network: Network, batches: Iterable[Batch], store: ActivationStore | None = None) -> None:
         self.network = network
-        self._shelf = shelf or Shelf()
+        self._store = store or ActivationStore()
         self._values: dict[str, list[Any]] = {}
         inputs = [node.name for node in network.graph.nodes if node.op == "input"]
-        rows = list(self._shelf.keep_inputs(network, batches))
+        rows = list(self._store.keep_inputs(network, batches))
         self.batches = len(rows)
         self._inputs = {name: [row[index] for row in rows] for index, name in enumerate(inputs)}
 
@@ -43,15 +43,15 @@ class Walk:
 
     def keep(self, node: Node, values: Iterable[Any]) -> list[Any]:
         """Keep the node's value of each batch, one by one as they come; what is returned may be changed in place."""
-        self._values[node.name] = kept = [self._shelf.keep(value) for value in values]
+        self._values[node.name] = kept = [self._store.keep(value) for value in values]
         return kept
 
     def release(self, node: Node) -> None:
         """Let go of all that nothing reads after this node."""
         if node.op == "input":
-            self._shelf.free(self._inputs.pop(node.name))
+            self._store.free(self._inputs.pop(node.name))
         for name in self.network.last_uses[node.name]:
-            self._shelf.free(self._values.pop(name))
+            self._store.free(self._values.pop(name))
 
     def done(self, node: Node, values: Iterable[Any]) -> None:
         """The node is settled: keep its value of each batch, and let go of what nothing reads any more."""

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from quantizer.api.attach import put
 from quantizer.api.codes import encode
 from quantizer.api.stored import DESCRIPTION, FORMAT, TENSORS, aliases, checksum, inserted_layers, joined, read
-from quantizer.api.undo import all_or_nothing
+from quantizer.api.transaction import all_or_nothing
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import a_kind
-from quantizer.engine.files import write_json, write_tensors
+from quantizer.engine.result_files import write_json, write_tensors
 from quantizer.errors import ModelError, ResultError, UsageError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
 from quantizer.nn.inplace import InPlace, add_bias, check_float, insert_before, keep_layers_called

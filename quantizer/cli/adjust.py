@@ -16,8 +16,8 @@ from quantizer.cli.progress import BatchProgress
 from quantizer.cli.refine import again
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Config
-from quantizer.engine import adjust
-from quantizer.engine.adjust_checkpoint import AdjustCheckpoint
+from quantizer.engine import run_algorithms as adjust
+from quantizer.engine.algorithm_checkpoint import AdjustCheckpoint
 from quantizer.errors import DataError, QuantizerError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Plan

@@ -17,9 +17,9 @@ from rich.text import Text
 from quantizer.algorithms.output_gradients import PROJECTIONS
 from quantizer.algorithms.sensitivity import Width
 from quantizer.cli import session
-from quantizer.cli.files import write_text
 from quantizer.cli.options import SETTINGS, ModelOptions, model_options
 from quantizer.cli.progress import BatchProgress
+from quantizer.cli.write_text import write_text
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document
 from quantizer.config.load import check_document

@@ -14,9 +14,9 @@ from quantizer.cli.progress import BatchProgress
 from quantizer.cli.refine import refine
 from quantizer.engine import calibrate, checkpoint, results
 from quantizer.engine.calibrate import Calibration
-from quantizer.engine.files import locked
 from quantizer.engine.finetune import check_mode
 from quantizer.engine.finetune_checkpoint import FinetuneCheckpoint
+from quantizer.engine.result_files import locked
 from quantizer.errors import QuantizerError
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network

@@ -6,9 +6,9 @@ import json
 
 import click
 
-from quantizer.cli.files import write_text
 from quantizer.cli.options import SETTINGS
 from quantizer.cli.render import print_diagnostics
+from quantizer.cli.write_text import write_text
 from quantizer.config.diagnostics import in_order
 from quantizer.config.form import Form
 from quantizer.config.load import load_config

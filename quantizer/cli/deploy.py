@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome
-from quantizer.engine.files import write_json
+from quantizer.engine.result_files import write_json
 from quantizer.engine.results import QuantInfo
 from quantizer.errors import ModelError, QuantizerError, ResultError, UsageError
 from quantizer.export import EXPORTERS, FOLDER, check, export

@@ -12,11 +12,11 @@ from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome
 from quantizer.cli.progress import BatchProgress
 from quantizer.engine.exact import ExactComparison, compare_exact
-from quantizer.engine.files import write_json
+from quantizer.engine.result_files import write_json
 from quantizer.engine.results import QuantInfo
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
-from quantizer.report.dpu import exact_table
+from quantizer.report.dpu_tables import exact_table
 from quantizer.sources.data import Batches
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from quantizer.cli.files import write_text
 from quantizer.cli.options import SETTINGS
+from quantizer.cli.write_text import write_text
 from quantizer.config.resources import resource
 from quantizer.errors import UsageError
 

@@ -12,15 +12,15 @@ from quantizer.cli import session
 from quantizer.cli.gates import parse_gate
 from quantizer.cli.options import SETTINGS, ModelOptions, model_options
 from quantizer.cli.structures import named_structures
-from quantizer.engine.files import write_bytes
+from quantizer.engine.result_files import write_bytes
 from quantizer.errors import GateError, UsageError
 from quantizer.graph.emit import emit
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
-from quantizer.plan.dpu import Verdict, subgraphs, verdicts
 from quantizer.plan.dpu_limits import NAME
+from quantizer.plan.dpu_support import Verdict, subgraphs, verdicts
 from quantizer.plan.model import Plan
-from quantizer.report import dpu, tables
+from quantizer.report import dpu_tables, tables
 from quantizer.report.structure import structure_json, structure_tables
 from quantizer.report.tables import Listing
 
@@ -108,8 +108,8 @@ def _counts(graph: Graph, found: dict[str, Verdict]) -> dict[str, float]:
 
 def _show_support(plan: Plan, found: dict[str, Verdict], reference: Graph, metrics: dict[str, float]) -> None:
     """The table, what is approximated, the documents, and the sums."""
-    session.console().print(dpu.support_table(plan.graph, found))
-    for line in dpu.approximations(plan.graph, reference):
+    session.console().print(dpu_tables.support_table(plan.graph, found))
+    for line in dpu_tables.approximations(plan.graph, reference):
         click.echo(line)
     for source in dict.fromkeys(verdict.source for verdict in found.values() if verdict.source):
         click.echo(f"limits: {source}")

@@ -9,7 +9,7 @@ import click
 from quantizer.cli import session
 from quantizer.cli.options import SETTINGS, ModelOptions, model_options
 from quantizer.cli.structures import named_structures
-from quantizer.engine.files import write_json
+from quantizer.engine.result_files import write_json
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
 from quantizer.report import tables
 from quantizer.sources.data import DEFAULT_BATCH_SIZE

@@ -23,8 +23,8 @@ from quantizer.cli.refine import require_finetuned
 from quantizer.engine import evaluate, results
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.exact import require_wide
-from quantizer.engine.files import locked, write_bytes, write_json
 from quantizer.engine.inputs import window_length
+from quantizer.engine.result_files import locked, write_bytes, write_json
 from quantizer.errors import GateError, ModelError, UsageError
 from quantizer.export import require_extras
 from quantizer.nn.network import Network

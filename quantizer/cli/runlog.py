@@ -17,7 +17,7 @@ import torch
 
 import quantizer
 from quantizer.cli.options import RunOptions
-from quantizer.engine.files import write_bytes, write_json
+from quantizer.engine.result_files import write_bytes, write_json
 from quantizer.errors import QuantizerError
 
 

@@ -32,7 +32,7 @@ from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES, resolve
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches, Reading, load_batches
-from quantizer.sources.files import TEXTS, find_files
+from quantizer.sources.find_files import TEXTS, find_files
 from quantizer.sources.models import LoadedModel, load_model, materialize, try_first_batch
 from quantizer.sources.text import DEFAULT_SEQ_LEN, Windows, longest_window
 from quantizer.sources.tokenizer import load_tokenizer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from quantizer.cli.files import write_text
 from quantizer.cli.options import SETTINGS
 from quantizer.cli.render import RENDERERS
+from quantizer.cli.write_text import write_text
 from quantizer.config.completion import completed
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.load import LoadResult, load_config

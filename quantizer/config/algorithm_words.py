@@ -11,7 +11,7 @@ from quantizer.config.algorithms import ALGORITHMS, Algorithm, Awq, Gptq, Names,
 from quantizer.config.diagnostics import Place
 from quantizer.config.model import Sourced
 from quantizer.config.resources import load_resource
-from quantizer.config.view import View
+from quantizer.config.valid_document import View
 
 NAME_KEYS: Mapping[str, str] = {
     "model_decoder_layers": "blocks",

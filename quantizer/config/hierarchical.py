@@ -10,7 +10,7 @@ from quantizer.config.algorithm_words import Entry, read_algorithms
 from quantizer.config.document import Document
 from quantizer.config.model import Config, QuantizationSpec, Role, Rule, Selector, Settings, Sourced
 from quantizer.config.spec_words import Block, normalized, over
-from quantizer.config.view import View
+from quantizer.config.valid_document import View
 
 ROLE_OF: Mapping[str, Role] = {
     "input_tensors": "input",

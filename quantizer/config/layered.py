@@ -10,7 +10,7 @@ from quantizer.config.algorithm_words import Entry, read_algorithms
 from quantizer.config.diagnostics import Place
 from quantizer.config.document import Document
 from quantizer.config.model import ROLES, Config, Role, Rule, Selector, Settings, Sourced
-from quantizer.config.view import View
+from quantizer.config.valid_document import View
 
 FIELDS = {
     "datatype": "dtype",

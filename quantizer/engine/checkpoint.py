@@ -11,7 +11,7 @@ from typing import Any
 from quantizer.config.model import Config
 from quantizer.engine import fingerprint
 from quantizer.engine.calibrate import Calibration
-from quantizer.engine.files import read_json, read_tensors, write_json, write_tensors
+from quantizer.engine.result_files import read_json, read_tensors, write_json, write_tensors
 from quantizer.errors import ResultError
 from quantizer.graph.ir import Graph
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.fast_finetune import Settled, fast_finetune
 from quantizer.algorithms.patches import LAYERS
-from quantizer.algorithms.values import Shelf
 from quantizer.algorithms.walk import Walk
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.evaluate import Noise
@@ -89,11 +89,11 @@ def finetune(
     `batches` opens a pass over the calibration data, on the graph's device; there are two. `settled` holds what an
     interrupted run had found. The errors are those of `fast_finetune`.
     """
-    shelf, device = Shelf(), next((tensor.device for tensor in graph.tensors.values()), torch.device("cpu"))
+    store, device = ActivationStore(), next((tensor.device for tensor in graph.tensors.values()), torch.device("cpu"))
     plain, outputs = quantized_network(graph, found).to(device), list[Any]()
     with torch.no_grad():
-        reference = Walk(Network(graph), _with_outputs(plain, batches(), outputs, shelf), shelf)
-        quantized = Walk(quantized_network(graph, found).to(device), batches(), shelf)
+        reference = Walk(Network(graph), _with_outputs(plain, batches(), outputs, store), store)
+        quantized = Walk(quantized_network(graph, found).to(device), batches(), store)
     layers = fast_finetune(reference, quantized, mode, seed=seed, settled=settled, after_layer=after_layer)
     targets = list(reference.outputs())
     before, after = _noise(targets, outputs), _noise(targets, quantized.outputs())
@@ -113,10 +113,12 @@ def finetuned(found: Solution, layers: Mapping[str, Settled]) -> Solution:
     return dataclasses.replace(found, tensors=tensors).with_weights(weights)
 
 
-def _with_outputs(network: Network, batches: Iterable[Batch], outputs: list[Any], shelf: Shelf) -> Iterator[Batch]:
+def _with_outputs(
+    network: Network, batches: Iterable[Batch], outputs: list[Any], store: ActivationStore
+) -> Iterator[Batch]:
     """Hand on each batch, after keeping what the network returns for it."""
     for batch in batches:
-        outputs.append(shelf.keep(pytree.tree_leaves(network(*batch.args, **batch.kwargs))))
+        outputs.append(store.keep(pytree.tree_leaves(network(*batch.args, **batch.kwargs))))
         yield batch
 
 

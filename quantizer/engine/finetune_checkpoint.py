@@ -14,7 +14,7 @@ from torch import Tensor
 from quantizer.algorithms.fast_finetune import Settled
 from quantizer.engine import fingerprint
 from quantizer.engine.checkpoint import AGAIN, EVERY_S
-from quantizer.engine.files import read_json, read_tensors, write_json, write_tensors
+from quantizer.engine.result_files import read_json, read_tensors, write_json, write_tensors
 from quantizer.engine.solution import Solution
 from quantizer.errors import ResultError
 from quantizer.graph.ir import Graph

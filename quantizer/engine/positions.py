@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from quantizer.algorithms.positions import Key, Move, align
+from quantizer.algorithms.dpu_alignment import Key, Move, align
 from quantizer.config.model import Settings
 from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph

@@ -16,12 +16,12 @@ import quantizer
 from quantizer.config.model import Config, QuantizationSpec, Settings
 from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
-from quantizer.engine.adjust import settings_json
 from quantizer.engine.attach import writes_inplace
 from quantizer.engine.calibrate import Calibration
-from quantizer.engine.files import read_json, read_tensors, write_bytes, write_json, write_tensors
 from quantizer.engine.inputs import input_shapes
-from quantizer.engine.replaced import RESCALED, WEIGHTS, float_tensors, header_of, read_replaced
+from quantizer.engine.result_files import read_json, read_tensors, write_bytes, write_json, write_tensors
+from quantizer.engine.result_tensors import RESCALED, WEIGHTS, float_tensors, header_of, read_replaced
+from quantizer.engine.run_algorithms import settings_json
 from quantizer.engine.solution import Solution
 from quantizer.errors import ResultError
 from quantizer.graph.edits import with_weights

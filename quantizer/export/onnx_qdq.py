@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 import quantizer
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import shortened
-from quantizer.engine.files import write_bytes
+from quantizer.engine.result_files import write_bytes
 from quantizer.engine.solution import Solution
 from quantizer.errors import ModelError, UsageError
 from quantizer.export.deployment import Deployment, Verification, tensor_leaves, verify

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
-from quantizer.engine.files import read_tensors, write_tensors
+from quantizer.engine.result_files import read_tensors, write_tensors
 from quantizer.errors import ResultError
 from quantizer.export.deployment import Deployment, Verification, verify
 from quantizer.graph.edits import with_weights

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from quantizer.engine.files import write_bytes
+from quantizer.engine.result_files import write_bytes
 from quantizer.export.deployment import Deployment, Verification, tensor_leaves, verify
 from quantizer.export.program import exported
 from quantizer.graph.trace import quiet

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quantizer.graph.describe import FUNCTION_LAYERS
-from quantizer.nn.dpu import DpuAvgPool2d, DpuHardsigmoid, DpuHardswish
+from quantizer.nn.dpu_layers import DpuAvgPool2d, DpuHardsigmoid, DpuHardswish
 from quantizer.nn.function import Constant, DeQuantStub, Function, Input, Parameter, QuantStub, layer_class
 from quantizer.nn.layer import Layer
 from quantizer.nn.load import load

@@ -14,11 +14,11 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
 from quantizer.plan import axes, checks, inheritance
 from quantizer.plan.axes import Misfit, View
+from quantizer.plan.dpu_scales import with_finest_position
 from quantizer.plan.floating import OUTSIDE, outside_stubs
 from quantizer.plan.groups import Group, Layout, grid_of, layout
 from quantizer.plan.match import RANKS, Match, match
 from quantizer.plan.model import Plan, RuleMatch, TensorPlan
-from quantizer.plan.positions import with_finest_position
 
 NO_RULES = "operator without quantization rules"
 EXCLUDED = "excluded"

@@ -20,7 +20,7 @@ from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, UsageError
 from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch, as_batch, positional_inputs
-from quantizer.sources.files import FORMS, IMAGES, TENSORS, TEXTS, find_files
+from quantizer.sources.find_files import FORMS, IMAGES, TENSORS, TEXTS, find_files
 from quantizer.sources.fingerprint import Fingerprint
 from quantizer.sources.images import EXAMPLE, find_images, image_batches, parse_preprocess
 from quantizer.sources.prefetch import prefetched

@@ -10,11 +10,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantizer.algorithms import stream, values
+from quantizer.algorithms import activation_store, stream
 from quantizer.algorithms.adjustment import Adjustment
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.adjust import load_run
+from quantizer.engine.run_algorithms import load_run
 
 WIDTH, TOKENS, BATCHES = 32, 256, 8
 INT4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
@@ -103,9 +103,9 @@ def test_values_in_mapped_files_give_the_same_bits(name: str, monkeypatch: pytes
     task, run, settings = task_of(model, inputs, INT4), load_run(name), ALGORITHMS[name]()
     expected = run(task, settings, Adjustment())
     mapped: list[Tensor] = []
-    original = values._mapped
-    monkeypatch.setattr(values, "_mapped", lambda tensor: mapped.append(original(tensor)) or mapped[-1])
-    monkeypatch.setattr(stream, "Shelf", lambda: values.Shelf(0))
+    original = activation_store._mapped
+    monkeypatch.setattr(activation_store, "_mapped", lambda tensor: mapped.append(original(tensor)) or mapped[-1])
+    monkeypatch.setattr(stream, "ActivationStore", lambda: activation_store.ActivationStore(0))
     found = run(task, settings, Adjustment())
     assert len(mapped) >= 2 * len(inputs)
     assert found.rounded.keys() == expected.rounded.keys() and len(found.rounded) == 6

@@ -22,13 +22,13 @@ from roundings import (
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Run, Task, adjusted
-from quantizer.algorithms.aim import Aim, Products
 from quantizer.algorithms.gptaq import FloatOutputs, gptaq
 from quantizer.algorithms.gptq import gptq
+from quantizer.algorithms.gptq_layers import member, settle
+from quantizer.algorithms.gptq_target import GptqTarget, Products
 from quantizer.algorithms.gram import Drift, Gram
-from quantizer.algorithms.plain import on_grid, plain_grid
 from quantizer.algorithms.qronos import FittedOutputs, qronos
-from quantizer.algorithms.settle import member, settle
+from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
 from quantizer.config.algorithms import Gptaq, Gptq, Qronos
 from quantizer.config.model import QuantizationSpec
 from quantizer.nn.network import Network
@@ -86,7 +86,7 @@ def mismatched(depth: int, seed: int, tokens: int = 256) -> tuple[Tensor, Tensor
     return f, f + 0.5 * f @ mixing
 
 
-def settled(weight: Tensor, f: Tensor, x: Tensor, aim: Aim, spec: QuantizationSpec = CHANNELS) -> Tensor:
+def settled(weight: Tensor, f: Tensor, x: Tensor, aim: GptqTarget, spec: QuantizationSpec = CHANNELS) -> Tensor:
     """One linear layer rounded for these inputs; plainly where nothing is gained."""
     layer = linear(weight)
     gram, drift = Gram(layer), Drift(layer)
@@ -153,7 +153,7 @@ def test_both_do_what_their_papers_define(seed: int) -> None:
 
 def test_four_weights_come_near_to_the_best_of_all_choices() -> None:
     """The outputs of the float network against all 8^4 roundings, in the mean of 40 draws."""
-    aims = {"gptq": Aim(Gptq()), "gptaq": FloatOutputs(Gptaq(alpha=1.0)), "qronos": FittedOutputs(Qronos())}
+    aims = {"gptq": GptqTarget(Gptq()), "gptaq": FloatOutputs(Gptaq(alpha=1.0)), "qronos": FittedOutputs(Qronos())}
     errors: dict[str, list[float]] = {name: [] for name in (*aims, "best")}
     codes = torch.cartesian_prod(*(torch.arange(-4.0, 4.0),) * 4)
     for seed in range(40):

@@ -16,7 +16,7 @@ from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
 from quantizer.algorithms.awq import awq, least_step
 from quantizer.algorithms.clip import clipped_grid, scale_errors
 from quantizer.algorithms.gram import Gram
-from quantizer.algorithms.plain import on_grid, plain_grid
+from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
 from quantizer.algorithms.smoothquant import smoothquant
 from quantizer.config.algorithms import Awq, SmoothQuant
 from quantizer.config.model import QuantizationSpec

@@ -13,7 +13,7 @@ from quantizer import Config, ModelQuantizer
 from quantizer.algorithms.adjustment import Adjustment, Task
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.adjust import RUNS, load_run
+from quantizer.engine.run_algorithms import RUNS, load_run
 from quantizer.errors import DataError, ModelError
 
 INT4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)

@@ -12,7 +12,7 @@ from torch import nn
 from quantizer.algorithms.adjustment import Adjustment, Task
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.adjust import load_run
+from quantizer.engine.run_algorithms import load_run
 
 INT4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
 ROUNDING = ("gptq", "gptaq", "qronos")

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from quantizer.algorithms.adjustment import Adjustment
 from quantizer.algorithms.gptq import gptq
 from quantizer.algorithms.gram import Gram
-from quantizer.algorithms.plain import on_grid, output_error, plain_grid
+from quantizer.algorithms.round_to_nearest import on_grid, output_error, plain_grid
 from quantizer.config.algorithms import Gptq
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError

@@ -13,7 +13,7 @@ from structures import IDS, Mixture, Mobile, pretrained
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Rounded, Task, adjusted
-from quantizer.algorithms.residual import residuals
+from quantizer.algorithms.residual_stream import residuals
 from quantizer.algorithms.rotation import rotation
 from quantizer.config.algorithms import Rotation
 from quantizer.config.model import QuantizationSpec

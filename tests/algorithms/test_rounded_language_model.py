@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from quantizer.algorithms.adjustment import Adjustment, adjusted
 from quantizer.config.algorithms import ALGORITHMS
-from quantizer.engine.adjust import load_run
+from quantizer.engine.run_algorithms import load_run
 from quantizer.graph.edits import with_weights
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network

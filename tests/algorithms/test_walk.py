@@ -13,7 +13,7 @@ import torch
 from deployments import deployment
 from toys import TOYS, built, leaves_equal, traced
 
-from quantizer.algorithms.values import BUDGET, Shelf
+from quantizer.algorithms.activation_store import BUDGET, ActivationStore
 from quantizer.algorithms.walk import Walk
 from quantizer.errors import DataError
 from quantizer.nn.network import Network
@@ -27,7 +27,7 @@ def batches(name: str) -> list[Batch]:
 
 def walked(network: Network, data: list[Batch], budget: int) -> dict[str, list[Any]]:
     """Copies of each node's values, made when the walk hands them on."""
-    walk, found = Walk(network, data, Shelf(budget)), {}
+    walk, found = Walk(network, data, ActivationStore(budget)), {}
     with torch.no_grad():
         for node in network.graph.nodes:
             kept = walk.keep(node, (walk.run(node, call) for call in walk.calls(node)))
@@ -63,7 +63,7 @@ def test_the_users_batches_stay_as_they_are() -> None:
 
 def test_what_is_kept_may_be_changed_before_the_next_layer_reads_it() -> None:
     network, data = Network(traced("residual")), batches("residual")
-    walk = Walk(network, data, Shelf(0))
+    walk = Walk(network, data, ActivationStore(0))
     first, second = network.graph.nodes[:2]
     for value in walk.keep(first, (walk.run(first, call) for call in walk.calls(first))):
         value.zero_()
@@ -73,25 +73,25 @@ def test_what_is_kept_may_be_changed_before_the_next_layer_reads_it() -> None:
 
 def test_values_beyond_the_budget_go_to_files_that_vanish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    shelf, ones = Shelf(100), torch.ones(20)
-    assert shelf.keep(ones) is ones
-    mapped = shelf.keep(ones)
+    store, ones = ActivationStore(100), torch.ones(20)
+    assert store.keep(ones) is ones
+    mapped = store.keep(ones)
     assert mapped.data_ptr() != ones.data_ptr()
     assert torch.equal(mapped, ones)
     assert not list(tmp_path.iterdir())
-    shelf.free(ones)
-    assert shelf.keep(ones) is ones, "freed memory is there again"
+    store.free(ones)
+    assert store.keep(ones) is ones, "freed memory is there again"
 
 
 def test_a_mapped_value_is_mapped_once() -> None:
-    shelf = Shelf(0)
-    mapped = shelf.keep(torch.ones(4, 5))
-    view = shelf.keep(mapped.flatten())
+    store = ActivationStore(0)
+    mapped = store.keep(torch.ones(4, 5))
+    view = store.keep(mapped.flatten())
     assert view.data_ptr() == mapped.data_ptr()
-    shelf.free(mapped)
-    assert shelf.keep(view).data_ptr() == view.data_ptr(), "the view is still kept"
+    store.free(mapped)
+    assert store.keep(view).data_ptr() == view.data_ptr(), "the view is still kept"
     ones = torch.ones(1)
-    assert shelf.keep(ones) is not ones, "freeing what was mapped makes no room in memory"
+    assert store.keep(ones) is not ones, "freeing what was mapped makes no room in memory"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_mapped_value_is_mapped_once() -> None:
     ids=["channels last", "transposed", "integers", "booleans", "bfloat16", "a number", "empty"],
 )
 def test_a_mapped_tensor_has_the_same_values_type_and_layout(value: torch.Tensor) -> None:
-    kept, rest = Shelf(0).keep((value, {"size": 3}))
+    kept, rest = ActivationStore(0).keep((value, {"size": 3}))
     assert rest == {"size": 3}
     assert torch.equal(kept, value)
     assert (kept.dtype, kept.shape, kept.stride()) == (value.dtype, value.shape, value.stride())
@@ -121,6 +121,6 @@ def test_a_full_disk_is_told_and_leaves_no_file(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(DataError, match=r"no room .*: No space left on device") as refused:
-        Shelf(0).keep(torch.ones(3))
+        ActivationStore(0).keep(torch.ones(3))
     assert refused.value.help is not None and "TMPDIR" in refused.value.help
     assert not list(tmp_path.iterdir())

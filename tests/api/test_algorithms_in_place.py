@@ -27,14 +27,14 @@ from quantizer import (
     SmoothQuantConfig,
 )
 from quantizer.config.diagnostics import ConfigError
-from quantizer.engine import adjust
+from quantizer.engine import run_algorithms
 from quantizer.errors import DataError, ModelError, ResultError
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(adjust.RUNS, "smoothquant", "stand_ins:doubled")
-    monkeypatch.setitem(adjust.RUNS, "gptq", "stand_ins:coarse")
+    monkeypatch.setitem(run_algorithms.RUNS, "smoothquant", "stand_ins:doubled")
+    monkeypatch.setitem(run_algorithms.RUNS, "gptq", "stand_ins:coarse")
 
 
 class Block(nn.Module):

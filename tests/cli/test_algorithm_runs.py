@@ -19,8 +19,8 @@ from runs import ROOT, calibrate, check
 
 from configs import document
 from quantizer.cli.main import run_command
-from quantizer.engine import adjust
-from quantizer.engine.adjust_checkpoint import AdjustCheckpoint
+from quantizer.engine import run_algorithms
+from quantizer.engine.algorithm_checkpoint import AdjustCheckpoint
 
 Capture = pytest.CaptureFixture[str]
 MODEL = """
@@ -60,8 +60,8 @@ def calibration_data():
 
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(adjust.RUNS, "smoothquant", "stand_ins:doubled")
-    monkeypatch.setitem(adjust.RUNS, "gptq", "stand_ins:coarse")
+    monkeypatch.setitem(run_algorithms.RUNS, "smoothquant", "stand_ins:doubled")
+    monkeypatch.setitem(run_algorithms.RUNS, "gptq", "stand_ins:coarse")
     stand_ins.SOLVED.clear()
 
 
@@ -240,7 +240,7 @@ def test_data_that_do_not_fit_are_not_to_be_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """The first layer's inputs can be told from data of another dtype; running it fails."""
-    monkeypatch.setitem(adjust.RUNS, "gptq", "quantizer.algorithms.gptq:gptq")
+    monkeypatch.setitem(run_algorithms.RUNS, "gptq", "quantizer.algorithms.gptq:gptq")
     path = tmp_path / "net.py"
     path.write_text(
         "import torch\nfrom torch import nn\n\n"

@@ -12,7 +12,7 @@ from runs import calibrate
 
 from configs import document
 from quantizer.cli.main import run_command
-from quantizer.engine.adjust_checkpoint import AdjustCheckpoint
+from quantizer.engine.algorithm_checkpoint import AdjustCheckpoint
 
 MODEL = """
 import torch

@@ -15,7 +15,7 @@ from quantizer.engine.exact import compare_exact
 from quantizer.engine.positions import aligned
 from quantizer.graph.passes import run_passes
 from quantizer.nn.network import Network
-from quantizer.plan.dpu import subgraphs, verdicts
+from quantizer.plan.dpu_support import subgraphs, verdicts
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
 

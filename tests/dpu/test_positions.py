@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from quantizer.algorithms.positions import Key, align
+from quantizer.algorithms.dpu_alignment import Key, align
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.trace import trace
 

@@ -16,8 +16,8 @@ from torch.ao.quantization import DeQuantStub, QuantStub
 from torch.nn import functional as F
 
 from quantizer.cli.main import run_command
-from quantizer.plan.dpu import subgraphs, verdicts
 from quantizer.plan.dpu_limits import LIMITS
+from quantizer.plan.dpu_support import subgraphs, verdicts
 
 
 def verdict(module: nn.Module, end: str, x: Tensor | None = None) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from deployments import deployment, fitted
 from torch import nn
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.files import read_tensors
+from quantizer.engine.result_files import read_tensors
 from quantizer.engine.solution import Solution
 from quantizer.export import EXPORTERS, export
 from quantizer.export.deployment import Deployment

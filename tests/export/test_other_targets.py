@@ -13,7 +13,7 @@ from torch import nn
 from toys import built
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.files import write_tensors
+from quantizer.engine.result_files import write_tensors
 from quantizer.engine.solution import Solution
 from quantizer.errors import ResultError
 from quantizer.export.deployment import Deployment, tensor_leaves, verify

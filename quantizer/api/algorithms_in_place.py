@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from quantizer.algorithms.adjustment import Adjustment, Key, Rounded, Task, adjusted
 from quantizer.config.algorithms import Algorithm
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine import adjust
+from quantizer.engine import run_algorithms
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import is_called, parameters_of
@@ -160,18 +160,19 @@ def _run(
     batches: Iterable[Batch],
 ) -> Adjustment:
     found = Adjustment()
-    for step in adjust.steps(traced.graph, algorithms):
+    for step in run_algorithms.steps(traced.graph, algorithms):
         structure = _fitting(traced, step)
         before, found = found, step.run(Task(traced.graph, specs, structure, lambda: batches), step.settings, found)
-        for level, line in adjust.told(step, before, found):
+        for level, line in run_algorithms.told(step, before, found):
             logger.log(level, "%s", line)
     if found.parameters or found.insertions:
-        for level, line in adjust.told_difference(adjust.difference(traced.graph, found, next(iter(batches)))):
+        share = run_algorithms.difference(traced.graph, found, next(iter(batches)))
+        for level, line in run_algorithms.told_difference(share):
             logger.log(level, "%s", line)
     return found
 
 
-def _fitting(traced: Traced, step: adjust.Step) -> Structure:
+def _fitting(traced: Traced, step: run_algorithms.Step) -> Structure:
     """The structure without what cannot be done to modules."""
     groups, again = [], set[Home]()
     for group in step.structure.groups:

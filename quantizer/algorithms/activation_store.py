@@ -20,7 +20,7 @@ from quantizer.sources.batches import Batch, naming_batch
 BUDGET = 2 << 30  # bytes of values kept in memory
 
 
-class Shelf:
+class ActivationStore:
     """Keeps nested values; tensors beyond `budget` bytes are mapped from files that have no name any more.
 
     A view counts as memory of its own, but a mapped tensor is not mapped again. Tensors on another device than the CPU

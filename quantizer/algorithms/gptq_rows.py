@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.aim import Aim, Hessian, Products
 from quantizer.algorithms.column_grids import along_columns, runs
+from quantizer.algorithms.gptq_target import GptqTarget, Hessian, Products
 from quantizer.algorithms.optimal_rounding import Columns, optimal_rounding
-from quantizer.algorithms.plain import plain_grid
+from quantizer.algorithms.round_to_nearest import plain_grid
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import kernel_of
@@ -38,7 +38,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Solution:
+class GptqSolution:
     """One layer's weight on its grid, the weight that it was to come near to, both [groups, rows, depth], and how near
     it came: tr(d H d^T)."""
 
@@ -49,8 +49,13 @@ class Solution:
 
 
 def solve_rows(
-    members: Sequence[Member], hessians: Sequence[Hessian], products: Sequence[Products], aim: Aim, *, dynamic: bool
-) -> list[Solution]:
+    members: Sequence[Member],
+    hessians: Sequence[Hessian],
+    products: Sequence[Products],
+    objective: GptqTarget,
+    *,
+    dynamic: bool,
+) -> list[GptqSolution]:
     """Round layers with one spec; Hessians and products are those of each group.
 
     Args:
@@ -61,14 +66,14 @@ def solve_rows(
     solved = []
     for group, (hessian, sums) in enumerate(zip(hessians, products, strict=True)):
         weight = torch.cat([each.weight[group] for each in members]).T[hessian.order]
-        begin, block_size = None, aim.settings.block_size
+        begin, block_size = None, objective.settings.block_size
         if dynamic:
             columns, block_size = _open_columns(members[0].spec, weight)
             begin = _opens_group(members[0].spec, columns, block_size)
         else:
             stacked = [torch.cat([grid[which][group] for grid in grids]) for which in (0, 1)]
             columns = Columns(kernel_of(members[0].spec), *runs(*stacked)).permuted(hessian.order)
-        target, first = aim.target(weight, hessian, sums)
+        target, first = objective.target(weight, hessian, sums)
         rounded, error = optimal_rounding(target, hessian.factor, columns, block_size, begin, first)
         error -= (hessian.damping @ (target - rounded).square_()).double()
         solved.append((_in_order(rounded, hessian), _in_order(target, hessian), error, columns))
@@ -78,7 +83,7 @@ def solve_rows(
     errors = torch.split(torch.stack([each[2] for each in solved]).sum(0), rows)
     qparams = _found(solved[0][3], rows) if dynamic else [each.qparams for each in members]
     return [
-        Solution(weight, target, float(error.sum()), grid)
+        GptqSolution(weight, target, float(error.sum()), grid)
         for weight, target, error, grid in zip(weights, targets, errors, qparams, strict=True)
     ]
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from quantizer.algorithms.adjustment import Adjustment, Key, Remark, Rounded
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine import fingerprint
-from quantizer.engine.adjust import Start, Step, settings_json
 from quantizer.engine.checkpoint import AGAIN, EVERY_S
-from quantizer.engine.files import read_json, read_tensors, write_json, write_tensors
 from quantizer.engine.insertions import described, insertion
+from quantizer.engine.result_files import read_json, read_tensors, write_json, write_tensors
+from quantizer.engine.run_algorithms import Start, Step, settings_json
 from quantizer.errors import ResultError
 from quantizer.graph.ir import Graph
 from quantizer.numerics.qparams import QParams

@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
-from quantizer.algorithms.aim import Aim, Products
+from quantizer.algorithms.gptq_layers import Settled, member, settle
+from quantizer.algorithms.gptq_target import GptqTarget, Products
 from quantizer.algorithms.gram import DEEPEST, UNREACHED, Drift, Gram
 from quantizer.algorithms.group_sums import quantized_layers
 from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.plain import on_grid, plain_grid
-from quantizer.algorithms.settle import Settled, member, settle
+from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
 from quantizer.algorithms.stream import Stream
 from quantizer.errors import DataError
 from quantizer.graph.structure import InputGroup
@@ -28,7 +28,7 @@ from quantizer.observers import NonFiniteError, ObservationError
 TOO_DEEP = f"it sums over more than {DEEPEST} inputs, too many for their Hessian; it is rounded plainly"
 
 
-def in_order(task: Task, found: Adjustment, aim: Aim) -> Adjustment:
+def in_order(task: Task, found: Adjustment, target: GptqTarget) -> Adjustment:
     """Settle the layers whose weights the plan quantizes, in execution order, on inputs that those before have changed.
 
     Inputs are not quantized, whatever the plan says. Without `true_sequential`, the layers of a block are settled on
@@ -37,8 +37,8 @@ def in_order(task: Task, found: Adjustment, aim: Aim) -> Adjustment:
     Raises:
         DataError: an input is not finite; layer and batch are named.
     """
-    passage = _Passage(task, found, aim)
-    for chunk in _chunks(task.structure.groups, aim.settings.true_sequential):
+    passage = _Passage(task, found, target)
+    for chunk in _chunks(task.structure.groups, target.settings.true_sequential):
         passage.settle(chunk)
     return passage.found
 
@@ -62,13 +62,13 @@ class _Gathered:
 
 
 class _Passage:
-    """The network as it is rounded so far, beside the float one where the aim needs that."""
+    """The network as it is rounded so far, beside the float one where the target needs that."""
 
-    def __init__(self, task: Task, found: Adjustment, aim: Aim) -> None:
-        self.task, self.found, self.aim = task, found, aim
+    def __init__(self, task: Task, found: Adjustment, target: GptqTarget) -> None:
+        self.task, self.found, self.target = task, found, target
         graph = adjusted(task.graph, found)
         self.stream = Stream(Network(graph), task.batches())
-        self.float_stream = Stream(Network(graph), task.batches()) if aim.needs_float else None
+        self.float_stream = Stream(Network(graph), task.batches()) if target.needs_float else None
         own = {name for group in task.structure.groups for name in quantized_layers(self.task, group)}
         for name, rounded in found.rounded.items():
             if name not in own:
@@ -140,7 +140,7 @@ class _Passage:
         ]
         drift = gathered.drift.matrix if gathered.drift is not None else [None] * len(gathered.gram.matrix)
         products = [Products(*pair) for pair in zip(gathered.gram.matrix, drift, strict=True)]
-        return settle(members, products, gathered.gram.tokens, self.aim)
+        return settle(members, products, gathered.gram.tokens, self.target)
 
     def _weight(self, name: str) -> Tensor:
         """The layer's weight from now on; where nothing was found, rounded plainly, as it will be."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from quantizer.engine.files import read_tensors
 from quantizer.engine.insertions import described, insertion
+from quantizer.engine.result_files import read_tensors
 from quantizer.engine.solution import Solution
 from quantizer.nn.network import Network
 

@@ -37,7 +37,7 @@ class Hessian:
         return matrix[self.order][:, self.order]
 
 
-class Aim:
+class GptqTarget:
     """GPTQ's: the outputs that the float weight gives for the inputs of the network as it is rounded so far."""
 
     needs_float = False

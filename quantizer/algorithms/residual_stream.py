@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.moves import input_of, is_move, moved, moved_back
+from quantizer.algorithms.axis_rules import input_of, is_move, moved, moved_back
 from quantizer.algorithms.parameter_chain import leaf, value
 from quantizer.graph.ir import Graph, Node, Ref
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from quantizer.engine.exact import ExactComparison
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.integer import HARDSWISH_POSITION, LEAKY_SLOPE, SIXTH
-from quantizer.plan.dpu import Verdict
+from quantizer.plan.dpu_support import Verdict
 from quantizer.report.tables import Listing, shape_text
 
 

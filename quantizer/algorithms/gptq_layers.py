@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Remark, Rounded
-from quantizer.algorithms.aim import Aim, Hessian, Products
+from quantizer.algorithms.gptq_rows import GptqSolution, Member, solve_rows
+from quantizer.algorithms.gptq_target import GptqTarget, Hessian, Products
 from quantizer.algorithms.gram import zero_channels
 from quantizer.algorithms.patches import matrix_weight, weight_matrix
-from quantizer.algorithms.plain import on_grid, output_error, plain_grid
-from quantizer.algorithms.solve_rows import Member, Solution, solve_rows
+from quantizer.algorithms.round_to_nearest import on_grid, output_error, plain_grid
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
 from quantizer.numerics.qparams import QParams
@@ -50,24 +50,24 @@ def member(name: str, layer: nn.Module, spec: QuantizationSpec, grid: QParams | 
     return Member(name, layer, spec, qparams, grid is not None, weight_matrix(layer, weight).float(), plain)
 
 
-def settle(members: Sequence[Member], products: Sequence[Products], tokens: int, aim: Aim) -> Settled:
+def settle(members: Sequence[Member], products: Sequence[Products], tokens: int, target: GptqTarget) -> Settled:
     """Round the weights of layers that multiply one input alike; `products` are its sums over tokens, group by group.
 
     A result must be better than plain rounding by what `depth` choices gain on so few tokens by chance: the error on
     other data is about 1 + depth / tokens times as large (Akaike 1969, "Fitting autoregressive models for prediction").
     """
-    dynamic = not aim.settings.static_groups and all(each.has_runs for each in members)
-    hessians = [aim.hessian(each.gram, by_size=aim.settings.desc_act and not dynamic) for each in products]
-    lacks = [*_lacks(products, hessians), *_few(tokens, products[0], aim)]
+    dynamic = not target.settings.static_groups and all(each.has_runs for each in members)
+    hessians = [target.hessian(each.gram, by_size=target.settings.desc_act and not dynamic) for each in products]
+    lacks = [*_lacks(products, hessians), *_few(tokens, products[0], target)]
     settled = Settled({}, [Remark(each.name, text) for text in lacks for each in members])
     solvable = [each for each in hessians if each is not None]
     gram = torch.stack([each.gram for each in products]) if len(products) > 1 else products[0].gram[None]
     for spec in dict.fromkeys(each.spec for each in members):
         alike = [each for each in members if each.spec == spec]
         if len(solvable) == len(hessians):
-            solutions = solve_rows(alike, solvable, products, aim, dynamic=dynamic)
+            solutions = solve_rows(alike, solvable, products, target, dynamic=dynamic)
         else:
-            solutions = [Solution(each.plain, each.weight, math.inf, each.qparams) for each in alike]
+            solutions = [GptqSolution(each.plain, each.weight, math.inf, each.qparams) for each in alike]
         for each, solution in zip(alike, solutions, strict=True):
             _judge(each, solution, gram, 1 + gram.shape[1] / tokens, settled)
     return settled
@@ -87,19 +87,19 @@ def _lacks(products: Sequence[Products], hessians: Sequence[Hessian | None]) -> 
     return found
 
 
-def _few(tokens: int, products: Products, aim: Aim) -> list[str]:
+def _few(tokens: int, products: Products, target: GptqTarget) -> list[str]:
     """What there is to say of the number of tokens."""
     depth = len(products.gram)
-    least = aim.tokens_per_input * depth
+    least = target.tokens_per_input * depth
     if tokens >= least:
         return []
     return [
-        f"{aim.settings.name} fits its {depth} inputs to {tokens} tokens, and on fewer than {least} that may not hold "
-        "for other data; calibrate with more, or with a larger alpha"
+        f"{target.settings.name} fits its {depth} inputs to {tokens} tokens, and on fewer than {least} that may not "
+        "hold for other data; calibrate with more, or with a larger alpha"
     ]
 
 
-def _judge(member: Member, solution: Solution, gram: Tensor, optimism: float, settled: Settled) -> None:
+def _judge(member: Member, solution: GptqSolution, gram: Tensor, optimism: float, settled: Settled) -> None:
     """Take the solution if it promises to be better than plain rounding, else that."""
     before = output_error(gram, solution.target - member.plain)
     weight, error, qparams = _stored(member, solution.weight), solution.error, solution.qparams
