@@ -14,7 +14,7 @@ from measure import peak_mb, ratios, report
 from workloads import images, resnet18
 
 from quantizer.algorithms.bias_correction import correct_biases
-from quantizer.algorithms.walk import Walk
+from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import ROLES, Config, Rule, Selector, Settings, Sourced
 from quantizer.engine import calibrate
 from quantizer.engine.attach import quantized_network
@@ -112,7 +112,7 @@ def corrected(original: Graph, settings: Settings, batches: list[Batch]) -> None
     calibrate.run(found, network, batches)
     solution = calibrate.solution(found)
     if found.means:
-        correct_biases(Walk(quantized_network(planned.graph, solution), batches), found.means)
+        correct_biases(SequentialRunner(quantized_network(planned.graph, solution), batches), found.means)
 
 
 def quantized(planned: Plan, batches: list[Batch]) -> Network:

@@ -11,7 +11,7 @@ import torch
 from quantizer.algorithms.activation_store import BUDGET, ActivationStore
 from quantizer.algorithms.bias_correction import correct_biases
 from quantizer.algorithms.channel_mean import ChannelMean
-from quantizer.algorithms.walk import Walk
+from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import Config
 from quantizer.engine import calibrate
 from quantizer.engine.attach import quantized_network
@@ -39,9 +39,11 @@ class Corrected:
 
     @cached_property
     def after(self) -> Solution:
-        walk = Walk(quantized_network(self.graph, self.before), self.batches, ActivationStore(self.budget))
+        runner = SequentialRunner(
+            quantized_network(self.graph, self.before), self.batches, ActivationStore(self.budget)
+        )
         on_grid = self.calibration.plan.settings.target_device == "DPU"
-        found = correct_biases(walk, self.calibration.means, on_grid=on_grid)
+        found = correct_biases(runner, self.calibration.means, on_grid=on_grid)
         return replace(self.before, corrections=found)
 
     def shifts(self, solution: Solution) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
 from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
-from quantizer.algorithms.stream import Stream
+from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.algorithms import Algorithm
 from quantizer.graph.edits import Insertion
 from quantizer.nn.network import Network
@@ -41,16 +41,16 @@ def doubled(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
 def coarse(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
     """Plain rounding with scales twice as large, group by group on the network that is rounded so far."""
     graph = adjusted(task.graph, found)
-    stream = Stream(Network(graph), task.batches())
+    runner = SequentialRunner(Network(graph), task.batches())
     for number, group in enumerate(task.structure.groups):
-        stream.advance(group.source)
+        runner.advance(group.source)
         for name in group.layers:
             if (name, "weights") not in task.specs:
                 continue
             if number >= task.done:
-                found = found.with_rounded({name: _rounded(task, name, stream)})
+                found = found.with_rounded({name: _rounded(task, name, runner)})
                 SOLVED.append(name)
-            stream.network.layers[name].get_parameter("weight").data = found.rounded[name].weight
+            runner.network.layers[name].get_parameter("weight").data = found.rounded[name].weight
         if number >= task.done:
             if group.block is None:
                 found = found.with_remarks(Remark(group.layers[0], "it is in no block", is_warning=False))
@@ -58,8 +58,8 @@ def coarse(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
     return found
 
 
-def _rounded(task: Task, name: str, stream: Stream) -> Rounded:
-    spec, weight = task.specs[name, "weights"], stream.network.layers[name].get_parameter("weight").detach()
+def _rounded(task: Task, name: str, runner: SequentialRunner) -> Rounded:
+    spec, weight = task.specs[name, "weights"], runner.network.layers[name].get_parameter("weight").detach()
     grid = plain_grid(spec, weight)
     grid = replace(grid, scale=grid.scale * 2)
     return Rounded(on_grid(weight, spec, grid), grid, 0.5, 0.25)

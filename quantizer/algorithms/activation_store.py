@@ -6,7 +6,6 @@ import contextlib
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,8 +13,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import DataError
-from quantizer.nn.network import Network
-from quantizer.sources.batches import Batch, naming_batch
 
 BUDGET = 2 << 30  # bytes of values kept in memory
 
@@ -50,17 +47,6 @@ class ActivationStore:
                 self._mapped += Counter()  # forgets what is kept no more: the address may be used again
             else:
                 self._left += leaf.nbytes
-
-    def keep_inputs(self, network: Network, batches: Iterable[Batch]) -> Iterator[list[Any]]:
-        """What each batch gives to the network's inputs, kept.
-
-        Raises:
-            DataError: a batch does not fit the network; it is named by its number.
-        """
-        for number, batch in enumerate(batches):
-            with naming_batch(number):
-                inputs = network.inputs(batch.args, batch.kwargs)
-            yield [self.keep(value) for value in inputs]
 
     def _keep(self, tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in self._mapped:

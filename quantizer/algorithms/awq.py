@@ -29,7 +29,7 @@ from quantizer.algorithms.group_sums import GroupSums, deepest, quantized_layers
 from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.round_to_nearest import on_grid, output_error, plain_grid
 from quantizer.algorithms.row_sample import sampled_rows
-from quantizer.algorithms.stream import Stream
+from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.algorithms import Algorithm, Awq
 from quantizer.errors import DataError
 from quantizer.graph.structure import InputGroup
@@ -74,7 +74,7 @@ class _Search:
         for name in (name for names in self.own for name in names):
             self._grid(name, parameter(task.graph, found, name))
         self.before = task.before if task.done else found
-        self.stream = Stream(Network(adjusted(task.graph, self.before)), task.batches())
+        self.runner = SequentialRunner(Network(adjusted(task.graph, self.before)), task.batches())
 
     def run(self) -> Adjustment:
         """All groups, but those that an interrupted run had settled."""
@@ -96,12 +96,12 @@ class _Search:
         """Run up to the value that the group reads, and sum up its products; None if there is nothing to go by."""
         if not layers:
             return None
-        if deepest(self.stream.network, layers) > DEEPEST:
+        if deepest(self.runner.network, layers) > DEEPEST:
             self._remark(layers, TOO_DEEP)
             return None
-        sums = GroupSums(self.stream.network, layers)
+        sums = GroupSums(self.runner.network, layers)
         source = input_name(group, self.before)
-        self.stream.advance(source, {source: sums.add})
+        self.runner.advance(source, {source: sums.add})
         if sums.tokens == 0:
             self._remark(layers, UNREACHED)
             return None
@@ -138,7 +138,7 @@ class _Search:
         for name in layers:
             node, spec = graph.by_name[name], self.task.specs[name, "weights"]
             weight, share = sampled_rows(parameter(graph, self.found, name), spec, node, rows)
-            scaled, layer = multiplied(node, weight.float(), factors), self.stream.network.layers[name]
+            scaled, layer = multiplied(node, weight.float(), factors), self.runner.network.layers[name]
             if clip:
                 grid = clipped_grid(layer, spec, scaled, sums.divided(name, factors), COARSE)
             else:
@@ -160,7 +160,7 @@ class _Search:
 
     def _rounded(self, name: str, gathered: _Gathered) -> tuple[QParams, Rounded]:
         spec = self.task.specs[name, "weights"]
-        layer, gram = self.stream.network.layers[name], gathered.sums.matrix(name)
+        layer, gram = self.runner.network.layers[name], gathered.sums.matrix(name)
         stored = parameter(self.task.graph, self.found, name).detach()
         weight = stored.float()
 
@@ -183,7 +183,7 @@ class _Search:
         node, spec = self.task.graph.by_name[name], self.task.specs[name, "weights"]
         before = multiplied(node, weight, 1 / gathered.factors)
         lost = multiplied(node, on_grid(before, spec, self._grid(name, before)).sub_(before), gathered.factors)
-        return output_error(gathered.sums.matrix(name), weight_matrix(self.stream.network.layers[name], lost))
+        return output_error(gathered.sums.matrix(name), weight_matrix(self.runner.network.layers[name], lost))
 
     def _grid(self, name: str, weight: Tensor) -> QParams:
         try:

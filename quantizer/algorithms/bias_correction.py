@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.channel_mean import ChannelMean
-from quantizer.algorithms.walk import Walk
+from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
 
 
 def correct_biases(
-    walk: Walk,
+    runner: SequentialRunner,
     means: Mapping[str, ChannelMean],
     *,
     on_grid: bool = False,
     after_layer: Callable[[], None] | None = None,
 ) -> dict[str, Tensor]:
-    """What to add to the bias of each layer in `means`, that gives it this mean output over the walk's batches.
+    """What to add to the bias of each layer in `means`, that gives it this mean output over the runner's batches.
 
-    Layers are settled in execution order, each on inputs that are quantized and corrected already (Nagel et al.,
+    Layers are corrected in execution order, each on inputs that are quantized and corrected already (Nagel et al.,
     "Data-Free Quantization Through Weight Equalization and Bias Correction", 2019, section 4.2; sequential as in Nagel
     et al., "A White Paper on Neural Network Quantization", 2021, section 3.4). The mean is that of the layer's own
     output, before an activation function and before the output's quantizer, and the difference left is that of float
@@ -33,7 +33,7 @@ def correct_biases(
     then, which later layers see, and more if the bias is clipped.
 
     Args:
-        walk: a fresh walk of the quantized network, which has the corrected biases afterwards.
+        runner: of the quantized network, before its first node; the network has the corrected biases afterwards.
         means: of the float network on the same batches, by layer.
         on_grid: whether corrected biases are rounded to their grids; a bias without a grid is corrected exactly.
         after_layer: called after each node of the graph, for progress.
@@ -46,28 +46,27 @@ def correct_biases(
     """
     corrections = {}
     with torch.no_grad():
-        for node in walk.network.graph.nodes:
+        for node in runner.network.graph.nodes:
             if node.name in means:
-                corrections[node.name] = _settle(walk, node, means[node.name], on_grid)
+                corrections[node.name] = _correct(runner, node, means[node.name], on_grid)
             else:
-                walk.done(node, (walk.run(node, call) for call in walk.calls(node)))
+                runner.done(node)
             if after_layer is not None:
                 after_layer()
     return corrections
 
 
-def _settle(walk: Walk, node: Node, target: ChannelMean, on_grid: bool) -> Tensor:
+def _correct(runner: SequentialRunner, node: Node, target: ChannelMean, on_grid: bool) -> Tensor:
     """Find one layer's correction and hand on its outputs with it, without computing them again."""
-    layer, found = walk.network.layers[node.name], ChannelMean(target.ch_axis)
+    layer, found = runner.network.layers[node.name], ChannelMean(target.ch_axis)
     quantizer = layer.detach_output()
 
     def outputs() -> Iterator[Tensor]:
-        for call in walk.calls(node):
-            output = walk.run(node, call)
+        for output in runner.compute(node):
             found.observe(output)
             yield output
 
-    kept = walk.keep(node, outputs())
+    kept = runner.keep(outputs())
     weight = layer.get_parameter("weight")
     correction = (target.mean() - found.mean()).to(weight)
     if not correction.isfinite().all():
@@ -82,7 +81,7 @@ def _settle(walk: Walk, node: Node, target: ChannelMean, on_grid: bool) -> Tenso
         output.movedim(target.ch_axis, -1).add_(correction)
         if quantizer is not None:
             output.copy_(quantizer(output))
-    walk.release(node)
+    runner.release(kept)
     layer.correct_bias(correction)
     if quantizer is not None:
         layer.attach("activation", quantizer)

@@ -1,6 +1,6 @@
 """Fast finetuning: layer by layer, weights are rounded so that the quantized network computes what the float one does.
 
-Changes weights and their scales only, and no output channel so that it ends worse than plain rounding left it.
+Changes weights and their scales only, and no output channel so that it ends worse than round-to-nearest left it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quantizer.algorithms.adaround import adaround
 from quantizer.algorithms.gram import DEEPEST
 from quantizer.algorithms.patches import LAYERS, channel_rows, matrix_weight, patches, weight_matrix
 from quantizer.algorithms.rounding_problem import RoundingProblem
-from quantizer.algorithms.walk import Walk
+from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.errors import DataError
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.layer import Layer
@@ -33,9 +33,9 @@ VALUES = 1 << 26  # of the sampled inputs of one layer
 
 
 @dataclass(frozen=True)
-class Settled:
+class FinetunedLayer:
     """What a layer ended with: its weight on the grid, the scale of that grid, and the squared error of its outputs
-    with plain rounding and now, over all batches, after a fused activation and the output's quantizer."""
+    with round-to-nearest and now, over all batches, after a fused activation and the output's quantizer."""
 
     weight: Tensor
     scale: Tensor
@@ -61,29 +61,29 @@ def finetunable(node: Node, layer: Layer) -> bool:
 
 
 def fast_finetune(
-    reference: Walk,
-    quantized: Walk,
+    reference: SequentialRunner,
+    quantized: SequentialRunner,
     mode: str,
     *,
     seed: int = 0,
-    settled: Mapping[str, Settled] | None = None,
-    after_layer: Callable[[Mapping[str, Settled]], None] | None = None,
-) -> dict[str, Settled]:
-    """Settle each layer of the quantized network in execution order, on inputs that those before it have changed.
+    done: Mapping[str, FinetunedLayer] | None = None,
+    after_layer: Callable[[Mapping[str, FinetunedLayer]], None] | None = None,
+) -> dict[str, FinetunedLayer]:
+    """Round the weights of each layer in execution order, on the inputs that rounding those before it has left.
 
     Targets are the float network's outputs for the same samples (asymmetric reconstruction: Nagel et al., "Up or Down?
     Adaptive Rounding for Post-Training Quantization", 2020, section 3.4). An output channel whose error over all
-    batches is not smaller than with plain rounding keeps that; channels that share a scale decide together where the
+    batches is not smaller than with round-to-nearest keeps that; channels that share a scale decide together where the
     scale changes. Weights end on the grid: quantizing them again gives the same codes.
 
     Args:
-        reference: a fresh walk of the float network.
-        quantized: a fresh walk of the quantized network, of the same graph and on the same batches and device; it has
+        reference: runs the float network; before its first node.
+        quantized: runs the quantized network, of the same graph and on the same batches and device; the network has
             the new weights afterwards.
         mode: a key of `SOLVERS`.
         seed: draws the positions that are looked at, for each layer anew.
-        settled: what an interrupted call had found already.
-        after_layer: called after each node of the graph with what is settled so far, for progress and checkpoints.
+        done: what an interrupted call had found already.
+        after_layer: called after each node of the graph with what is found so far, for progress and checkpoints.
 
     Returns:
         The result of each layer that `finetunable` accepts, by name.
@@ -91,35 +91,37 @@ def fast_finetune(
     Raises:
         DataError: a layer's outputs are not finite; the layer is named.
     """
-    found = dict(settled or {})
+    found = dict(done or {})
     with torch.no_grad():
         for index, node in enumerate(quantized.network.graph.nodes):
-            targets = reference.keep(node, (reference.run(node, call) for call in reference.calls(node)))
+            targets = reference.keep(reference.compute(node))
             layer = quantized.network.layers[node.name]
             if finetunable(node, layer):
                 if node.name in found:
                     _put(layer, found[node.name].weight, found[node.name].scale)
                 else:
-                    found[node.name] = _Step(reference, quantized, node, targets).settle(mode, seed + index)
-            reference.release(node)
-            quantized.done(node, (quantized.run(node, call) for call in quantized.calls(node)))
+                    found[node.name] = _Layer(reference, quantized, node, targets).solve(mode, seed + index)
+            reference.release(targets)
+            quantized.done(node)
             if after_layer is not None:
                 after_layer(found)
     return found
 
 
-class _Step:
+class _Layer:
     """One layer in both networks, with its float outputs."""
 
-    def __init__(self, reference: Walk, quantized: Walk, node: Node, targets: list[Tensor]) -> None:
+    def __init__(
+        self, reference: SequentialRunner, quantized: SequentialRunner, node: Node, targets: list[Tensor]
+    ) -> None:
         self.node, self.targets, self.quantized = node, targets, quantized
         self.layer = quantized.network.layers[node.name]
         self.weight = reference.network.layers[node.name].get_parameter("weight")
         self.quantizer = weight_quantizer(self.layer)
         self.follower = fused_activation(quantized.network.graph, node)
-        self.activations = [walk.network.layers[self.follower.name] for walk in (reference, quantized) if self.follower]
+        self.activations = [each.network.layers[self.follower.name] for each in (reference, quantized) if self.follower]
 
-    def settle(self, mode: str, seed: int) -> Settled:
+    def solve(self, mode: str, seed: int) -> FinetunedLayer:
         """Solve the layer, and keep of the solution what is better on all batches."""
         shape = qparams_of(self.quantizer)[0].shape
         plain, before = self.layer.get_parameter("weight").detach().clone(), self.errors()
@@ -137,7 +139,7 @@ class _Step:
         scale = torch.where(used, scale, problem.scale).view(shape)
         _put(self.layer, weight, scale)
         left = torch.where(better.flatten(), after, before)
-        return Settled(weight.cpu(), scale.cpu(), float(before.sum()), float(left.sum()))
+        return FinetunedLayer(weight.cpu(), scale.cpu(), float(before.sum()), float(left.sum()))
 
     def problem(self, draw: torch.Generator) -> RoundingProblem:
         """The layer's least squares, over positions of its outputs drawn from all batches alike."""
@@ -191,8 +193,8 @@ class _Step:
             DataError: it is not finite.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.weight.device)
-        for call, target in zip(self.quantized.calls(self.node), self.targets, strict=True):
-            values = [target, self.quantized.run(self.node, call)]
+        for target, output in zip(self.targets, self.quantized.compute(self.node), strict=True):
+            values = [target, output]
             if self.follower is not None:
                 name = next(iter(self.follower.inputs))
                 values = [act(**{name: value.clone()}) for act, value in zip(self.activations, values, strict=True)]

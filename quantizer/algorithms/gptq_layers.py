@@ -1,4 +1,4 @@
-"""Layers that read one value onto their grids: what GPTQ and its kin do between two legs of a stream.
+"""Rounds the weights of layers that read one value: what GPTQ and its kin do between two segments.
 
 Keeps plain rounding wherever the data say nothing or nothing is gained, and says so.
 """

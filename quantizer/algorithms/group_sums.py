@@ -1,4 +1,4 @@
-"""What is gathered of the value that a group's layers read, in one leg of a stream or one pass. Chooses nothing."""
+"""What is gathered of the value that a group's layers read, in one segment or one pass. Chooses nothing."""
 
 from __future__ import annotations
 

@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from quantizer.algorithms.round_to_nearest import on_grid
 from quantizer.algorithms.sensitivity import AfterLayer, Candidate, Grid, Width, grids
 from quantizer.errors import DataError
-from quantizer.graph.ir import map_refs
-from quantizer.nn.network import Network, arguments
+from quantizer.nn.network import Network
 from quantizer.numerics.metrics import energy
 from quantizer.sources.batches import Batch, naming_batch
 
@@ -100,15 +98,8 @@ def _adding(row: Tensor, placed: Sequence[Grid]) -> Callable[[Tensor], None]:
 
 def _outputs(network: Network, batch: Batch) -> list[Tensor]:
     """The floating-point outputs, with a record of how they came about."""
-    inputs = [node.name for node in network.graph.nodes if node.op == "input"]
-    values = dict(zip(inputs, network.inputs(batch.args, batch.kwargs), strict=True))
     with torch.enable_grad():
-        for node in network.graph.nodes:
-            values[node.name] = network.run_layer(node, arguments(node, values))
-            for name in network.last_uses[node.name]:
-                del values[name]
-    leaves = pytree.tree_leaves(map_refs(network.graph.output, values.__getitem__))
-    return [value for value in leaves if isinstance(value, Tensor) and value.is_floating_point()]
+        return network.start(batch.args, batch.kwargs).advance().float_outputs()
 
 
 def _project(outputs: Sequence[Tensor], generator: torch.Generator, *, keep: bool) -> None:

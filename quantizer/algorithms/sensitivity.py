@@ -6,20 +6,18 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from quantizer.algorithms.gram import Gram
 from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.round_to_nearest import on_grid, output_error, plain_grid
-from quantizer.algorithms.stream import Stream
+from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
-from quantizer.graph.ir import Ref, map_refs
-from quantizer.nn.network import Network, arguments
+from quantizer.graph.ir import Ref
+from quantizer.nn.network import Network
 from quantizer.numerics.metrics import energy
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import ObservationError
@@ -80,12 +78,12 @@ def layer_errors(
     """
     changes = {name: candidate for candidate in candidates for name in candidate.layers}
     found: dict[str, list[float]] = {}
-    stream = Stream(network, batches)
+    runner = SequentialRunner(network, batches)
     for source, names in _readers(network, changes).items():
         shared = next((name for name in names if network.graph.by_name[name].op == "linear"), "")
         owner = {name: shared if network.graph.by_name[name].op == "linear" else name for name in names}
         grams = {name: Gram(network.layers[name]) for name in dict.fromkeys(owner.values())}
-        stream.advance(source, {source: _watcher(grams)})
+        runner.advance(source, {source: _watcher(grams)})
         for name in names:
             found[name] = _errors(network, name, changes[name], widths, grams[owner[name]].matrix)
             after_layer()
@@ -144,18 +142,18 @@ def output_noise(
     with torch.no_grad():
         for batch in batches:
             with naming_batch(count):
-                values = dict(zip(_inputs(network), network.inputs(batch.args, batch.kwargs), strict=True))
-                reference = _rest(network, 0, values)
+                execution = network.start(batch.args, batch.kwargs)
+                reference = execution.branch().advance().float_outputs()
             signal += math.fsum(map(energy, reference))
             count += 1
-            for at, node in enumerate(network.graph.nodes):
+            for node in network.graph.nodes:
                 if node.name in first:
                     row = noise[first[node.name]]
                     for column, width in enumerate(widths):
                         with _replaced(network, rounded(network, candidates[first[node.name]], width)):
-                            row[column] += _distance(reference, _rest(network, at, values))
+                            row[column] += _distance(reference, execution.branch().advance().float_outputs())
                     after_layer()
-                _step(network, at, values)
+                execution.step()
     if not count or not math.isfinite(signal):
         raise DataError("the float model's output is not finite" if count else "the calibration data has no batches")
     return [tuple(row) for row in noise], signal
@@ -166,37 +164,16 @@ def noise_of(network: Network, weights: Mapping[str, Tensor], batches: Iterable[
     total = 0.0
     with torch.no_grad():
         for batch in batches:
-            values = dict(zip(_inputs(network), network.inputs(batch.args, batch.kwargs), strict=True))
-            reference = _rest(network, 0, values)
+            start = network.start(batch.args, batch.kwargs)
+            reference = start.branch().advance().float_outputs()
             with _replaced(network, weights):
-                total += _distance(reference, _rest(network, 0, values))
+                total += _distance(reference, start.advance().float_outputs())
     return total
-
-
-def _inputs(network: Network) -> list[str]:
-    return [node.name for node in network.graph.nodes if node.op == "input"]
 
 
 def _order(network: Network) -> Callable[[str], int]:
     places = {node.name: at for at, node in enumerate(network.graph.nodes)}
     return places.__getitem__
-
-
-def _rest(network: Network, start: int, values: Mapping[str, Any]) -> list[Tensor]:
-    """The floating-point outputs, from what is alive before node `start`; `values` stay as they are."""
-    alive = dict(values)
-    for at in range(start, len(network.graph.nodes)):
-        _step(network, at, alive)
-    outputs = pytree.tree_leaves(map_refs(network.graph.output, alive.__getitem__))
-    return [value for value in outputs if isinstance(value, Tensor) and value.is_floating_point()]
-
-
-def _step(network: Network, at: int, values: dict[str, Any]) -> None:
-    """Run one node, and forget what nothing reads any more."""
-    node = network.graph.nodes[at]
-    values[node.name] = network.run_layer(node, arguments(node, values))
-    for name in network.last_uses[node.name]:
-        del values[name]
 
 
 def _distance(reference: Sequence[Tensor], other: Sequence[Tensor]) -> float:

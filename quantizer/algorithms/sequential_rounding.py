@@ -10,20 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
 from quantizer.algorithms.gptq_layers import Settled, member, settle
 from quantizer.algorithms.gptq_target import GptqTarget, Products
 from quantizer.algorithms.gram import DEEPEST, UNREACHED, Drift, Gram
-from quantizer.algorithms.group_sums import quantized_layers
+from quantizer.algorithms.group_sums import geometry, not_finite, quantized_layers
 from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
-from quantizer.algorithms.stream import Stream
-from quantizer.errors import DataError
+from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
-from quantizer.observers import NonFiniteError, ObservationError
+from quantizer.observers import ObservationError
 
 TOO_DEEP = f"it sums over more than {DEEPEST} inputs, too many for their Hessian; it is rounded plainly"
 
@@ -37,10 +36,10 @@ def in_order(task: Task, found: Adjustment, target: GptqTarget) -> Adjustment:
     Raises:
         DataError: an input is not finite; layer and batch are named.
     """
-    passage = _Passage(task, found, target)
+    rounding = _SequentialRounding(task, found, target)
     for chunk in _chunks(task.structure.groups, target.settings.true_sequential):
-        passage.settle(chunk)
-    return passage.found
+        rounding.process(chunk)
+    return rounding.found
 
 
 def _chunks(groups: Sequence[InputGroup], true_sequential: bool) -> Iterator[list[tuple[int, InputGroup]]]:
@@ -61,28 +60,28 @@ class _Gathered:
     drift: Drift | None
 
 
-class _Passage:
+class _SequentialRounding:
     """The network as it is rounded so far, beside the float one where the target needs that."""
 
     def __init__(self, task: Task, found: Adjustment, target: GptqTarget) -> None:
         self.task, self.found, self.target = task, found, target
         graph = adjusted(task.graph, found)
-        self.stream = Stream(Network(graph), task.batches())
-        self.float_stream = Stream(Network(graph), task.batches()) if target.needs_float else None
+        self.runner = SequentialRunner(Network(graph), task.batches())
+        self.float_runner = SequentialRunner(Network(graph), task.batches()) if target.needs_float else None
         own = {name for group in task.structure.groups for name in quantized_layers(self.task, group)}
         for name, rounded in found.rounded.items():
             if name not in own:
                 self._put(name, rounded.weight)
 
-    def settle(self, chunk: Sequence[tuple[int, InputGroup]]) -> None:
-        """Settle groups; those that an interrupted run had settled get what it found."""
+    def process(self, chunk: Sequence[tuple[int, InputGroup]]) -> None:
+        """Round the layers of these groups; those that an interrupted run has rounded get what it found."""
         fresh = [number for number, _ in chunk if number >= self.task.done]
-        gathered, stream = {}, self.stream
+        gathered, runner = {}, self.runner
         for number, group in chunk:
             if number in fresh:
                 if number != fresh[0]:
-                    stream = self.stream.branch() if stream is self.stream else stream
-                gathered[number] = self._gather(stream, quantized_layers(self.task, group))
+                    runner = self.runner.branch() if runner is self.runner else runner
+                gathered[number] = self._gather(runner, quantized_layers(self.task, group))
         for number, group in chunk:
             for each in gathered.pop(number, []):
                 settled = self._solve(each)
@@ -92,39 +91,36 @@ class _Passage:
             if number in fresh:
                 self.task.after_group(self.found, number + 1)
 
-    def _gather(self, stream: Stream, names: Sequence[str]) -> list[_Gathered]:
+    def _gather(self, runner: SequentialRunner, names: Sequence[str]) -> list[_Gathered]:
         """Run up to the value that the layers read, and sum it up."""
-        network = stream.network
+        network = runner.network
         by_reading: dict[tuple[Any, ...], list[str]] = {}
         for name in names:
             source = next(network.graph.by_name[name].refs())
-            by_reading.setdefault((source, *_geometry(network.layers[name])), []).append(name)
+            by_reading.setdefault((source, *geometry(network.layers[name])), []).append(name)
         found = []
         for (source, *_), alike in by_reading.items():
             layer = network.layers[alike[0]]
             if weight_matrix(layer, layer.get_parameter("weight")).shape[2] > DEEPEST:
                 self._remark(alike, TOO_DEEP)
                 continue
-            each = _Gathered(alike, Gram(layer), Drift(layer) if self.float_stream else None)
-            stream.advance(source, {source: self._watcher(each, source)})
+            each = _Gathered(alike, Gram(layer), Drift(layer) if self.float_runner else None)
+            runner.advance(source, {source: self._watcher(each, source)})
             found.append(each)
         return found
 
     def _watcher(self, gathered: _Gathered, source: str) -> Callable[[Tensor], None]:
         """Takes in the value of each batch, beside that of the float network."""
         floats: Iterator[Any] = iter(())
-        if self.float_stream is not None:
-            self.float_stream.advance(source)
-            floats = iter(self.float_stream.value(source))
+        if self.float_runner is not None:
+            self.float_runner.advance(source)
+            floats = iter(self.float_runner.value(source))
 
         def watch(x: Tensor) -> None:
             try:
                 gathered.gram.add(x)
-            except NonFiniteError as error:
-                text = f"the input of {gathered.names[0]} has {error.nans} NaN and {error.infinities} infinite values"
-                raise DataError(text, help="check that batch, and the weights of the layers before") from error
             except ObservationError as error:
-                raise DataError(f"the input of {gathered.names[0]}: {error}", help="check that batch") from error
+                raise not_finite(gathered.names[0], error) from error
             if gathered.drift is not None:
                 gathered.drift.add(next(floats), x)
 
@@ -134,7 +130,7 @@ class _Passage:
         if gathered.gram.tokens == 0:
             self._remark(gathered.names, UNREACHED)
             return Settled()
-        layers, specs = self.stream.network.layers, self.task.specs
+        layers, specs = self.runner.network.layers, self.task.specs
         members = [
             member(name, layers[name], specs[name, "weights"], self.found.grids.get(name)) for name in gathered.names
         ]
@@ -147,18 +143,12 @@ class _Passage:
         if name in self.found.rounded:
             return self.found.rounded[name].weight
         spec = self.task.specs[name, "weights"]
-        weight = self.stream.network.layers[name].get_parameter("weight")
+        weight = self.runner.network.layers[name].get_parameter("weight")
         return on_grid(weight, spec, self.found.grids.get(name) or plain_grid(spec, weight))
 
     def _put(self, name: str, weight: Tensor) -> None:
-        parameter = self.stream.network.layers[name].get_parameter("weight")
+        parameter = self.runner.network.layers[name].get_parameter("weight")
         parameter.data = weight.to(parameter.device)
 
     def _remark(self, names: Sequence[str], text: str) -> None:
         self.found = self.found.with_remarks(*(Remark(name, text) for name in names))
-
-
-def _geometry(layer: nn.Module) -> tuple[Any, ...]:
-    """Layers that read one value and are equal in this multiply the same patches of it."""
-    fields = ("kernel_size", "stride", "padding", "dilation", "groups", "output_padding", "transposed")
-    return tuple(getattr(layer, key, None) for key in fields)

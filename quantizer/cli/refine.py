@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantizer.algorithms import bias_correction
-from quantizer.algorithms.fast_finetune import Settled
-from quantizer.algorithms.walk import Walk
+from quantizer.algorithms.fast_finetune import FinetunedLayer
+from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.cli import session
 from quantizer.cli.options import RunOptions
 from quantizer.cli.progress import BatchProgress
@@ -68,7 +68,7 @@ def finetune_weights(
     bar, nodes = session.shows_bars(), len(graph.nodes)
     with BatchProgress("fast finetune", nodes, bar=bar, quiet=options.quiet, unit="layers") as progress:
 
-        def after_layer(layers: Mapping[str, Settled]) -> None:
+        def after_layer(layers: Mapping[str, FinetunedLayer]) -> None:
             keeper.layer_done(layers)
             progress.advance()
 
@@ -79,7 +79,7 @@ def finetune_weights(
                 lambda: again(options, batches, "fast finetuning", "leave --fast_finetune out"),
                 mode,
                 seed=options.seed,
-                settled=settled,
+                done=settled,
                 after_layer=after_layer,
             )
         except (KeyboardInterrupt, QuantizerError):
@@ -112,11 +112,11 @@ def correct_biases(options: RunOptions, calibration: Calibration, batches: Batch
     plan, device = calibration.plan, session.device_of(options)
     remedy = "set include_bias_corr to false"
     data = again(options, batches, "bias correction", remedy)
-    walk = Walk(attach.quantized_network(plan.graph, found).to(device), data)
+    runner = SequentialRunner(attach.quantized_network(plan.graph, found).to(device), data)
     bar, layers = session.shows_bars(), len(plan.graph.nodes)
     with BatchProgress("bias correction", layers, bar=bar, quiet=options.quiet, unit="layers") as progress:
         corrections = bias_correction.correct_biases(
-            walk, calibration.means, on_grid=plan.settings.target_device == "DPU", after_layer=progress.advance
+            runner, calibration.means, on_grid=plan.settings.target_device == "DPU", after_layer=progress.advance
         )
     name, largest = max(((layer, float(c.abs().max())) for layer, c in corrections.items()), key=lambda pair: pair[1])
     logger.info("biases of %d layers corrected, by at most %.3g in %s", len(corrections), largest, name)

@@ -155,24 +155,15 @@ def _one_batch(
     taps: Mapping[str, list[Tap]],
     result: Comparison,
 ) -> None:
-    """Walk both networks in step, so that each pair of values is compared while it exists."""
-    left, right = reference.walk(batch.args, batch.kwargs), quantized.walk(batch.args, batch.kwargs)
-    while True:
-        try:
-            name, x = next(left)
-        except StopIteration as done:
-            outputs = done.value
-            break
-        _, y = next(right)
+    """Run both networks in step, so that each pair of values is compared while it exists."""
+    left, right = reference.start(batch.args, batch.kwargs), quantized.start(batch.args, batch.kwargs)
+    for (name, x), (_, y) in zip(left.steps(), right.steps(), strict=True):
         for quantizer, noise in taps.get(name, ()):
             noise.local.add(x, _apart(quantizer, x))
             assert noise.accumulated is not None  # only parameters have none
             # What the quantizer hands on: a layer's own input grid comes after the value that both networks made.
             noise.accumulated.add(x, y if noise.layer == name else _apart(quantizer, y))
-    try:
-        next(right)
-    except StopIteration as done:
-        _outputs(outputs, done.value, batch, result)
+    _outputs(left.float_outputs(), right.float_outputs(), batch, result)
 
 
 def _source(node: Node, role: str) -> str:
@@ -199,13 +190,9 @@ def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
     return rows
 
 
-def _outputs(reference: Any, quantized: Any, batch: Batch, result: Comparison) -> None:
+def _outputs(reference: list[Tensor], quantized: list[Tensor], batch: Batch, result: Comparison) -> None:
     """Noise of all floating-point outputs, and what classes the first one says."""
-    pairs = [
-        (x, y)
-        for x, y in zip(pytree.tree_leaves(reference), pytree.tree_leaves(quantized), strict=True)
-        if isinstance(x, Tensor) and x.is_floating_point()
-    ]
+    pairs = list(zip(reference, quantized, strict=True))
     for x, y in pairs:
         if not bool(torch.isfinite(x).all()):
             raise DataError("the float model's output is not finite", help="check the data and the weights")

@@ -5,7 +5,7 @@ Codes, int32 accumulators, shifts with the rounding of each tensor's spec. It ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,8 @@ from quantizer.engine.attach import quantized_network
 from quantizer.engine.exact_layers import Fixed, Step, compute, is_known
 from quantizer.engine.solution import Key, Solution
 from quantizer.errors import DataError, UsageError
-from quantizer.graph.ir import Graph, Node, map_refs
+from quantizer.graph.ir import Graph, Node
+from quantizer.nn.execution import Execution, arguments
 from quantizer.nn.network import Network
 from quantizer.numerics.integer import requantize
 from quantizer.sources.batches import Batch, naming_batch
@@ -71,14 +72,15 @@ def compare_exact(
         UsageError: a layer to compare computes in half precision.
     """
     require_wide(graph, solution)
-    network, result = _IntegerNetwork(graph, solution), ExactComparison()
+    result = ExactComparison()
+    network = _IntegerNetwork(graph, solution, result)
     rows = {key: LayerCodes(*key, network.positions[key]) for key in network.compared()}
     count = 0
     with torch.no_grad():
         for batch in batches:
             network.batch = count
             with naming_batch(count):
-                _one_batch(network, batch, rows, result)
+                _one_batch(network, batch, rows)
             count += 1
             if after_batch is not None:
                 after_batch(count)
@@ -88,10 +90,11 @@ def compare_exact(
     return result
 
 
-def _one_batch(network: _IntegerNetwork, batch: Batch, rows: Mapping[Key, LayerCodes], result: ExactComparison) -> None:
-    """Walk both networks in step, and count the codes that differ."""
-    simulated = network.simulation.walk(batch.args, batch.kwargs)
-    for (name, value), (_, other) in zip(network.walk(batch, result), simulated, strict=True):
+def _one_batch(network: _IntegerNetwork, batch: Batch, rows: Mapping[Key, LayerCodes]) -> None:
+    """Run both networks in step, and count the codes that differ."""
+    inputs = network.simulation.inputs(batch.args, batch.kwargs)
+    integers, simulated = Execution(network, inputs), Execution(network.simulation, inputs)
+    for (name, value), (_, other) in zip(integers.steps(), simulated.steps(), strict=True):
         for role in ("activation", "input"):
             if (name, role) in rows and isinstance(value, Fixed):
                 rows[name, role].add(value.codes, other.double() * 2.0**value.position)
@@ -116,9 +119,10 @@ def require_wide(graph: Graph, solution: Solution) -> None:
 class _IntegerNetwork:
     """The graph in integers: `plain` computes on codes in float64, `simulation` runs what has no integer form."""
 
-    def __init__(self, graph: Graph, solution: Solution) -> None:
-        self.graph, self.solution = graph, solution
+    def __init__(self, graph: Graph, solution: Solution, result: ExactComparison) -> None:
+        self.graph, self.solution, self.result = graph, solution, result
         self.simulation = quantized_network(graph, solution).cpu()
+        self.last_uses = self.simulation.last_uses
         self.plain = Network(graph).double().cpu()
         known = {key: solution.position(key) for key, (spec, _, _) in solution.tensors.items() if spec.symmetric}
         self.positions: dict[Key, int] = {key: at for key, at in known.items() if at is not None}
@@ -132,19 +136,11 @@ class _IntegerNetwork:
         keys = [(node.name, "input" if node.op == "input" else "activation") for node in self.graph.nodes]
         return [key for key in keys if key in self.positions]
 
-    def walk(self, batch: Batch, result: ExactComparison) -> Iterator[tuple[str, Any]]:
-        """Each node's name and value: `Fixed` where it has codes."""
-        inputs = iter(self.simulation.inputs(batch.args, batch.kwargs))
-        values: dict[str, Any] = {}
-        for node in self.graph.nodes:
-            if node.op == "input":
-                value = self._on_grid(node, self.simulation.run_layer(node, {"input": next(inputs)}))
-            else:
-                value = self._run(node, values, result)
-            values[node.name] = value
-            yield node.name, value
-            for name in self.simulation.last_uses[node.name]:
-                values.pop(name)
+    def run_node(self, node: Node, values: Mapping[str, Any]) -> Any:
+        """Its value: `Fixed` where it has codes."""
+        if node.op == "input":
+            return self._on_grid(node, self.simulation.run_node(node, values))
+        return self._run(node, values)
 
     def _put_codes(self, node: Node) -> None:
         """Weight codes in the plain layer; the bias beside it, as it is added at a position of its own."""
@@ -158,23 +154,22 @@ class _IntegerNetwork:
             else:
                 layer.register_parameter(key, nn.Parameter(codes, requires_grad=False))
 
-    def _run(self, node: Node, values: Mapping[str, Any], result: ExactComparison) -> Any:
+    def _run(self, node: Node, values: Mapping[str, Any]) -> Any:
         """One layer in integers, or in float where it has no integer form."""
-        call = {key: map_refs(item, values.__getitem__) for key, item in node.inputs.items()}
+        call = arguments(node, values)
         step = Step(node, self.plain.layers[node.name], self._own_grids(node, call))
         why = self._why_float(node)
         if not why:
             step.weight_position, step.bias = self.positions.get((node.name, "weights")), self.biases.get(node.name)
             wide = compute(step)
             if step.overflowed:
-                result.overflows.setdefault(node.name, self.batch)
+                self.result.overflows.setdefault(node.name, self.batch)
             if wide is not None:
                 return self._shifted(node, wide)
         if node.row.kind not in ("structural", "passthrough"):
-            result.floats.setdefault(node.name, why or "what it reads has no codes")
+            self.result.floats.setdefault(node.name, why or "what it reads has no codes")
         floats = {name: _floats(values[name], self.graph.by_name[name].dtype) for name in node.refs()}
-        call = {key: map_refs(item, floats.__getitem__) for key, item in node.inputs.items()}
-        return self._on_grid(node, self.simulation.run_layer(node, call))
+        return self._on_grid(node, self.simulation.run_node(node, floats))
 
     def _why_float(self, node: Node) -> str:
         """Why the layer cannot run in integers, whatever it reads."""

@@ -9,22 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from quantizer.algorithms.activation_store import ActivationStore
-from quantizer.algorithms.fast_finetune import Settled, fast_finetune
+from quantizer.algorithms.fast_finetune import FinetunedLayer, fast_finetune
 from quantizer.algorithms.patches import LAYERS
-from quantizer.algorithms.walk import Walk
+from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.evaluate import Noise
 from quantizer.engine.solution import Solution
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
+from quantizer.nn.execution import float_leaves
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
 
-AfterLayer = Callable[[Mapping[str, Settled]], None]
+AfterLayer = Callable[[Mapping[str, FinetunedLayer]], None]
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Finetuned:
     """
 
     solution: Solution
-    layers: Mapping[str, Settled]
+    layers: Mapping[str, FinetunedLayer]
     before: Noise
     after: Noise
     plain: int = 0
@@ -81,20 +80,20 @@ def finetune(
     mode: str,
     *,
     seed: int,
-    settled: Mapping[str, Settled],
+    done: Mapping[str, FinetunedLayer],
     after_layer: AfterLayer,
 ) -> Finetuned:
     """Weights, and with "adaquant" their scales, for which the quantized network is nearer to the float one.
 
-    `batches` opens a pass over the calibration data, on the graph's device; there are two. `settled` holds what an
+    `batches` opens a pass over the calibration data, on the graph's device; there are two. `done` holds what an
     interrupted run had found. The errors are those of `fast_finetune`.
     """
     store, device = ActivationStore(), next((tensor.device for tensor in graph.tensors.values()), torch.device("cpu"))
     plain, outputs = quantized_network(graph, found).to(device), list[Any]()
     with torch.no_grad():
-        reference = Walk(Network(graph), _with_outputs(plain, batches(), outputs, store), store)
-        quantized = Walk(quantized_network(graph, found).to(device), batches(), store)
-    layers = fast_finetune(reference, quantized, mode, seed=seed, settled=settled, after_layer=after_layer)
+        reference = SequentialRunner(Network(graph), _with_outputs(plain, batches(), outputs, store), store)
+        quantized = SequentialRunner(quantized_network(graph, found).to(device), batches(), store)
+    layers = fast_finetune(reference, quantized, mode, seed=seed, done=done, after_layer=after_layer)
     targets = list(reference.outputs())
     before, after = _noise(targets, outputs), _noise(targets, quantized.outputs())
     quantized_weights = {name for name, role in found.tensors if role == "weights"}
@@ -103,8 +102,8 @@ def finetune(
     return dataclasses.replace(made, solution=found) if made.undone else made
 
 
-def finetuned(found: Solution, layers: Mapping[str, Settled]) -> Solution:
-    """The solution with the weights and scales of settled layers."""
+def finetuned(found: Solution, layers: Mapping[str, FinetunedLayer]) -> Solution:
+    """The solution with the weights and scales of finetuned layers."""
     tensors = dict(found.tensors)
     for name, layer in layers.items():
         spec, _, zero_point = tensors[name, "weights"]
@@ -118,7 +117,7 @@ def _with_outputs(
 ) -> Iterator[Batch]:
     """Hand on each batch, after keeping what the network returns for it."""
     for batch in batches:
-        outputs.append(store.keep(pytree.tree_leaves(network(*batch.args, **batch.kwargs))))
+        outputs.append(store.keep(float_leaves(network(*batch.args, **batch.kwargs))))
         yield batch
 
 
@@ -126,7 +125,6 @@ def _noise(targets: Iterable[Any], outputs: Iterable[Any]) -> Noise:
     """Over all floating-point outputs of all batches."""
     noise = Noise()
     for target, output in zip(targets, outputs, strict=True):
-        for x, y in zip(pytree.tree_leaves(target), pytree.tree_leaves(output), strict=True):
-            if isinstance(x, Tensor) and x.is_floating_point():
-                noise.add(x, y)
+        for x, y in zip(float_leaves(target), float_leaves(output), strict=True):
+            noise.add(x, y)
     return noise

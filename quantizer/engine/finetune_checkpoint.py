@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.fast_finetune import Settled
+from quantizer.algorithms.fast_finetune import FinetunedLayer
 from quantizer.engine import fingerprint
 from quantizer.engine.checkpoint import AGAIN, EVERY_S
 from quantizer.engine.result_files import read_json, read_tensors, write_json, write_tensors
@@ -29,7 +29,7 @@ class FinetuneCheckpoint:
     def __init__(self, folder: Path, graph: Graph, start: Solution, run: Mapping[str, Any]) -> None:
         self._tensors, self._info = folder / "checkpoint.finetune.safetensors", folder / "checkpoint.finetune.json"
         self._saved = time.monotonic()
-        self._settled: Mapping[str, Settled] = {}
+        self._settled: Mapping[str, FinetunedLayer] = {}
         self._key = {
             "weights": fingerprint.combined(fingerprint.weights(graph)),
             "layers": fingerprint.combined(fingerprint.layers(graph)),
@@ -54,7 +54,7 @@ class FinetuneCheckpoint:
                 help=f"add --fast_finetune {stored}, or run without --resume",
             )
 
-    def layer_done(self, settled: Mapping[str, Settled]) -> None:
+    def layer_done(self, settled: Mapping[str, FinetunedLayer]) -> None:
         """Note what is settled so far, and save when the last time is long enough ago."""
         self._settled = settled
         if time.monotonic() - self._saved >= EVERY_S:
@@ -72,7 +72,7 @@ class FinetuneCheckpoint:
         self._saved = time.monotonic()
         return len(self._settled)
 
-    def restore(self) -> dict[str, Settled]:
+    def restore(self) -> dict[str, FinetunedLayer]:
         """What an interrupted run had settled; nothing if there is no checkpoint.
 
         Raises:
@@ -90,7 +90,9 @@ class FinetuneCheckpoint:
             raise ResultError(f"{self._tensors} is damaged", help=AGAIN)
         tensors = read_tensors(self._tensors)
         self._settled = {
-            name: Settled(tensors[f"{name}|weight"], tensors[f"{name}|scale"], *tensors[f"{name}|errors"].tolist())
+            name: FinetunedLayer(
+                tensors[f"{name}|weight"], tensors[f"{name}|scale"], *tensors[f"{name}|errors"].tolist()
+            )
             for name in info["layers"]
         }
         return dict(self._settled)

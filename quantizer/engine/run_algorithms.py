@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from quantizer.algorithms.adjustment import Adjustment, Run, adjusted
 from quantizer.algorithms.patches import LAYERS
@@ -134,11 +132,11 @@ def _check_weights(graph: Graph) -> None:
 def difference(graph: Graph, found: Adjustment, batch: Batch) -> float:
     """How far the outputs of the adjusted float network are from the model's, as a share of the largest; 0 if equal."""
     with torch.no_grad():
-        want = pytree.tree_leaves(Network(graph)(*batch.args, **batch.kwargs))
-        have = pytree.tree_leaves(Network(adjusted(graph, found))(*batch.args, **batch.kwargs))
+        want = Network(graph).start(batch.args, batch.kwargs).advance().float_outputs()
+        have = Network(adjusted(graph, found)).start(batch.args, batch.kwargs).advance().float_outputs()
     shares = [0.0]
     for x, y in zip(want, have, strict=True):
-        if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
+        if x.numel():
             shares.append(float((x - y).abs().max() / x.abs().max().clamp_min(torch.finfo(x.dtype).tiny)))
     return max(shares)
 

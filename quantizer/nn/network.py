@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 import quantizer.nn as layers
 from quantizer.errors import DataError
 from quantizer.graph.describe import describe
-from quantizer.graph.ir import Graph, Node, map_refs, references
+from quantizer.graph.ir import Graph, Node, references
+from quantizer.nn.execution import Execution, Watchers, arguments
 from quantizer.nn.layer import Layer
 
 
@@ -39,34 +40,21 @@ class Network(nn.Module):
         """What the traced model returns, in its own output type."""
         return self.observe(args, kwargs, {})
 
-    def observe(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], watch: Mapping[str, Callable[[Tensor], None]]
-    ) -> Any:
+    def observe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], watch: Watchers) -> Any:
         """Run and show each watched node's value to its watcher; returns the output."""
-        steps = self.walk(args, kwargs)
-        while True:
-            try:
-                name, value = next(steps)
-            except StopIteration as done:
-                return done.value
-            if name in watch:
-                watch[name](value)
+        return self.start(args, kwargs).advance(watch=watch).output()
 
-    def walk(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Generator[tuple[str, Any], None, Any]:
-        """Yield each node's name and value as it is made; the generator's return value is the output.
+    def start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Execution:
+        """An execution of this call, before its first node.
 
-        Values are freed after their last use, so a value is only valid until the next step.
+        Raises:
+            DataError: the call is not shaped like the example the model was traced with.
         """
-        values = dict(
-            zip((n.name for n in self.graph.nodes if n.op == "input"), self.inputs(args, kwargs), strict=True)
-        )
-        for node in self.graph.nodes:
-            values[node.name] = self.run_layer(node, arguments(node, values))
-            yield node.name, values[node.name]
-            for name in self.last_uses[node.name]:
-                del values[name]
-        output = map_refs(self.graph.output, values.__getitem__)
-        return self.graph.rebuild(output) if self.graph.rebuild else output
+        return Execution(self, self.inputs(args, kwargs))
+
+    def run_node(self, node: Node, values: Mapping[str, Any]) -> Any:
+        """The node's layer on the values that it reads."""
+        return self.run_layer(node, arguments(node, values))
 
     def run_layer(self, node: Node, call: Mapping[str, Any]) -> Any:
         """One node's layer on the arguments it reads.
@@ -126,13 +114,6 @@ def build_layer(graph: Graph, node: Node) -> Layer:
         else:
             layer.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
     return layer.eval()
-
-
-def arguments(node: Node, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a node's layer; the dict is kept by nobody, as it would keep the values."""
-    if node.op == "input":
-        return {"input": values[node.name]}
-    return {key: map_refs(value, values.__getitem__) for key, value in node.inputs.items()}
 
 
 def _check_input(node: Node, value: Any) -> None:

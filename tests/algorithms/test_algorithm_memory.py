@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantizer.algorithms import activation_store, stream
+from quantizer.algorithms import activation_store, sequential_runner
 from quantizer.algorithms.adjustment import Adjustment
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.model import QuantizationSpec
@@ -105,7 +105,7 @@ def test_values_in_mapped_files_give_the_same_bits(name: str, monkeypatch: pytes
     mapped: list[Tensor] = []
     original = activation_store._mapped
     monkeypatch.setattr(activation_store, "_mapped", lambda tensor: mapped.append(original(tensor)) or mapped[-1])
-    monkeypatch.setattr(stream, "ActivationStore", lambda: activation_store.ActivationStore(0))
+    monkeypatch.setattr(sequential_runner, "ActivationStore", lambda: activation_store.ActivationStore(0))
     found = run(task, settings, Adjustment())
     assert len(mapped) >= 2 * len(inputs)
     assert found.rounded.keys() == expected.rounded.keys() and len(found.rounded) == 6

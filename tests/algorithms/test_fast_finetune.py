@@ -22,7 +22,7 @@ from toys import built, traced
 
 from configs import config, document, layer
 from quantizer.algorithms.adaround import adaround
-from quantizer.algorithms.fast_finetune import SOLVERS, Settled
+from quantizer.algorithms.fast_finetune import SOLVERS, FinetunedLayer
 from quantizer.algorithms.patches import LAYERS, channel_rows, matrix_weight, patches, weight_matrix
 from quantizer.algorithms.rounding_problem import RoundingProblem
 from quantizer.cli.options import FINETUNE_MODES
@@ -140,7 +140,7 @@ def run(original: Graph, folder: Path, batches: Sequence[Batch], mode: str, cont
     """The solution of plain calibration, and what finetuning made of it."""
     calibrated = corrected(original, config(folder, content), batches)
     made = finetune(
-        calibrated.graph, calibrated.before, lambda: batches, mode, seed=0, settled={}, after_layer=lambda _: None
+        calibrated.graph, calibrated.before, lambda: batches, mode, seed=0, done={}, after_layer=lambda _: None
     )
     return calibrated.graph, calibrated.before, made
 
@@ -158,16 +158,16 @@ def assert_on_the_grid(graph: Graph, before: Solution, made: Finetuned) -> None:
     solution = engine.finetuned(before, made.layers)  # what there is without the last look at the output
     network, plain = quantized_network(graph, solution), Solution(solution.tensors)
     nearest = quantized_network(graph, plain)
-    for name, settled in made.layers.items():
+    for name, found in made.layers.items():
         spec, scale, _ = solution.tensors[name, "weights"]
         weight = network.layers[name].get_parameter("weight")
-        assert torch.equal(weight, settled.weight)
+        assert torch.equal(weight, found.weight)
         step = (
             scale if spec.ch_axis is None else scale.view([-1 if d == spec.ch_axis else 1 for d in range(weight.dim())])
         )
         moved = (weight - nearest.layers[name].get_parameter("weight")) / step
         assert moved.abs().max() <= 1.01
-        assert settled.after <= settled.before
+        assert found.after <= found.before
 
 
 @pytest.mark.parametrize(("name", "mode"), list(product(TOYS, SOLVERS)))
@@ -191,11 +191,11 @@ def test_every_grid(round_mode: str, per_channel: bool, symmetry: bool, tmp_path
 def test_powers_of_two_stay_powers_of_two(mode: str, tmp_path: Path) -> None:
     content = document(overall={"scale_type": "poweroftwo"}, tensor={"weights": {"bit_width": 4}})
     _, before, made = of_toy("residual", tmp_path, mode, content)
-    for name, settled in made.layers.items():
-        mantissa, _ = torch.frexp(settled.scale)
+    for name, found in made.layers.items():
+        mantissa, _ = torch.frexp(found.scale)
         assert (mantissa == 0.5).all()
         if mode == "adaround":
-            assert torch.equal(settled.scale, before.tensors[name, "weights"][1])
+            assert torch.equal(found.scale, before.tensors[name, "weights"][1])
 
 
 def test_float_layers_and_fine_grids_are_left_alone(tmp_path: Path) -> None:
@@ -207,19 +207,19 @@ def test_float_layers_and_fine_grids_are_left_alone(tmp_path: Path) -> None:
     assert made.solution == before
 
 
-def test_the_same_seed_gives_the_same_and_settled_layers_are_not_solved_again(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_and_finetuned_layers_are_not_solved_again(tmp_path: Path) -> None:
     content = document(tensor={"weights": {"bit_width": 3}})
     graph, before, first = of_toy("residual", tmp_path, "adaquant", content)
     batches = [Batch(*built("residual").call(size), None, None) for size in (6, 5)]
-    steps: list[dict[str, Settled]] = []
-    for settled in ({}, dict(list(first.layers.items())[:2])):
+    steps: list[dict[str, FinetunedLayer]] = []
+    for done in ({}, dict(list(first.layers.items())[:2])):
         again = finetune(
             graph,
             before,
             lambda: batches,
             "adaquant",
             seed=0,
-            settled=settled,
+            done=done,
             after_layer=lambda found: steps.append(dict(found)),
         )
         for name, expected in first.layers.items():
@@ -233,11 +233,11 @@ def test_the_same_seed_gives_the_same_and_settled_layers_are_not_solved_again(tm
 def test_an_output_that_becomes_worse_undoes_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = engine.fast_finetune
 
-    def spoiled(reference: Any, quantized: Any, mode: str, **more: Any) -> dict[str, Settled]:
+    def spoiled(reference: Any, quantized: Any, mode: str, **more: Any) -> dict[str, FinetunedLayer]:
         last = [node for node in quantized.network.graph.nodes if node.op == "linear"][-1]
         shape = quantized.network.layers[last.name].get_parameter("weight").shape
         scale = quantized.network.layers[last.name].quantizers["weights"].scale
-        more["settled"] = {last.name: Settled(torch.zeros(shape), scale, 1.0, 0.5)}
+        more["done"] = {last.name: FinetunedLayer(torch.zeros(shape), scale, 1.0, 0.5)}
         return original(reference, quantized, mode, **more)
 
     monkeypatch.setattr(engine, "fast_finetune", spoiled)
@@ -293,7 +293,7 @@ def test_e3_learned_rounding_beats_nearest_in_three_bits(
     graph, before, made = run(original, tmp_path, calibration, mode, content)
     assert_on_the_grid(graph, before, made)
     assert not made.undone
-    ratios = [settled.after / settled.before for settled in made.layers.values()]
+    ratios = [layer.after / layer.before for layer in made.layers.values()]
     assert len(ratios) == 10
     assert max(ratios) <= 1.15
     assert statistics.median(ratios) <= 0.9

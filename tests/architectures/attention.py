@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from harness import Case, architecture, images, settled, tokens
+from harness import Case, architecture, images, prepared, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -59,7 +59,7 @@ class ViT(nn.Module):
 
 @architecture
 def vit() -> Case:
-    return Case(settled(ViT()), images(4, 3, 32, 32))
+    return Case(prepared(ViT()), images(4, 3, 32, 32))
 
 
 class ShiftedWindows(nn.Module):
@@ -111,7 +111,7 @@ class Swin(nn.Module):
 
 @architecture
 def swin() -> Case:
-    return Case(settled(Swin()), images(4, 3, 32, 32))
+    return Case(prepared(Swin()), images(4, 3, 32, 32))
 
 
 class Bert(nn.Module):
@@ -135,7 +135,7 @@ class Bert(nn.Module):
 @architecture
 def bert() -> Case:
     mask = (torch.arange(12) < torch.tensor([12, 9, 5, 3])[:, None]).long()
-    return Case(settled(Bert()), tuple((ids[0], mask) for ids in tokens(4, 12, 80)))
+    return Case(prepared(Bert()), tuple((ids[0], mask) for ids in tokens(4, 12, 80)))
 
 
 class Conv1D(nn.Module):
@@ -178,7 +178,7 @@ class GPT2(nn.Module):
 
 @architecture
 def gpt2() -> Case:
-    return Case(settled(GPT2()), tokens(4, 12, 80))
+    return Case(prepared(GPT2()), tokens(4, 12, 80))
 
 
 class OPT(nn.Module):
@@ -202,7 +202,7 @@ class OPT(nn.Module):
 
 @architecture
 def opt() -> Case:
-    return Case(settled(OPT()), tokens(4, 12, 80))
+    return Case(prepared(OPT()), tokens(4, 12, 80))
 
 
 class RMSNorm(nn.Module):
@@ -248,7 +248,7 @@ class Llama(nn.Module):
 
 @architecture
 def llama() -> Case:
-    return Case(settled(Llama()), tokens(4, 12, 80))
+    return Case(prepared(Llama()), tokens(4, 12, 80))
 
 
 class T5(nn.Module):
@@ -270,7 +270,7 @@ class T5(nn.Module):
 
 @architecture
 def t5() -> Case:
-    return Case(settled(T5()), tokens(4, 12, 80))
+    return Case(prepared(T5()), tokens(4, 12, 80))
 
 
 class Experts(nn.Module):
@@ -291,7 +291,7 @@ class Experts(nn.Module):
 
 @architecture
 def mixture_of_experts() -> Case:
-    return Case(settled(Experts()), tokens(4, 12, 80))
+    return Case(prepared(Experts()), tokens(4, 12, 80))
 
 
 class Sequence2Sequence(nn.Module):
@@ -311,4 +311,4 @@ class Sequence2Sequence(nn.Module):
 def encoder_decoder() -> Case:
     causal = nn.Transformer.generate_square_subsequent_mask(8).expand(4, 8, 8)
     pairs = zip(tokens(4, 10, 80), tokens(4, 8, 80), strict=True)
-    return Case(settled(Sequence2Sequence()), tuple((source[0], target[0], causal) for source, target in pairs))
+    return Case(prepared(Sequence2Sequence()), tuple((source[0], target[0], causal) for source, target in pairs))

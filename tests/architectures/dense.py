@@ -5,7 +5,7 @@ an autoencoder, a variational autoencoder's mean path, DCGAN.
 from __future__ import annotations
 
 import torch
-from harness import Case, architecture, images, settled
+from harness import Case, architecture, images, prepared
 from residual import conv_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,7 +35,7 @@ class UNet(nn.Module):
 
 @architecture
 def unet() -> Case:
-    return Case(settled(UNet()), images(2, 3, 16, 16))
+    return Case(prepared(UNet()), images(2, 3, 16, 16))
 
 
 class DeepLab(nn.Module):
@@ -57,7 +57,7 @@ class DeepLab(nn.Module):
 
 @architecture
 def deeplab() -> Case:
-    return Case(settled(DeepLab()), images(2, 3, 16, 16))
+    return Case(prepared(DeepLab()), images(2, 3, 16, 16))
 
 
 class FPN(nn.Module):
@@ -80,7 +80,7 @@ class FPN(nn.Module):
 
 @architecture
 def fpn() -> Case:
-    return Case(settled(FPN()), images(2, 3, 32, 32))
+    return Case(prepared(FPN()), images(2, 3, 32, 32))
 
 
 class Yolo(nn.Module):
@@ -107,7 +107,7 @@ class Yolo(nn.Module):
 
 @architecture
 def yolo() -> Case:
-    return Case(settled(Yolo()), images(2, 3, 32, 32))
+    return Case(prepared(Yolo()), images(2, 3, 32, 32))
 
 
 @architecture
@@ -115,14 +115,14 @@ def espcn() -> Case:
     """Shi et al. 2016: pixels from channels."""
     layers = (nn.Conv2d(1, 16, 5, padding=2), nn.Tanh(), nn.Conv2d(16, 8, 3, padding=1), nn.Tanh())
     up = (nn.Conv2d(8, 9, 3, padding=1), nn.PixelShuffle(3))
-    return Case(settled(nn.Sequential(*layers, *up)), images(2, 1, 12, 12))
+    return Case(prepared(nn.Sequential(*layers, *up)), images(2, 1, 12, 12))
 
 
 @architecture
 def autoencoder() -> Case:
     down = (nn.ReflectionPad2d(1), nn.Conv2d(3, 8, 3, 2), nn.ELU(), nn.Conv2d(8, 4, 3, 2, 1), nn.PReLU(4))
     up = (nn.Upsample(scale_factor=2), nn.Conv2d(4, 8, 3, padding=1), nn.SELU(), nn.Upsample(scale_factor=2))
-    return Case(settled(nn.Sequential(*down, *up, nn.Conv2d(8, 3, 3, padding=1))), images(2, 3, 16, 16))
+    return Case(prepared(nn.Sequential(*down, *up, nn.Conv2d(8, 3, 3, padding=1))), images(2, 3, 16, 16))
 
 
 class MeanPath(nn.Module):
@@ -141,7 +141,7 @@ class MeanPath(nn.Module):
 
 @architecture
 def variational_autoencoder() -> Case:
-    return Case(settled(MeanPath()), images(4, 1, 8, 8))
+    return Case(prepared(MeanPath()), images(4, 1, 8, 8))
 
 
 @architecture
@@ -151,4 +151,4 @@ def dcgan() -> Case:
     more = (nn.ConvTranspose2d(16, 8, 4, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(True))
     last = (nn.ConvTranspose2d(8, 3, 4, 2, 1, bias=False), nn.Tanh())
     noise = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(0))
-    return Case(settled(nn.Sequential(*first, *more, *last)), tuple((batch,) for batch in noise))
+    return Case(prepared(nn.Sequential(*first, *more, *last)), tuple((batch,) for batch in noise))

@@ -63,7 +63,7 @@ def tokens(count: int, length: int, vocabulary: int) -> tuple[tuple[Any, ...], .
     return tuple((batch,) for batch in torch.randint(1, vocabulary, (2, count, length), generator=generator))
 
 
-def settled(module: nn.Module) -> nn.Module:
+def prepared(module: nn.Module) -> nn.Module:
     """Eval mode, batch norms with statistics unlike the identity, as training leaves them."""
     for child in module.modules():
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.running_var is not None:

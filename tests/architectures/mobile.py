@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from harness import Case, architecture, images, settled
+from harness import Case, architecture, images, prepared
 from residual import conv_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,7 +41,7 @@ def inverted(act: nn.Module, gate: nn.Module | None = None) -> nn.Module:
     """A net of inverted residuals."""
     blocks = [InvertedResidual(i, o, act, s, gate) for i, o, s in ((8, 8, 1), (8, 12, 2), (12, 12, 1), (12, 16, 2))]
     head = (conv_norm(16, 64, 1), act, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 10))
-    return settled(nn.Sequential(conv_norm(3, 8, 3, 2), act, *blocks, *head))
+    return prepared(nn.Sequential(conv_norm(3, 8, 3, 2), act, *blocks, *head))
 
 
 @architecture
@@ -79,7 +79,7 @@ class ShuffleBlock(nn.Module):
 def shufflenet_v2() -> Case:
     blocks = (ShuffleBlock(16), ShuffleBlock(16), nn.AvgPool2d(2), ShuffleBlock(16), nn.ChannelShuffle(4))
     head = (conv_norm(16, 32, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
-    return Case(settled(nn.Sequential(conv_norm(3, 16, 3, 2), nn.ReLU(), *blocks, *head)), images(4, 3, 32, 32))
+    return Case(prepared(nn.Sequential(conv_norm(3, 16, 3, 2), nn.ReLU(), *blocks, *head)), images(4, 3, 32, 32))
 
 
 class Ghost(nn.Module):
@@ -100,4 +100,4 @@ class Ghost(nn.Module):
 def ghostnet() -> Case:
     body = (conv_norm(3, 8, 3, 2), nn.ReLU(), Ghost(8, 24), SqueezeExcite(24, nn.Hardsigmoid()), Ghost(24, 32))
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
-    return Case(settled(nn.Sequential(*body, *head)), images(4, 3, 32, 32))
+    return Case(prepared(nn.Sequential(*body, *head)), images(4, 3, 32, 32))

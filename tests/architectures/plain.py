@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from harness import Case, architecture, images, settled
+from harness import Case, architecture, images, prepared
 from residual import conv_norm
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 def alexnet() -> Case:
     features = (nn.Conv2d(3, 16, 5, 2, 2), nn.ReLU(), nn.MaxPool2d(3, 2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU())
     head = (nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Dropout(), nn.Linear(288, 32), nn.ReLU(), nn.Linear(32, 10))
-    return Case(settled(nn.Sequential(*features, *head)), images(4, 3, 32, 32))
+    return Case(prepared(nn.Sequential(*features, *head)), images(4, 3, 32, 32))
 
 
 @architecture
@@ -21,7 +21,7 @@ def vgg() -> Case:
     stages = [m for i, o in widths for m in (nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU(True))]
     stages.insert(6, nn.MaxPool2d(2))
     head = (nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1024, 32), nn.ReLU(True), nn.Linear(32, 10))
-    return Case(settled(nn.Sequential(*stages, *head)), images(4, 3, 32, 32))
+    return Case(prepared(nn.Sequential(*stages, *head)), images(4, 3, 32, 32))
 
 
 class Fire(nn.Module):
@@ -41,7 +41,7 @@ class Fire(nn.Module):
 def squeezenet() -> Case:
     body = (nn.Conv2d(3, 16, 3, 2), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True), Fire(16, 4, 16), Fire(32, 8, 16))
     head = (nn.Conv2d(32, 10, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    return Case(settled(nn.Sequential(*body, *head)), images(4, 3, 32, 32))
+    return Case(prepared(nn.Sequential(*body, *head)), images(4, 3, 32, 32))
 
 
 class Inception(nn.Module):
@@ -67,7 +67,7 @@ class Inception(nn.Module):
 def inception() -> Case:
     body = (conv_norm(3, 16, 3, 2), nn.ReLU(), Inception(16), nn.MaxPool2d(3, 2), Inception(32))
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
-    return Case(settled(nn.Sequential(*body, *head)), images(4, 3, 32, 32))
+    return Case(prepared(nn.Sequential(*body, *head)), images(4, 3, 32, 32))
 
 
 class ConvNeXtBlock(nn.Module):
@@ -89,4 +89,4 @@ class ConvNeXtBlock(nn.Module):
 def convnext() -> Case:
     body = (nn.Conv2d(3, 16, 4, 4), ConvNeXtBlock(16), nn.Conv2d(16, 24, 2, 2), ConvNeXtBlock(24))
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(24), nn.Linear(24, 10))
-    return Case(settled(nn.Sequential(*body, *head)), images(4, 3, 32, 32))
+    return Case(prepared(nn.Sequential(*body, *head)), images(4, 3, 32, 32))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from harness import Case, architecture, images, settled
+from harness import Case, architecture, images, prepared
 from torch import Tensor, nn
 
 
@@ -49,12 +49,12 @@ class Staged(nn.Module):
 
 @architecture
 def resnet() -> Case:
-    return Case(settled(Staged(1)), images(4, 3, 32, 32))
+    return Case(prepared(Staged(1)), images(4, 3, 32, 32))
 
 
 @architecture
 def regnet() -> Case:
-    return Case(settled(Staged(4)), images(4, 3, 32, 32))
+    return Case(prepared(Staged(4)), images(4, 3, 32, 32))
 
 
 class DenseLayer(nn.Module):
@@ -77,4 +77,4 @@ def densenet() -> Case:
     transition = [nn.BatchNorm2d(40), nn.ReLU(), nn.Conv2d(40, 20, 1, bias=False), nn.AvgPool2d(2)]
     more = [DenseLayer(20 + 8 * i, 8) for i in range(2)]
     head = [nn.BatchNorm2d(36), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(36, 10)]
-    return Case(settled(nn.Sequential(stem, *block, *transition, *more, *head)), images(4, 3, 32, 32))
+    return Case(prepared(nn.Sequential(stem, *block, *transition, *more, *head)), images(4, 3, 32, 32))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from harness import Case, architecture, images, settled, tokens
+from harness import Case, architecture, images, prepared, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,7 +29,7 @@ class WaveNet(nn.Module):
 
 @architecture
 def wavenet() -> Case:
-    return Case(settled(WaveNet()), images(2, 1, 64))
+    return Case(prepared(WaveNet()), images(2, 1, 64))
 
 
 @architecture
@@ -37,7 +37,7 @@ def temporal_convolutions() -> Case:
     """Bai et al. 2018, with the weight norm of its convolutions."""
     conv = torch.nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 8, 3, padding=2, dilation=2))
     layers = (conv, nn.Hardtanh(-2, 2), nn.Conv1d(8, 8, 3), nn.GLU(1), nn.AdaptiveAvgPool1d(4), nn.Flatten())
-    return Case(settled(nn.Sequential(*layers, nn.Linear(16, 10))), images(4, 4, 32))
+    return Case(prepared(nn.Sequential(*layers, nn.Linear(16, 10))), images(4, 4, 32))
 
 
 @architecture
@@ -45,7 +45,7 @@ def c3d() -> Case:
     """Tran et al. 2014."""
     layers = (nn.Conv3d(3, 8, 3, padding=1), nn.BatchNorm3d(8), nn.ReLU(), nn.MaxPool3d((1, 2, 2)))
     more = (nn.Conv3d(8, 8, 3, padding=1), nn.ReLU(), nn.AvgPool3d(2), nn.Flatten(), nn.Linear(256, 10))
-    return Case(settled(nn.Sequential(*layers, *more)), images(2, 3, 4, 16, 16))
+    return Case(prepared(nn.Sequential(*layers, *more)), images(2, 3, 4, 16, 16))
 
 
 class PointNet(nn.Module):
@@ -65,7 +65,7 @@ class PointNet(nn.Module):
 
 @architecture
 def pointnet() -> Case:
-    return Case(settled(PointNet()), images(4, 3, 24), floors=(15.0, 20.0))
+    return Case(prepared(PointNet()), images(4, 3, 24), floors=(15.0, 20.0))
 
 
 class DLRM(nn.Module):
@@ -87,7 +87,7 @@ class DLRM(nn.Module):
 @architecture
 def dlrm() -> Case:
     numbers, ids = torch.rand(2, 8, 4, generator=torch.Generator().manual_seed(0)), tokens(8, 3, 50)
-    return Case(settled(DLRM()), tuple((number, id_[0]) for number, id_ in zip(numbers, ids, strict=True)))
+    return Case(prepared(DLRM()), tuple((number, id_[0]) for number, id_ in zip(numbers, ids, strict=True)))
 
 
 class Tagger(nn.Module):
@@ -105,7 +105,7 @@ class Tagger(nn.Module):
 
 @architecture
 def lstm_tagger() -> Case:
-    return Case(settled(Tagger()), tokens(4, 10, 60))
+    return Case(prepared(Tagger()), tokens(4, 10, 60))
 
 
 class Translator(nn.Module):
@@ -130,7 +130,7 @@ class Translator(nn.Module):
 @architecture
 def gru_with_attention() -> Case:
     pairs = zip(tokens(4, 9, 60), tokens(4, 7, 60), strict=True)
-    return Case(settled(Translator()), tuple((source[0], target[0]) for source, target in pairs))
+    return Case(prepared(Translator()), tuple((source[0], target[0]) for source, target in pairs))
 
 
 class Elman(nn.Module):
@@ -155,4 +155,4 @@ def elman() -> Case:
     batches = tuple(
         (torch.randn(4, 5, 6, generator=generator), torch.randn(4, 1, 8, generator=generator)) for _ in range(2)
     )
-    return Case(settled(Elman()), batches)
+    return Case(prepared(Elman()), batches)

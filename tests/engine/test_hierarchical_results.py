@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from toys import built, traced
 
 from quantizer.algorithms.bias_correction import correct_biases
-from quantizer.algorithms.walk import Walk
+from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import Config
 from quantizer.engine import calibrate
 from quantizer.engine.attach import quantized_network
@@ -160,7 +160,7 @@ def test_finetuning_leaves_groups_and_floats_as_they_are_and_says_so() -> None:
         {"weights": GROUPS, "input": DYNAMIC}, names={"fc": {"weights": {"qscheme": "per_channel"}}}, exclude=("conv1",)
     )
     found = calibrate.solution(calibrated(plan))
-    made = finetune(plan.graph, found, lambda: [batch()], "adaround", seed=0, settled={}, after_layer=lambda _: None)
+    made = finetune(plan.graph, found, lambda: [batch()], "adaround", seed=0, done={}, after_layer=lambda _: None)
     assert set(made.layers) == {FC} and made.plain == 4
     if not made.undone:
         assert "4 with weights in groups or other formats keep plain rounding" in made.summary
@@ -175,7 +175,7 @@ def test_biases_are_corrected_whatever_the_weights_are(weights: dict[str, Any]) 
     calibration = calibrated(plan)
     found = calibrate.solution(calibration)
     network = quantized_network(plan.graph, found)
-    corrections = correct_biases(Walk(network, [batch()]), calibration.means)
+    corrections = correct_biases(SequentialRunner(network, [batch()]), calibration.means)
     assert corrections.keys() == set(plan.corrected) and FC in corrections
     with torch.no_grad():
         call = batch()

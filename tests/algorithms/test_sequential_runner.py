@@ -1,4 +1,4 @@
-"""A walk gives every layer's values as the network does, however little memory there is."""
+"""Running node by node gives every layer's values as the network does, however little memory there is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deployments import deployment
 from toys import TOYS, built, leaves_equal, traced
 
 from quantizer.algorithms.activation_store import BUDGET, ActivationStore
-from quantizer.algorithms.walk import Walk
+from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.errors import DataError
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
@@ -26,25 +26,25 @@ def batches(name: str) -> list[Batch]:
 
 
 def walked(network: Network, data: list[Batch], budget: int) -> dict[str, list[Any]]:
-    """Copies of each node's values, made when the walk hands them on."""
-    walk, found = Walk(network, data, ActivationStore(budget)), {}
+    """Copies of each node's values, made when the runner hands them on."""
+    runner, found = SequentialRunner(network, data, ActivationStore(budget)), {}
     with torch.no_grad():
         for node in network.graph.nodes:
-            kept = walk.keep(node, (walk.run(node, call) for call in walk.calls(node)))
+            kept = runner.keep(runner.compute(node))
             found[node.name] = [value.clone() if isinstance(value, torch.Tensor) else value for value in kept]
-            walk.release(node)
+            runner.release(kept)
     return found
 
 
 @pytest.mark.parametrize("budget", [0, 1000, BUDGET])
 @pytest.mark.parametrize("name", TOYS)
-def test_a_walk_makes_the_values_of_a_pass(name: str, budget: int) -> None:
+def test_node_by_node_makes_the_values_of_a_pass(name: str, budget: int) -> None:
     network = deployment(name, 2).network() if name != "constants" else Network(traced(name))
     data = batches(name)
     found = walked(network, data, budget)
     for index, batch in enumerate(data):
         with torch.no_grad():
-            for node, value in network.walk(batch.args, batch.kwargs):
+            for node, value in network.start(batch.args, batch.kwargs).steps():
                 assert leaves_equal(found[node][index], value), node
 
 
@@ -52,7 +52,7 @@ def test_a_batch_that_does_not_fit_is_named() -> None:
     network, data = Network(traced("residual")), batches("residual")
     data[1] = Batch((data[1].args[0].double(), *data[1].args[1:]), data[1].kwargs, None, None)
     with pytest.raises(DataError, match=r"^batch 1: .*: expected \["):
-        Walk(network, data)
+        SequentialRunner(network, data)
 
 
 def test_the_users_batches_stay_as_they_are() -> None:
@@ -63,12 +63,13 @@ def test_the_users_batches_stay_as_they_are() -> None:
 
 def test_what_is_kept_may_be_changed_before_the_next_layer_reads_it() -> None:
     network, data = Network(traced("residual")), batches("residual")
-    walk = Walk(network, data, ActivationStore(0))
+    runner = SequentialRunner(network, data, ActivationStore(0))
     first, second = network.graph.nodes[:2]
-    for value in walk.keep(first, (walk.run(first, call) for call in walk.calls(first))):
+    kept = runner.keep(runner.compute(first))
+    for value in kept:
         value.zero_()
-    walk.release(first)
-    assert not any(call["input"].any() for call in walk.calls(second))
+    runner.release(kept)
+    assert not any(call["input"].any() for call in runner.calls(second))
 
 
 def test_values_beyond_the_budget_go_to_files_that_vanish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
