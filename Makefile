@@ -29,7 +29,7 @@ check: $(VENV)/.test
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 bench: $(VENV)/.run
 	for program in benchmarks/bench_*.py; do $(BIN)/python $$program || exit 1; done
