@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.api.attach import put
+from quantizer.engine.module_attach import put
 from quantizer.api.codes import encode
 from quantizer.api.stored import DESCRIPTION, FORMAT, TENSORS, aliases, checksum, inserted_layers, joined, read
-from quantizer.api.transaction import all_or_nothing
+from quantizer.nn.transaction import all_or_nothing
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import a_kind
 from quantizer.engine.result_files import write_json, write_tensors

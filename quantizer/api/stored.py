@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load as parse_tensors
 from torch import Tensor, nn
 
-from quantizer.api.attach import quantizer_of
+from quantizer.engine.module_attach import quantizer_of
 from quantizer.api.codes import decode
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name, parameter_role

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -52,7 +52,7 @@ class Calibration:
             for name, tensor in found.state_dict().items()
         }
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from stored statistics.
 
         Raises:
@@ -73,6 +73,13 @@ class Calibration:
         for key, found in self._parts().items():
             if not is_parameter(key[1]):
                 found.forget_after(batches)
+
+    def without(self, layers: Collection[str]) -> Calibration:
+        """Without the calibrated activations of these layers, which stay float."""
+        tensors = self.plan.tensors
+        kept = {key: tensor for key, tensor in tensors.items() if key[0] not in layers or not tensor.is_calibrated}
+        observers = {key: observer for key, observer in self.observers.items() if key in kept}
+        return replace(self, plan=replace(self.plan, tensors=kept), observers=observers)
 
     def _parts(self) -> dict[Key, Observer | ChannelMean]:
         """What has statistics to keep, each once; groups of weights have so many that they are found anew."""

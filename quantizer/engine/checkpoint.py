@@ -1,83 +1,172 @@
-"""The checkpoint of an unfinished calibration: statistics of the batches so far, and what they belong to."""
+"""What interrupted stages of a run need to go on: files of one folder, consistent after a stop at any write."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantizer.config.model import Config
-from quantizer.engine import fingerprint
-from quantizer.engine.calibrate import Calibration
+from torch import Tensor
+
+from quantizer.config.diagnostics import Diagnostic
+from quantizer.engine.events import Snapshot, Stage
 from quantizer.engine.result_files import read_json, read_tensors, write_json, write_tensors
-from quantizer.errors import ResultError
-from quantizer.graph.ir import Graph
+from quantizer.errors import DataError, QuantizerError, ResultError
 
 EVERY_S = 30.0  # seconds of work that a kill may cost
 AGAIN = "run without --resume"
+_FIELDS = {"key", "state", "files", "tensors"}
 
 
 class Checkpoint:
-    """checkpoint.safetensors and checkpoint.json of one folder; the JSON is written last and names the batches."""
+    """`checkpoint.<name>.json`, written last, names numbered tensor files; a save writes only tensors that are new.
 
-    def __init__(self, folder: Path, original: Graph, config: Config, run: Mapping[str, Any]) -> None:
-        self._tensors, self._info = folder / "checkpoint.safetensors", folder / "checkpoint.json"
-        self._saved = time.monotonic()
-        self._data: Mapping[str, Any] = {}
-        self._key = {
-            "weights": fingerprint.combined(fingerprint.weights(original)),
-            "layers": fingerprint.combined(fingerprint.layers(original)),
-            "config": fingerprint.config(config),
-            **run,
-        }
+    A changed tensor must be another object: tensors are told apart by identity. Each comes back on its own device.
+    """
 
-    def batch_done(self, calibration: Calibration, data: Mapping[str, Any]) -> None:
-        """Note the fingerprint of the data so far, and save when the last time is long enough ago."""
-        self._data = data
-        if time.monotonic() - self._saved >= EVERY_S:
-            self.save(calibration)
+    def __init__(self, folder: Path, name: str, key: Mapping[str, Any]) -> None:
+        self._folder, self._name, self._key = folder, name, dict(key)
+        self._files: dict[int, str] = {}  # checksum by number
+        self._stored: dict[int, tuple[Tensor, int, str]] = {}  # by id: the tensor, its file and its name there
+        self._is_ours = False
 
-    def save(self, calibration: Calibration) -> None:
-        """Save now; `calibration` holds whole batches."""
-        self._info.unlink(missing_ok=True)
-        digest = write_tensors(self._tensors, calibration.state_dict())
-        content = {"key": self._key, "batches": calibration.batches, "data": self._data, "sha256": digest}
+    def save(self, snapshot: Snapshot) -> None:
+        """Write it; a stop in the middle leaves the snapshot before."""
+        if not self._is_ours:
+            self._info.unlink(missing_ok=True)  # another run's, whose files this one writes over
+            self._is_ours = True
+        new = {name: tensor for name, tensor in snapshot.tensors.items() if id(tensor) not in self._stored}
+        if new:
+            number = max(self._files, default=-1) + 1
+            self._files[number] = write_tensors(self._path(number), new)
+            for name, tensor in new.items():
+                self._stored[id(tensor)] = (tensor, number, name)
+        kept = {id(tensor) for tensor in snapshot.tensors.values()}
+        self._stored = {at: row for at, row in self._stored.items() if at in kept}
+        used = {number for _, number, _ in self._stored.values()}
+        unused, self._files = self._files.keys() - used, {at: self._files[at] for at in sorted(used)}
+        places = {}
+        for name, tensor in snapshot.tensors.items():
+            _, number, stored = self._stored[id(tensor)]
+            places[name] = [number, stored, str(tensor.device)]
+        content = {"key": self._key, "state": snapshot.state, "files": self._files, "tensors": places}
         write_json(self._info, content)
-        self._saved = time.monotonic()
+        for number in unused:
+            self._path(number).unlink(missing_ok=True)
 
-    def restore(self, calibration: Calibration) -> int:
-        """Load the checkpoint, if there is one, and return how many batches it has seen.
+    def restore(self) -> Snapshot | None:
+        """The last snapshot of a run with the same key; None if there is none.
 
         Raises:
-            ResultError: it is damaged, or belongs to another model, config, seed or batch size.
+            ResultError: it is damaged, or belongs to another run.
         """
         if not self._info.exists():
-            return 0
+            return None
         info = read_json(self._info)
-        if not isinstance(info, dict) or not {"key", "batches", "data", "sha256"} <= set(info):
+        if not isinstance(info, dict) or not set(info) >= _FIELDS:
             raise ResultError(f"{self._info} is damaged", help=AGAIN)
         for name, value in self._key.items():
             if info["key"].get(name) != value:
-                raise ResultError(f"the checkpoint belongs to another run: {name} differs", help=AGAIN)
-        if not self._tensors.is_file() or hashlib.sha256(self._tensors.read_bytes()).hexdigest() != info["sha256"]:
-            raise ResultError(f"{self._tensors} is damaged", help=AGAIN)
-        calibration.load_state_dict(read_tensors(self._tensors))
-        calibration.batches = int(info["batches"])
-        self._data = info["data"]
-        return calibration.batches
+                raise other_run(f"{name} differs")
+        self._files = {int(number): digest for number, digest in info["files"].items()}
+        parts = {number: self._read(number, digest) for number, digest in self._files.items()}
+        tensors: dict[str, Tensor] = {}
+        moved: dict[tuple[int, str], Tensor] = {}
+        for name, (number, stored, device) in info["tensors"].items():
+            tensor = moved.setdefault((number, stored), parts[number][stored].to(device))
+            self._stored[id(tensor)] = (tensor, number, stored)
+            tensors[name] = tensor
+        self._is_ours = True
+        return Snapshot(tensors, info["state"])
 
-    def check_data(self, data: Mapping[str, Any] | None) -> None:
-        """Refuse data whose first batches are not those the checkpoint has seen; None: there are not even so many.
+    @property
+    def _info(self) -> Path:
+        return self._folder / f"checkpoint.{self._name}.json"
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"checkpoint.{self._name}.{number:04}.safetensors"
+
+    def _read(self, number: int, digest: str) -> dict[str, Tensor]:
+        path = self._path(number)
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise ResultError(f"{path} is damaged", help=AGAIN)
+        return read_tensors(path)
+
+
+class Checkpoints:
+    """The checkpoints of a run's stages in one folder. Follows the run's events: saves at boundaries and when it stops.
+
+    Args:
+        folder: the result folder.
+        resume: whether stages go on from what is there.
+        every_s: seconds between saves where there is no boundary.
+    """
+
+    def __init__(self, folder: Path, *, resume: bool = False, every_s: float = EVERY_S) -> None:
+        self.folder, self.resume, self._every_s = folder, resume, every_s
+        self._open: dict[str, Checkpoint] = {}
+        self._saved, self._news = time.monotonic(), False
+
+    def restore(self, name: str, key: Mapping[str, Any]) -> Snapshot | None:
+        """What a stopped run has left of a stage, if this run is to go on from it.
 
         Raises:
-            ResultError: they differ.
+            ResultError: it is damaged, or belongs to another run.
         """
-        if data != self._data:
-            raise ResultError("the checkpoint belongs to another run: the data differ", help=AGAIN)
+        self._open[name] = Checkpoint(self.folder, name, key)
+        return self._open[name].restore() if self.resume else None
+
+    @staticmethod
+    def stored_key(folder: Path, name: str) -> Mapping[str, Any]:
+        """What a checkpoint belongs to, as far as it is there and readable."""
+        path = folder / f"checkpoint.{name}.json"
+        info = read_json(path) if path.exists() else None
+        key = info.get("key", {}) if isinstance(info, dict) else {}
+        return key if isinstance(key, Mapping) else {}
+
+    def exist(self) -> bool:
+        """Whether there is anything to go on from."""
+        return any(self.folder.glob("checkpoint.*"))
 
     def remove(self) -> None:
-        """The calibration is complete, and so is what came after it."""
-        for path in (self._info, *self._info.parent.glob("checkpoint.*")):
+        """The run is complete."""
+        for path in sorted(self.folder.glob("checkpoint.*.json")) + sorted(self.folder.glob("checkpoint.*")):
             path.unlink(missing_ok=True)
+
+    def started(self, stage: Stage) -> None:
+        """Nothing is new yet."""
+        self._news = False
+
+    def advanced(self, stage: Stage) -> None:
+        """Save at a boundary, or when the last save is long enough ago."""
+        self._news = stage.snapshot is not None
+        if self._news and (stage.at_boundary or time.monotonic() - self._saved >= self._every_s):
+            self._save(stage)
+
+    def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
+        """Nothing to save."""
+
+    def stopped(self, stage: Stage, error: BaseException | None) -> None:
+        """Save what a stop would lose. Where the data are the reason, a run with other data cannot go on from it."""
+        resumable = isinstance(error, (KeyboardInterrupt, QuantizerError))
+        if stage.snapshot is None or not resumable or not stage.done or not self._news:
+            return
+        if isinstance(error, DataError) and stage.needs_same_data:
+            return
+        self._save(stage)
+        of_all = f" of {stage.total}" if stage.total and stage.unit != "batches" else ""
+        text = f"{stage.name} stopped after {stage.done}{of_all} {stage.unit}; --resume goes on from there"
+        stage.events.message(logging.WARNING, text)
+
+    def _save(self, stage: Stage) -> None:
+        assert stage.snapshot is not None
+        self._open[stage.saved_as].save(stage.snapshot())
+        self._saved = time.monotonic()
+
+
+def other_run(why: str) -> ResultError:
+    """The error about a checkpoint that this run cannot go on from."""
+    return ResultError(f"the checkpoint belongs to another run: {why}", help=AGAIN)

@@ -28,7 +28,7 @@ from quantizer import (
     RoundType,
     ScaleType,
 )
-from quantizer.api.attach import put
+from quantizer.engine.module_attach import put
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
@@ -555,7 +555,7 @@ def test_what_breaks_off_while_quantizers_are_put_in_is_undone(
             raise error("in the middle")
         put(*args)
 
-    monkeypatch.setattr("quantizer.api.attach.put", put_until)
+    monkeypatch.setattr("quantizer.engine.module_attach.put", put_until)
     with pytest.raises(error):
         quantized(model, weight=spec(), input_tensors=per_token())
     assert equal(before, snapshot(model))

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from quantizer.algorithms.adjustment import Rounded
-from quantizer.api.algorithms_in_place import adjust_in_place, write_rounded
-from quantizer.api.attach import attach
+from quantizer.engine.module_algorithms import adjust_in_place, write_rounded
+from quantizer.engine.module_attach import attach
 from quantizer.api.config import Config
-from quantizer.api.transaction import all_or_nothing
+from quantizer.nn.transaction import all_or_nothing
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document import Document
 from quantizer.config.load import check_document

@@ -1,0 +1,119 @@
+"""What a calibration is asked to do, and what its steps have found so far. Each step of the pipeline fills in more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from quantizer.algorithms.adjustment import Adjustment
+from quantizer.config.diagnostics import Diagnostic
+from quantizer.config.model import Config
+from quantizer.engine import fingerprint
+from quantizer.engine.calibrate import Calibration
+from quantizer.engine.checkpoint import Checkpoints
+from quantizer.engine.events import Events, Logged, Snapshot, Stage
+from quantizer.engine.solution import Solution
+from quantizer.engine.target import Target
+from quantizer.errors import DataError
+from quantizer.plan.model import Plan
+from quantizer.sources.batches import Batch
+from quantizer.sources.data import Batches
+
+
+@dataclass
+class Job:
+    """One calibration.
+
+    Args:
+        target: what is quantized.
+        config: how.
+        batches: the calibration data, or an example input where no data are needed.
+        events: who follows the run.
+        checkpoints: where interrupted stages leave what they found; None to leave nothing.
+        seed: of all randomness.
+        fast_finetune: "adaround", "adaquant" or None.
+        facts: what else the results depend on, for checkpoints.
+        findings: on the config, from reading it.
+        confirm: called when the plan is made and nothing is changed yet; it may raise.
+        plan, adjustment, report, calibration, solution: found by the steps, in this order.
+    """
+
+    target: Target
+    config: Config
+    batches: Batches
+    events: Events = field(default_factory=Logged)
+    checkpoints: Checkpoints | None = None
+    seed: int = 0
+    fast_finetune: str | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    findings: tuple[Diagnostic, ...] = ()
+    confirm: Callable[[Job], None] = lambda job: None
+    plan: Plan = field(init=False)
+    adjustment: Adjustment | None = None
+    report: Mapping[str, Any] = field(default_factory=dict)
+    calibration: Calibration = field(init=False)
+    solution: Solution = field(init=False)
+
+    @property
+    def algorithms_need_data(self) -> bool:
+        """Whether an algorithm of the config looks at values."""
+        return any(settings.needs_data for settings in self.config.algorithms)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether batches are read for their values, and not only the first one for its shape."""
+        return self.plan.needs_data or self.fast_finetune is not None or self.algorithms_need_data
+
+    def stage(self, name: str, total: int | None, unit: str = "batches", **more: Any) -> Stage:
+        """A part of this run, reported to its followers."""
+        return Stage(self.events, name, total, unit, **more)
+
+    @cached_property
+    def key(self) -> Mapping[str, Any]:
+        """What every checkpoint of this run belongs to."""
+        return {
+            "weights": fingerprint.combined(fingerprint.weights(self.target.original)),
+            "layers": fingerprint.combined(fingerprint.layers(self.target.original)),
+            "config": fingerprint.config(self.config),
+            **self.facts,
+        }
+
+    def restored(self, saved_as: str, **more: Any) -> Snapshot | None:
+        """What a stopped run has left of a stage, where this one resumes it; `more` is what else that depends on.
+
+        Raises:
+            ResultError: it is damaged, or belongs to another run.
+        """
+        return self.checkpoints.restore(saved_as, {**self.key, **more}) if self.checkpoints else None
+
+    def first_batch(self) -> Batch:
+        """On the target's device.
+
+        Raises:
+            DataError: there is none.
+        """
+        first = next(iter(self.batches), None)
+        if first is None:
+            raise DataError("the data has no batches", help="check --data")
+        return first.to(self.target.device)
+
+    def read(self) -> Iterator[Batch]:
+        """A pass over the calibration data, on the target's device."""
+        device = self.target.device
+        return (batch.to(device) for batch in self.batches)
+
+    def read_again(self, step: str, remedy: str) -> Iterator[Batch]:
+        """Another pass for a step that needs the same batches.
+
+        Raises:
+            DataError: they are others than calibration saw.
+        """
+        seen = self.batches.fingerprint
+        yield from self.read()
+        if seen is not None and self.batches.fingerprint != seen:
+            raise DataError(
+                f"{self.batches.label} gives other batches when it is read again, and {step} reads it more than once",
+                help=f"draw random crops and orders from a fixed seed, or {remedy}",
+            )

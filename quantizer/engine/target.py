@@ -1,0 +1,123 @@
+"""What a config is applied to: a traced network, or (in `module_target`) the modules of a model where they stand."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from quantizer.algorithms.adjustment import Adjustment, adjusted
+from quantizer.config.model import Config, QuantizationSpec
+from quantizer.engine.attach import quantized_network
+from quantizer.engine.calibrate import Observable
+from quantizer.engine.solution import Key, Solution
+from quantizer.graph.ir import Graph
+from quantizer.graph.passes import run_passes
+from quantizer.graph.structure import Structure
+from quantizer.nn.network import Network
+from quantizer.plan.model import Plan
+from quantizer.plan.remarks import remarks
+from quantizer.plan.resolve import resolve
+from quantizer.sources.batches import Batch
+
+
+@dataclass(frozen=True)
+class AlgorithmScope:
+    """What algorithms work on: a graph, the specs of its nodes, and which part of a structure can be changed."""
+
+    graph: Graph
+    specs: Mapping[Key, QuantizationSpec]
+    fitting: Callable[[str, str, Structure], Structure] = lambda name, stage, structure: structure
+
+
+class Target(Protocol):
+    """What the steps of the pipeline do to a model, whichever way it is held."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+
+    def prepare(self, config: Config) -> None:
+        """Bring the graph into the form that is planned.
+
+        Raises:
+            UsageError: the config asks for what this kind of target cannot do.
+        """
+
+    def plan(self, config: Config) -> Plan:
+        """The plan for the graph as it is now."""
+
+    def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
+        """What the user should hear of the plan, with levels of `logging`."""
+
+    def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
+        """What algorithms work on; `first` is a batch to trace with."""
+
+    def adjust(self, found: Adjustment) -> None:
+        """Take up what algorithms found: the float function stays."""
+
+    def observed(self) -> AbstractContextManager[Observable]:
+        """The float model, whose values can be watched for a while."""
+
+    def unreached(self) -> Collection[str]:
+        """Layers that no batch has come to."""
+
+    def solved(self, found: Solution, adjustment: Adjustment, report: Mapping[str, Any]) -> Solution:
+        """The solution with what algorithms found."""
+
+    def apply(self, solution: Solution) -> nn.Module:
+        """The quantized model."""
+
+
+class TracedTarget:
+    """A graph that `torch.export` made of a model: `original` as traced, `graph` with what passes and algorithms did."""
+
+    def __init__(self, original: Graph) -> None:
+        self.original = self.graph = original
+
+    @property
+    def device(self) -> torch.device:
+        """Where the graph's tensors are."""
+        return next((tensor.device for tensor in self.original.tensors.values()), torch.device("cpu"))
+
+    def prepare(self, config: Config) -> None:
+        """Run the passes that the settings ask for."""
+        self.graph = run_passes(self.original, config.settings)
+
+    def plan(self, config: Config) -> Plan:
+        """Resolve the config."""
+        return resolve(config, self.graph, self.original)
+
+    def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
+        """What passes did to parameters, and which operators stay float."""
+        return ((logging.WARNING, text) for text in remarks(plan))
+
+    def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
+        """The graph itself."""
+        return AlgorithmScope(plan.graph, {key: tensor.spec for key, tensor in plan.tensors.items()})
+
+    def adjust(self, found: Adjustment) -> None:
+        """Into the graph."""
+        self.graph = adjusted(self.graph, found)
+
+    @contextmanager
+    def observed(self) -> Iterator[Observable]:
+        """The float network."""
+        yield Network(self.graph)
+
+    def unreached(self) -> Collection[str]:
+        """A trace holds nothing that does not run."""
+        return ()
+
+    def solved(self, found: Solution, adjustment: Adjustment, report: Mapping[str, Any]) -> Solution:
+        """With rounded weights on their scales, and with all that the float network was changed by."""
+        return found.adjusted_by(adjustment, report)
+
+    def apply(self, solution: Solution) -> Network:
+        """A network with quantizers."""
+        return quantized_network(self.graph, solution).to(self.device)

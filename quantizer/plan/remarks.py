@@ -1,0 +1,23 @@
+"""What the user should hear of a plan: what passes changed, and which operators stay float."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from quantizer.graph.passes import summary
+from quantizer.plan.model import Plan
+from quantizer.plan.resolve import NO_RULES
+
+
+def remarks(plan: Plan) -> Iterator[str]:
+    """A sentence each."""
+    yield from summary(plan.graph)
+    yield from left_float(node.op for node in plan.graph.nodes if plan.floats.get(node.name) == NO_RULES)
+
+
+def left_float(kinds: Iterable[str]) -> Iterator[str]:
+    """One sentence on operators or modules without quantization rules; none if there are none of these."""
+    names = ", ".join(f"{name} ({count})" for name, count in sorted(Counter(kinds).items()))
+    if names:
+        yield f"left float, as there are no quantization rules for them: {names}"
