@@ -14,7 +14,8 @@ from quantizer.engine.solution import Solution
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
-from quantizer.numerics.qparams import Grid, QParams, qparams_from_range
+from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.numerics.qparams import Grid, qparams_from_range
 
 ACTIVATION = QuantizationSpec()
 WEIGHTS = QuantizationSpec(qscheme="per_channel", ch_axis=0)
@@ -33,24 +34,23 @@ def calibrated(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> S
     found: dict[Any, Any] = {}
 
     def watcher(name: str) -> Callable[[Tensor], None]:
-        return lambda value: found.update({(name, "activation"): (ACTIVATION, *fitted(value, ACTIVATION))})
+        return lambda value: found.update({(name, "activation"): fitted(value, ACTIVATION)})
 
     watched = [n.name for n in graph.nodes if n.dtype == torch.float32 and n.op != "parameter"]
     with torch.no_grad():
         network.observe(args, kwargs, {name: watcher(name) for name in watched})
     for node in graph.nodes:
         if node.row.weight and "weight" in node.params:
-            found[node.name, "weights"] = (WEIGHTS, *fitted(network.layers[node.name].weight, WEIGHTS))
+            found[node.name, "weights"] = fitted(network.layers[node.name].weight, WEIGHTS)
     return Solution(found)
 
 
-def fitted(value: Tensor, spec: QuantizationSpec) -> tuple[Tensor, Tensor]:
-    """Scale and zero point that cover a tensor."""
+def fitted(value: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
+    """With the scale and zero point that cover a tensor."""
     grid = Grid(spec.quant_min, spec.quant_max, spec.symmetric, spec.scale_type)
     if spec.ch_axis is None:
         low, high = value.min(), value.max()
     else:
         rest = [axis for axis in range(value.ndim) if axis != spec.ch_axis]
         low, high = (value.amin(rest), value.amax(rest)) if rest else (value, value)  # no axes would mean all
-    found: QParams = qparams_from_range(low, high, grid)
-    return found.scale, found.zero_point
+    return QuantizedTensor(spec).at(qparams_from_range(low, high, grid))

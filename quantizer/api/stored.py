@@ -24,6 +24,7 @@ from quantizer.config.wording import a_kind
 from quantizer.errors import ResultError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
 from quantizer.nn.inplace import check_quantizable, lacks_bias
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.rescale import InputScale, Rotation
 from quantizer.numerics.granularity import scale_shape
@@ -236,7 +237,7 @@ def _quantizers(
             if spec.is_scaled and not spec.is_dynamic:
                 grid_of(spec)
                 _check_scale(names[0], scale, zero_point, _scale_shape(module, role, spec))
-            made[path, role] = quantizer_of(module, role, spec, scale, zero_point)
+            made[path, role] = quantizer_of(module, role, QuantizedTensor(spec, scale, zero_point))
     return made
 
 

@@ -150,7 +150,7 @@ def _report(
     stamp: str | None,
 ) -> Outcome:
     """Write what test mode found, and say what to show of it."""
-    rows = summary.layer_rows(compared, {key: spec for key, (spec, _, _) in info.solution.tensors.items()})
+    rows = summary.layer_rows(compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()})
     metrics = compared.metrics()
     for name, pair in pairs.items():
         metrics |= {

@@ -12,10 +12,8 @@ from quantizer.nn.network import Network
 def quantized_network(graph: Graph, solution: Solution) -> Network:
     """A network with the quantizers, weights and bias corrections of `solution`. Parameters are quantized at once."""
     network = Network(with_weights(graph, solution.weights))
-    for (name, role), (spec, scale, zero_point) in solution.tensors.items():
-        network.layers[name].attach(
-            role, quantizer_of(spec, scale, zero_point, inplace=writes_inplace(graph, name, role))
-        )
+    for (name, role), tensor in solution.tensors.items():
+        network.layers[name].attach(role, quantizer_of(tensor, inplace=writes_inplace(graph, name, role)))
     for name, correction in solution.corrections.items():
         network.layers[name].correct_bias(correction)
     return network

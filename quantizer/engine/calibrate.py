@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from quantizer.algorithms.channel_mean import ChannelMean, channel_axis
@@ -16,6 +15,7 @@ from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.engine.parameter_remarks import dead_channels, saturated
 from quantizer.engine.solution import Key, Solution
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.observers import NegativeValuesError, NonFiniteError, ObservationError, Observer
 from quantizer.plan.model import Plan, TensorPlan
 from quantizer.sources.batches import Batch
@@ -205,9 +205,6 @@ def solution(calibration: Calibration) -> Solution:
     tensors = {}
     for key, planned in calibration.plan.tensors.items():
         observer = calibration.observers.get(key)
-        if observer is None:
-            tensors[key] = planned.spec, torch.ones(()), torch.zeros((), dtype=torch.int32)
-        else:
-            found = observer.qparams()
-            tensors[key] = planned.spec, found.scale, found.zero_point
+        tensor = QuantizedTensor(planned.spec)
+        tensors[key] = tensor if observer is None else tensor.at(observer.qparams())
     return Solution(tensors)

@@ -124,7 +124,7 @@ class _IntegerNetwork:
         self.simulation = quantized_network(graph, solution).cpu()
         self.last_uses = self.simulation.last_uses
         self.plain = Network(graph).double().cpu()
-        known = {key: solution.position(key) for key, (spec, _, _) in solution.tensors.items() if spec.symmetric}
+        known = {key: tensor.position for key, tensor in solution.tensors.items() if tensor.spec.symmetric}
         self.positions: dict[Key, int] = {key: at for key, at in known.items() if at is not None}
         self.biases: dict[str, Fixed] = {}
         self.batch = 0
@@ -186,7 +186,7 @@ class _IntegerNetwork:
 
     def _spec(self, node: Node) -> QuantizationSpec | None:
         found = self.solution.tensors.get((node.name, "activation"))
-        return found[0] if found else None
+        return found.spec if found else None
 
     def _own_grids(self, node: Node, call: Mapping[str, Any]) -> dict[str, Any]:
         """The layer's own view of what it reads, where the config gives "input" a grid of its own."""
@@ -204,7 +204,7 @@ class _IntegerNetwork:
         return self._shift(wide, key) if isinstance(wide, Fixed) and key in self.positions else wide
 
     def _shift(self, wide: Fixed, key: Key) -> Fixed:
-        spec, position = self.solution.tensors[key][0], self.positions[key]
+        spec, position = self.solution.tensors[key].spec, self.positions[key]
         shift = wide.position - position
         return Fixed(requantize(wide.codes, shift, spec.quant_min, spec.quant_max, spec.round_mode), position)
 

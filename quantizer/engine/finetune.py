@@ -106,8 +106,7 @@ def finetuned(found: Solution, layers: Mapping[str, FinetunedLayer]) -> Solution
     """The solution with the weights and scales of finetuned layers."""
     tensors = dict(found.tensors)
     for name, layer in layers.items():
-        spec, _, zero_point = tensors[name, "weights"]
-        tensors[name, "weights"] = spec, layer.scale, zero_point
+        tensors[name, "weights"] = dataclasses.replace(tensors[name, "weights"], scale=layer.scale)
     weights = {name: {"weight": layer.weight} for name, layer in layers.items()}
     return dataclasses.replace(found, tensors=tensors).with_weights(weights)
 

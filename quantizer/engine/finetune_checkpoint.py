@@ -101,6 +101,8 @@ class FinetuneCheckpoint:
 def _scales(solution: Solution) -> dict[str, str]:
     """A digest of each scale and zero point."""
     return {
-        f"{layer}|{role}": fingerprint.tensor_digest(torch.cat([scale.flatten(), zero_point.flatten().to(scale)]))
-        for (layer, role), (_, scale, zero_point) in solution.tensors.items()
+        f"{layer}|{role}": fingerprint.tensor_digest(
+            torch.cat([found.scale.flatten(), found.zero_point.flatten().to(found.scale)])
+        )
+        for (layer, role), found in solution.tensors.items()
     }

@@ -62,11 +62,12 @@ class OtherSizes:
         changed = next((name for name in (*before, *after) if before.get(name) != after.get(name)), None)
         if changed is not None:
             raise self._refusal(f"then layer {changed} is another")
-        for (layer, role), (spec, scale, _) in solution.tensors.items():
-            if not is_parameter(role) and spec.ch_axis is not None and scale.numel() > 1:
+        for (layer, role), tensor in solution.tensors.items():
+            axis, channels = tensor.spec.ch_axis, tensor.scale.numel()
+            if not is_parameter(role) and axis is not None and channels > 1:
                 size = self._read_by(layer, role).shape
-                if size is not None and size[spec.ch_axis] != scale.numel():
-                    raise self._refusal(f"then {role} of layer {layer} has {size[spec.ch_axis]} channels")
+                if size is not None and size[axis] != channels:
+                    raise self._refusal(f"then {role} of layer {layer} has {size[axis]} channels")
 
     def _read_by(self, layer: str, role: str) -> Node:
         node = self.now.by_name[layer]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
@@ -15,6 +15,7 @@ from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import OPERATORS, as_planned, is_transposed, parameters_of
 from quantizer.nn.inplace import InPlace, keep_layers_called, make_quantizable
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 
 
@@ -45,8 +46,8 @@ def attach(model: nn.Module, graph: Graph, solution: Solution) -> None:
     modules = dict(model.named_modules())
     uses = list(_uses(modules, graph, solution))
     quantizers = {
-        key: quantizer_of(modules[graph.by_name[key[0]].scope], key[1], *found)
-        for key, found in solution.tensors.items()
+        key: quantizer_of(modules[graph.by_name[key[0]].scope], key[1], tensor)
+        for key, tensor in solution.tensors.items()
     }
     done: set[int] = set()
     agreed = _agreed(model, uses)
@@ -72,21 +73,18 @@ def put(module: nn.Module, path: str, role: str, quantizer: TensorQuantizer) -> 
         layer.quantizers[role] = quantizer
 
 
-def quantizer_of(
-    module: nn.Module, role: str, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor
-) -> TensorQuantizer:
+def quantizer_of(module: nn.Module, role: str, tensor: QuantizedTensor) -> TensorQuantizer:
     """A quantizer for a layer's tensor; the output of torch's own layers is fresh memory, which it may overwrite."""
     cls = module.float_class if isinstance(module, InPlace) else type(module)
     inplace = role == "activation" and cls in OPERATORS
-    if spec.is_dynamic or not spec.is_scaled:
-        return TensorQuantizer(spec, inplace=inplace)
-    return TensorQuantizer(spec, scale, zero_point, inplace=inplace)
+    known = (tensor.scale, tensor.zero_point) if tensor.spec.is_scaled and not tensor.spec.is_dynamic else ()
+    return TensorQuantizer(tensor.spec, *known, inplace=inplace)
 
 
 def _uses(modules: dict[str, nn.Module], graph: Graph, solution: Solution) -> Iterator[_Use]:
-    for (name, role), (spec, _, _) in solution.tensors.items():
+    for (name, role), tensor in solution.tensors.items():
         if is_parameter(role):
-            yield _Use(name, modules[graph.by_name[name].scope], parameter_name(role), role, spec)
+            yield _Use(name, modules[graph.by_name[name].scope], parameter_name(role), role, tensor.spec)
 
 
 def _agreed(model: nn.Module, uses: list[_Use]) -> set[int]:

@@ -67,7 +67,9 @@ def quantize(model: Any, config: Config, dataloader: Iterable[Any] | None) -> No
             with evaluating(model):
                 calibrate.run(calibration, tree, batches)
             calibration = _without_unreached(calibration, tree)
-        solution = calibrate.solution(calibration).on_grids({name: layer.qparams for name, layer in rounded.items()})
+        solution = calibrate.solution(calibration).with_qparams(
+            {name: layer.qparams for name, layer in rounded.items()}
+        )
         write_rounded(model, plan.graph, rounded)
         attach(model, plan.graph, solution)
 

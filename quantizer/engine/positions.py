@@ -14,7 +14,7 @@ from quantizer.graph.ir import Graph
 
 def aligned(found: Solution, graph: Graph, settings: Settings) -> tuple[Solution, tuple[Move, ...]]:
     """The solution at aligned positions, with a note at each tensor that was moved, and the moves."""
-    known = {key: found.position(key) for key, (spec, _, _) in found.tensors.items() if spec.symmetric}
+    known = {key: tensor.position for key, tensor in found.tensors.items() if tensor.spec.symmetric}
     positions, moves = align(
         graph,
         {key: at for key, at in known.items() if at is not None},
@@ -25,7 +25,7 @@ def aligned(found: Solution, graph: Graph, settings: Settings) -> tuple[Solution
     notes: dict[Key, tuple[str, ...]] = dict(found.notes)
     for move in moves:
         key = (move.layer, move.role)
-        spec, scale, zero_point = found.tensors[key]
-        tensors[key] = spec, torch.full_like(scale, 2.0 ** -positions[key]), zero_point
+        tensor = found.tensors[key]
+        tensors[key] = dataclasses.replace(tensor, scale=torch.full_like(tensor.scale, 2.0 ** -positions[key]))
         notes[key] = (*notes.get(key, ()), f"position {move.before} -> {move.after}: {move.why}")
     return dataclasses.replace(found, tensors=tensors, notes=notes), moves

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import quantizer
-from quantizer.config.model import Config, QuantizationSpec, Settings
+from quantizer.config.model import Config, Settings
 from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
 from quantizer.engine.attach import writes_inplace
@@ -27,8 +27,9 @@ from quantizer.errors import ResultError
 from quantizer.graph.edits import with_weights
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
-from quantizer.nn.load import GROUP_SCALES, qparams_of
+from quantizer.nn.load import GROUP_SCALES, quantized_tensor
 from quantizer.nn.network import Network
+from quantizer.nn.quantized_tensor import QuantizedTensor
 
 FORMAT = 2
 INFO = "quant_info.json"
@@ -120,8 +121,8 @@ def write_results(
         **run,
     }
     tensors: dict[str, dict[str, Any]] = {}
-    for (layer, role), (_, scale, zero_point) in found.tensors.items():
-        entry = _entry(calibration, network, (layer, role), scale, zero_point)
+    for (layer, role), tensor in found.tensors.items():
+        entry = _entry(calibration, network, (layer, role), tensor)
         if (layer, role) in found.notes:
             entry["notes"] = list(found.notes[layer, role])
         tensors.setdefault(layer, {})[role] = entry
@@ -142,18 +143,17 @@ def _owned(folder: Path) -> list[str]:
 def _group_scales(found: Solution, network: Network) -> dict[str, Tensor]:
     """What is too much for quant_info.json, by `<module>.<role>.scale` and, where it says something, `.zero_point`."""
     tensors = {}
-    for (layer, role), (spec, scale, zero_point) in found.tensors.items():
+    for (layer, role), tensor in found.tensors.items():
+        spec = tensor.spec
         if spec.qscheme == "per_group" and not spec.is_dynamic:
             name = f"{network.module_names[layer]}.{role}"
-            tensors[f"{name}.scale"] = scale
+            tensors[f"{name}.scale"] = tensor.scale
             if spec.dtype == "int" and not spec.symmetric:
-                tensors[f"{name}.zero_point"] = zero_point
+                tensors[f"{name}.zero_point"] = tensor.zero_point
     return tensors
 
 
-def _entry(
-    calibration: Calibration, network: Network, key: tuple[str, str], scale: Tensor, zero_point: Tensor
-) -> dict[str, Any]:
+def _entry(calibration: Calibration, network: Network, key: tuple[str, str], tensor: QuantizedTensor) -> dict[str, Any]:
     """One tensor of quant_info.json."""
     layer, role = key
     planned = calibration.plan.tensors[key]
@@ -161,7 +161,7 @@ def _entry(
         "module": network.module_names[layer],
         "inplace": writes_inplace(calibration.plan.graph, layer, role),
     }
-    observer, spec = calibration.observers.get(key), planned.spec
+    observer, spec, scale = calibration.observers.get(key), tensor.spec, tensor.scale
     if observer is None:
         return entry
     low, high = torch.as_tensor(observer.low), torch.as_tensor(observer.high)
@@ -171,7 +171,7 @@ def _entry(
     else:
         entry["scale"] = scale.tolist()
         if spec.dtype == "int":
-            entry["zero_point"] = zero_point.tolist()
+            entry["zero_point"] = tensor.zero_point.tolist()
             if spec.scale_type == "poweroftwo":
                 entry["position"] = (-torch.log2(scale)).round().to(torch.int32).tolist()
     if spec.dtype == "int":
@@ -213,7 +213,7 @@ def _solution(folder: Path, header: Mapping[str, Any], entries: Mapping[str, Any
     """The calibration itself, from quant_info.json and the tensor files it names."""
     groups = read_tensors(folder / GROUP_SCALES) if GROUP_SCALES in header["files"] else {}
     tensors = {
-        (layer, role): (QuantizationSpec(**entry["spec"]), *qparams_of(entry, role, groups))
+        (layer, role): quantized_tensor(entry, role, groups)
         for layer, roles in entries.items()
         for role, entry in roles.items()
     }
@@ -267,7 +267,7 @@ def check_plan(info: QuantInfo, config: Config, planned: Mapping[tuple[str, str]
     known = info.solution.tensors
     for key in [*planned, *known]:
         mine, stored = planned.get(key), known.get(key)
-        if mine is None or stored is None or mine.spec != stored[0]:
+        if mine is None or stored is None or mine.spec != stored.spec:
             raise ResultError(
                 f"the config is not the calibrated one: {key[1]} of layer {key[0]} differs",
                 help="calibrate with this config first, or leave out --config_file",

@@ -86,7 +86,10 @@ def check(graph: Graph, solution: Solution, opset: int) -> None:
 
 
 def _quantizations(solution: Solution) -> list[Quantization]:
-    return [Quantization(layer, role, *found) for (layer, role), found in solution.tensors.items()]
+    return [
+        Quantization(layer, role, found.spec, found.scale, found.zero_point)
+        for (layer, role), found in solution.tensors.items()
+    ]
 
 
 class _Mark(nn.Module):

@@ -84,7 +84,8 @@ def _contents(deployment: Deployment) -> tuple[dict[str, Tensor], dict[str, Any]
     tensors = _parameters(Network(with_weights(deployment.graph, deployment.solution.weights)))
     specs: dict[str, Any] = {}
     dtypes: dict[str, str] = {}
-    for (layer, role), (spec, scale, zero_point) in deployment.solution.tensors.items():
+    for (layer, role), tensor in deployment.solution.tensors.items():
+        spec, scale, zero_point = tensor.spec, tensor.scale, tensor.zero_point
         name = f"{layer}.{parameter_name(role)}"
         specs[name] = spec.to_json()
         if spec.is_scaled and not spec.is_dynamic:

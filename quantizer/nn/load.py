@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import ResultError
 from quantizer.nn.layer import Layer
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 
 GROUP_SCALES = "qparams.safetensors"
@@ -45,11 +46,9 @@ def load(network: nn.Module, file: str) -> None:
             module.register_parameter(attribute, nn.Parameter(tensor, requires_grad=False))
     for roles in info["tensors"].values():
         for role, entry in roles.items():
-            scale, zero_point = qparams_of(entry, role, groups)
             layer = modules[entry["module"]]
             assert isinstance(layer, Layer)  # the generated constructor made it
-            spec = QuantizationSpec(**entry["spec"])
-            layer.attach(role, quantizer_of(spec, scale, zero_point, inplace=entry["inplace"]))
+            layer.attach(role, quantizer_of(quantized_tensor(entry, role, groups), inplace=entry["inplace"]))
     for name, correction in biases.items():
         layer = modules[next(iter(info["tensors"][name].values()))["module"]]
         assert isinstance(layer, Layer)
@@ -57,21 +56,22 @@ def load(network: nn.Module, file: str) -> None:
     network.eval()
 
 
-def qparams_of(entry: Mapping[str, Any], role: str, groups: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of a tensor of quant_info.json; 1 and 0 where it has none. `groups` is GROUP_SCALES."""
+def quantized_tensor(entry: Mapping[str, Any], role: str, groups: Mapping[str, Tensor]) -> QuantizedTensor:
+    """A tensor of quant_info.json; `groups` is GROUP_SCALES."""
+    spec, name = QuantizationSpec(**entry["spec"]), f"{entry['module']}.{role}"
     if "scales_in" in entry:
-        name = f"{entry['module']}.{role}"
-        scale = groups[f"{name}.scale"]
-        return scale, groups.get(f"{name}.zero_point", torch.zeros_like(scale, dtype=torch.int32))
-    scale = torch.tensor(entry.get("scale", 1.0), dtype=torch.float32)
-    zero_point = entry.get("zero_point")
-    return scale, torch.zeros_like(scale, dtype=torch.int32) if zero_point is None else torch.tensor(
-        zero_point, dtype=torch.int32
+        scale, zero_point = groups[f"{name}.scale"], groups.get(f"{name}.zero_point")
+    elif "scale" in entry:
+        scale, given = torch.tensor(entry["scale"], dtype=torch.float32), entry.get("zero_point")
+        zero_point = None if given is None else torch.tensor(given, dtype=torch.int32)
+    else:
+        return QuantizedTensor(spec)
+    return QuantizedTensor(
+        spec, scale, torch.zeros_like(scale, dtype=torch.int32) if zero_point is None else zero_point
     )
 
 
-def quantizer_of(
-    spec: QuantizationSpec, scale: Tensor, zero_point: Tensor, *, inplace: bool = False
-) -> TensorQuantizer:
+def quantizer_of(tensor: QuantizedTensor, *, inplace: bool = False) -> TensorQuantizer:
     """The quantizer of a tensor; a dynamic one finds its scale itself."""
-    return TensorQuantizer(spec, *(() if spec.is_dynamic else (scale, zero_point)), inplace=inplace)
+    known = () if tensor.spec.is_dynamic else (tensor.scale, tensor.zero_point)
+    return TensorQuantizer(tensor.spec, *known, inplace=inplace)

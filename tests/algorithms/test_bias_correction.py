@@ -178,7 +178,7 @@ def test_the_dpus_biases_stay_codes_and_at_most_half_a_step_is_left(name: str, t
     network = quantized_network(found.graph, found.after)
     assert any(correction.any() for correction in found.after.corrections.values())
     for layer_name, shift in found.shifts(found.after).items():
-        spec, scale, _ = found.before.tensors[layer_name, "bias"]
+        spec, scale = found.before.tensors[layer_name, "bias"].spec, found.before.tensors[layer_name, "bias"].scale
         codes = network.layers[layer_name].get_parameter("bias") / scale
         assert torch.equal(codes, codes.round())
         clipped = (codes == spec.quant_min) | (codes == spec.quant_max)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from quantizer.engine.attach import quantized_network
 from quantizer.engine.exact import LayerCodes, compare_exact
 from quantizer.engine.solution import Solution
 from quantizer.errors import DataError, UsageError
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.rounding import ROUND_MODES
 
 
@@ -38,11 +40,13 @@ def test_every_rounding_is_that_of_the_simulation(name: str, mode: str) -> None:
 
 
 def rounded(solution: Solution, mode: str) -> Solution:
-    tensors = {
-        key: (dataclasses.replace(spec, round_mode=mode), scale, zero)
-        for key, (spec, scale, zero) in solution.tensors.items()
-    }
+    tensors = {key: respecified(tensor, round_mode=mode) for key, tensor in solution.tensors.items()}
     return dataclasses.replace(solution, tensors=tensors)
+
+
+def respecified(tensor: QuantizedTensor, scale: torch.Tensor | None = None, **fields: Any) -> QuantizedTensor:
+    spec = dataclasses.replace(tensor.spec, **fields)
+    return dataclasses.replace(tensor, spec=spec, scale=tensor.scale if scale is None else scale)
 
 
 def test_the_integers_are_those_of_exact_arithmetic() -> None:
@@ -52,7 +56,7 @@ def test_the_integers_are_those_of_exact_arithmetic() -> None:
     layer = quantized_network(graph, solution)
     name = graph.nodes[1].name
     fi, fw, fb, fo = (
-        solution.position(key)
+        solution.tensors[key].position
         for key in ((graph.nodes[0].name, "input"), (name, "weights"), (name, "bias"), (name, "activation"))
     )
     assert fi is not None and fw is not None and fb is not None and fo is not None
@@ -83,10 +87,8 @@ def test_indices_are_not_codes() -> None:
 def test_a_layer_without_a_power_of_two_grid_runs_in_float() -> None:
     graph, solution = solved("conv2d")
     tensors = {
-        key: (dataclasses.replace(spec, scale_type="float"), scale * 1.01, zero)
-        if key[1] == "weights"
-        else (spec, scale, zero)
-        for key, (spec, scale, zero) in solution.tensors.items()
+        key: respecified(tensor, tensor.scale * 1.01, scale_type="float") if key[1] == "weights" else tensor
+        for key, tensor in solution.tensors.items()
     }
     found = compare_exact(graph, dataclasses.replace(solution, tensors=tensors), batches(0))
     assert list(found.floats.values()) == ["its parameters have no power-of-two grid for the whole tensor"]
@@ -96,10 +98,8 @@ def test_an_accumulator_that_leaves_int32_wraps_and_is_told() -> None:
     graph, solution = solved("conv2d")
     conv = graph.nodes[1].name
     wide = {
-        key: (dataclasses.replace(spec, bit_width=24), torch.tensor(2.0**-20), zero)
-        if key[1] in ("weights", "input")
-        else (spec, scale, zero)
-        for key, (spec, scale, zero) in solution.tensors.items()
+        key: respecified(tensor, torch.tensor(2.0**-20), bit_width=24) if key[1] in ("weights", "input") else tensor
+        for key, tensor in solution.tensors.items()
     }
     found = compare_exact(graph, dataclasses.replace(solution, tensors=wide), batches(0, 1))
     assert found.overflows == {conv: 0}

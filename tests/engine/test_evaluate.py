@@ -15,11 +15,11 @@ from quantizer.engine.solution import Solution
 from quantizer.errors import DataError
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.fake_quantize import fake_quantize
 from quantizer.sources.batches import Batch
 
-COARSE = QuantizationSpec(bit_width=4)
-SCALE, ZERO = torch.tensor(0.25), torch.tensor(0, dtype=torch.int32)
+COARSE = QuantizedTensor(QuantizationSpec(bit_width=4), torch.tensor(0.25))
 
 
 class Doubled(nn.Module):
@@ -32,13 +32,13 @@ def batches(*tensors: Tensor) -> list[Batch]:
 
 
 def on_grid(x: Tensor) -> Tensor:
-    return fake_quantize(x, SCALE, ZERO, -8, 7, "half_even")
+    return fake_quantize(x, COARSE.scale, COARSE.zero_point, -8, 7, "half_even")
 
 
 def test_noise_of_a_graph_input() -> None:
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     graph = trace(Doubled(), (x,))
-    quantized = quantized_network(graph, Solution({("Doubled::input_0", "input"): (COARSE, SCALE, ZERO)}))
+    quantized = quantized_network(graph, Solution({("Doubled::input_0", "input"): COARSE}))
     found = compare(Network(graph), quantized, batches(x))
     expected = 10 * math.log10(float(x.square().sum() / (x - on_grid(x)).square().sum()))
     (row,) = found.layers
@@ -52,7 +52,7 @@ def test_a_layers_own_input_grid_leaves_other_readers_alone() -> None:
     """`x + x` with a grid on its second argument only."""
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     graph = trace(Doubled(), (x,))
-    quantized = quantized_network(graph, Solution({("Doubled::Doubled/add", "input_1"): (COARSE, SCALE, ZERO)}))
+    quantized = quantized_network(graph, Solution({("Doubled::Doubled/add", "input_1"): COARSE}))
     assert torch.equal(quantized(x), x + on_grid(x))
     found = compare(Network(graph), quantized, batches(x))
     assert [(row.layer, row.role) for row in found.layers] == [("Doubled::Doubled/add", "input_1")]
@@ -62,7 +62,7 @@ def test_a_layers_own_input_grid_leaves_other_readers_alone() -> None:
 def test_agreement_counts_samples_over_batches() -> None:
     x = torch.tensor([[0.30, 0.20, 0.0], [1.0, 0.1, 0.0]])
     graph = trace(Doubled(), (x,))
-    quantized = quantized_network(graph, Solution({("Doubled::input_0", "input"): (COARSE, SCALE, ZERO)}))
+    quantized = quantized_network(graph, Solution({("Doubled::input_0", "input"): COARSE}))
     found = compare(Network(graph), quantized, batches(x, x[1:], x[1:]))
     assert found.metrics()["top1_agreement"] == 1.0
     # Onto multiples of 0.25: (.30, .37) becomes a tie that the first class wins, (.37, .38) stays apart.

@@ -72,8 +72,8 @@ def test_layers_that_read_one_value_alike_share_an_observer() -> None:
     again = calibrate.start(plan)
     again.load_state_dict(calibration.state_dict())
     before, after = calibrate.solution(calibration).tensors, calibrate.solution(again).tensors
-    assert {key: float(scale) for key, (_, scale, _) in before.items()} == {
-        key: float(scale) for key, (_, scale, _) in after.items()
+    assert {key: float(tensor.scale) for key, tensor in before.items()} == {
+        key: float(tensor.scale) for key, tensor in after.items()
     }
 
 
@@ -124,9 +124,9 @@ def test_scales_of_groups_lie_in_a_file_of_their_own(tmp_path: Path) -> None:
     assert isinstance(entry["observed_min"], float) and isinstance(entry["observed_max"], float)
     assert SCALES in content["header"]["files"]
     stored, solution = load_file(tmp_path / SCALES), read_info(tmp_path).solution
-    _, scale, zero_point = solution.tensors[FC, "weights"]
-    assert torch.equal(stored[f"{entry['module']}.weights.scale"], scale)
-    assert torch.equal(stored[f"{entry['module']}.weights.zero_point"], zero_point)
+    tensor = solution.tensors[FC, "weights"]
+    assert torch.equal(stored[f"{entry['module']}.weights.scale"], tensor.scale)
+    assert torch.equal(stored[f"{entry['module']}.weights.zero_point"], tensor.zero_point)
     (tmp_path / SCALES).write_bytes(b"")
     with pytest.raises(ResultError, match="was changed after calibration"):
         read_info(tmp_path)

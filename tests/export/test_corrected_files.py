@@ -51,8 +51,8 @@ def linear(correction: torch.Tensor) -> Deployment:
     torch.manual_seed(0)
     module, x = nn.Linear(6, 4), torch.randn(2, 6)
     tensors = {
-        (LAYER, "weights"): (WEIGHTS, *fitted(module.weight.detach(), WEIGHTS)),
-        (LAYER, "bias"): (BIAS, *fitted(module.bias.detach(), BIAS)),
+        (LAYER, "weights"): fitted(module.weight.detach(), WEIGHTS),
+        (LAYER, "bias"): fitted(module.bias.detach(), BIAS),
     }
     return Deployment(trace(module, (x,)), Solution(tensors, corrections={LAYER: correction}), (x,), {})
 
@@ -61,7 +61,7 @@ def linear(correction: torch.Tensor) -> Deployment:
 def test_onnx_keeps_a_bias_as_codes_while_it_is_on_its_grid(steps: float, kept: bool, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     needing("onnx")
-    step = linear(torch.zeros(4)).solution.tensors[LAYER, "bias"][1]
+    step = linear(torch.zeros(4)).solution.tensors[LAYER, "bias"].scale
     found = export("onnx", linear(steps * step * torch.tensor([1.0, -1.0, 2.0, 0.0])), tmp_path / "net.onnx")
     assert found.max_difference < 1e-6
     names = {tensor.name for tensor in onnx.load(tmp_path / "net.onnx").graph.initializer}

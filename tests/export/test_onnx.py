@@ -25,6 +25,7 @@ from quantizer.errors import ModelError, QuantizerError, UsageError
 from quantizer.export.deployment import Deployment
 from quantizer.export.onnx_qdq import export
 from quantizer.graph.trace import trace
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.rounding import ROUND_MODES
 
 
@@ -70,7 +71,7 @@ def on_nodes(module: nn.Module, example: Tensor, role: str, specs: list[Quantiza
     tensors = {}
     for node, spec in zip(nodes, specs, strict=True):
         value = example * 2 if role == "activation" else graph.tensors[node.params["weight"]]
-        tensors[node.name, role] = (spec, *fitted(value / 2, spec))
+        tensors[node.name, role] = fitted(value / 2, spec)
     return Deployment(graph, Solution(tensors), (example,), {})
 
 
@@ -93,7 +94,7 @@ def test_ties_at_scales_that_are_no_power_of_two(tmp_path: Path) -> None:
     given = on_nodes(
         Shifts(len(specs)), ((torch.arange(-130, 130) + 0.5) * scale).expand(2, -1) / 2, "activation", specs
     )
-    tensors = {key: (spec, scale, zero_point) for key, (spec, _, zero_point) in given.solution.tensors.items()}
+    tensors = {key: replace(tensor, scale=scale) for key, tensor in given.solution.tensors.items()}
     assert export(replace(given, solution=Solution(tensors)), tmp_path / "net.onnx").max_difference == 0.0
 
 
@@ -140,7 +141,7 @@ def test_the_batch_is_open(batch: int, tmp_path: Path) -> None:
     session = ort.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
     (output,) = session.run(None, {"input_0": args[0].numpy()})
     expected = replace(given, args=args, kwargs=kwargs).expected[0]
-    step = float(given.solution.tensors[given.graph.output.name, "activation"][1])
+    step = float(given.solution.tensors[given.graph.output.name, "activation"].scale)
     difference = (torch.from_numpy(output) - expected).abs()
     assert float(difference.max()) <= step * 1.0001  # the runtime's own optimizations may move a code by one
     assert float((difference == 0).float().mean()) >= 0.9
@@ -205,5 +206,5 @@ def test_float64_and_untranslatable_operators_are_refused(tmp_path: Path) -> Non
     assert isinstance(error, ModelError)
     assert "torch.onnx cannot translate Attention: only 4D query" in error.message
     constants = deployment("constants")
-    double = {("Constants::Constants/softmax", "activation"): (QuantizationSpec(), torch.tensor(0.1), torch.tensor(0))}
+    double = {("Constants::Constants/softmax", "activation"): QuantizedTensor(QuantizationSpec(), torch.tensor(0.1))}
     assert "is torch.float64" in refusal(replace(constants, solution=Solution(double)), tmp_path).message

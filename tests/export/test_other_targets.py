@@ -58,8 +58,8 @@ def linear(weights: QuantizationSpec, dtype: torch.dtype = torch.float32) -> Dep
     graph = trace(module, (torch.randn(2, 6, dtype=dtype),))
     bias = QuantizationSpec(bit_width=32)
     tensors = {
-        ("Linear::Linear/linear", "weights"): (weights, *fitted(module.weight.detach(), weights)),
-        ("Linear::Linear/linear", "bias"): (bias, *fitted(module.bias.detach(), bias)),
+        ("Linear::Linear/linear", "weights"): fitted(module.weight.detach(), weights),
+        ("Linear::Linear/linear", "bias"): fitted(module.bias.detach(), bias),
     }
     return Deployment(graph, Solution(tensors), (torch.randn(2, 6, dtype=dtype),), {})
 
