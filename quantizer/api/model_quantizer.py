@@ -40,7 +40,7 @@ class ModelQuantizer:
             ModelError: NaN or Inf in weights; weights without values; a model that is quantized already.
             DataError: a static config without batches, or with batches that the model cannot take or that give NaN.
         """
-        from quantizer.engine.module_target import quantize
+        from quantizer.api.in_place import quantize
 
         quantize(model, self.config, dataloader)
         return model

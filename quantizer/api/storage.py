@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.engine.module_attach import put
 from quantizer.api.codes import encode
 from quantizer.api.stored import DESCRIPTION, FORMAT, TENSORS, aliases, checksum, inserted_layers, joined, read
-from quantizer.nn.transaction import all_or_nothing
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import a_kind
+from quantizer.engine.module_attach import put
 from quantizer.engine.result_files import write_json, write_tensors
 from quantizer.errors import ModelError, ResultError, UsageError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
 from quantizer.nn.inplace import InPlace, add_bias, check_float, insert_before, keep_layers_called
 from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.nn.transaction import all_or_nothing
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:

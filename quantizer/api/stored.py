@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load as parse_tensors
 from torch import Tensor, nn
 
-from quantizer.engine.module_attach import quantizer_of
 from quantizer.api.codes import decode
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name, parameter_role
 from quantizer.config.wording import a_kind
+from quantizer.engine.module_attach import quantizer_of
 from quantizer.errors import ResultError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
 from quantizer.nn.inplace import check_quantizable, lacks_bias

@@ -20,6 +20,7 @@ from quantizer.graph.ir import Graph
 from quantizer.plan.dpu_limits import NAME
 from quantizer.plan.dpu_support import Verdict, subgraphs, verdicts
 from quantizer.plan.model import Plan
+from quantizer.plan.remarks import remarks
 from quantizer.report import dpu_tables, tables
 from quantizer.report.structure import structure_json, structure_tables
 from quantizer.report.tables import Listing
@@ -72,7 +73,7 @@ def inspect(options: ModelOptions, target: str | None, algorithms: bool, gate: t
         _show_support(plan, found, session.apply_passes(original, settings, device=False), metrics)
     else:
         session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
-        for line in session.remarks(plan):
+        for line in remarks(plan):
             click.echo(line)
     if options.output and options.output != "-":
         write_bytes(Path(options.output), emit(plan.graph).encode())

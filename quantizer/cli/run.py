@@ -19,10 +19,10 @@ from quantizer.cli.gates import parse_gate
 from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome, show
 from quantizer.cli.progress import BatchProgress
-from quantizer.cli.refine import require_finetuned
 from quantizer.engine import evaluate, results
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.exact import require_wide
+from quantizer.engine.finetune import require_finetuned
 from quantizer.engine.inputs import window_length
 from quantizer.engine.result_files import locked, write_bytes, write_json
 from quantizer.errors import GateError, ModelError, UsageError

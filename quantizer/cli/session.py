@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,10 +25,11 @@ from quantizer.engine.results import QuantInfo
 from quantizer.errors import DataError, ModelError, UsageError
 from quantizer.graph.edits import inserted, with_weights
 from quantizer.graph.ir import Graph
-from quantizer.graph.passes import run_passes, summary
+from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.plan.model import Plan
-from quantizer.plan.resolve import NO_RULES, resolve
+from quantizer.plan.remarks import remarks
+from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches, Reading, load_batches
 from quantizer.sources.find_files import TEXTS, find_files
@@ -222,18 +222,6 @@ def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False, graph: 
         for line in remarks(plan):
             print(line, file=sys.stderr)
     return plan
-
-
-def remarks(plan: Plan) -> list[str]:
-    """What passes did to parameters, and which operators stay float: a line each."""
-    return [*summary(plan.graph), *filter(None, [left_float(plan)])]
-
-
-def left_float(plan: Plan) -> str:
-    """One line on the operators that have no quantization rules; empty if there are none."""
-    counts = Counter(node.op for node in plan.graph.nodes if plan.floats.get(node.name) == NO_RULES)
-    names = ", ".join(f"{op} ({count})" for op, count in sorted(counts.items()))
-    return f"left float, as there are no quantization rules for them: {names}" if names else ""
 
 
 def apply_passes(original: Graph, settings: Settings, *, device: bool = True) -> Graph:

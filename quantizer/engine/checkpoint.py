@@ -102,11 +102,10 @@ class Checkpoints:
     Args:
         folder: the result folder.
         resume: whether stages go on from what is there.
-        every_s: seconds between saves where there is no boundary.
     """
 
-    def __init__(self, folder: Path, *, resume: bool = False, every_s: float = EVERY_S) -> None:
-        self.folder, self.resume, self._every_s = folder, resume, every_s
+    def __init__(self, folder: Path, *, resume: bool = False) -> None:
+        self.folder, self.resume = folder, resume
         self._open: dict[str, Checkpoint] = {}
         self._saved, self._news = time.monotonic(), False
 
@@ -119,10 +118,9 @@ class Checkpoints:
         self._open[name] = Checkpoint(self.folder, name, key)
         return self._open[name].restore() if self.resume else None
 
-    @staticmethod
-    def stored_key(folder: Path, name: str) -> Mapping[str, Any]:
+    def stored_key(self, name: str) -> Mapping[str, Any]:
         """What a checkpoint belongs to, as far as it is there and readable."""
-        path = folder / f"checkpoint.{name}.json"
+        path = self.folder / f"checkpoint.{name}.json"
         info = read_json(path) if path.exists() else None
         key = info.get("key", {}) if isinstance(info, dict) else {}
         return key if isinstance(key, Mapping) else {}
@@ -143,7 +141,7 @@ class Checkpoints:
     def advanced(self, stage: Stage) -> None:
         """Save at a boundary, or when the last save is long enough ago."""
         self._news = stage.snapshot is not None
-        if self._news and (stage.at_boundary or time.monotonic() - self._saved >= self._every_s):
+        if self._news and (stage.at_boundary or time.monotonic() - self._saved >= EVERY_S):
             self._save(stage)
 
     def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:

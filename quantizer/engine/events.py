@@ -1,4 +1,4 @@
-"""What a run reports while it works: its stages, how far each is, and what the user should hear. Shows nothing itself."""
+"""What a run reports while it works: its stages, how far each is, what the user should know. Shows nothing itself."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,16 +15,83 @@ from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.fast_finetune import FinetunedLayer, fast_finetune
 from quantizer.algorithms.patches import LAYERS
 from quantizer.algorithms.sequential_runner import SequentialRunner
+from quantizer.config.model import Config
+from quantizer.engine import fingerprint
 from quantizer.engine.attach import quantized_network
+from quantizer.engine.checkpoint import Checkpoints
 from quantizer.engine.evaluate import Noise
+from quantizer.engine.events import Snapshot
+from quantizer.engine.job import Job
 from quantizer.engine.solution import Solution
-from quantizer.errors import UsageError
+from quantizer.errors import ResultError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.nn.execution import float_leaves
 from quantizer.nn.network import Network
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.sources.batches import Batch
 
 AfterLayer = Callable[[Mapping[str, FinetunedLayer]], None]
+
+
+FEW_SAMPLES = 32
+"""Below, finetuned weights fit the calibration data more than the model."""
+
+
+def finetune_weights(job: Job) -> None:
+    """The step of the pipeline that learns how to round the weights, unless the output becomes worse.
+
+    Raises:
+        DataError: a layer's outputs are not finite, or the data are not the same when they are read again.
+    """
+    mode, found, graph = job.fast_finetune or "", job.solution, job.plan.graph
+    data = job.batches.fingerprint or {}
+    if (samples := data.get("samples", 0)) < FEW_SAMPLES:
+        text = f"finetuning on {samples} samples: weights fit these and not others; give it at least {FEW_SAMPLES}"
+        job.events.message(logging.WARNING, text)
+    scales = fingerprint.combined({"|".join(key): _digest(tensor) for key, tensor in found.tensors.items()})
+    restored = job.restored("finetune", mode=mode, data=data, scales=scales)
+    layers: Mapping[str, FinetunedLayer] = _layers_of(restored) if restored else {}
+    if layers:
+        job.events.message(logging.INFO, f"finetuning goes on after {len(layers)} layers")
+    begun = dict(layers)
+
+    def after_layer(so_far: Mapping[str, FinetunedLayer]) -> None:
+        nonlocal layers
+        layers = so_far
+        stage.advance()
+
+    saved = {"saved_as": "finetune", "snapshot": lambda: _snapshot_of(layers)}
+    with job.stage("fast finetune", len(graph.nodes), "layers", **saved) as stage:
+        stage.advance(0, at_boundary=True)  # from now on, this run can be resumed in this mode alone
+        made = finetune(
+            graph,
+            found,
+            lambda: job.read_again("fast finetuning", "leave --fast_finetune out"),
+            mode,
+            seed=job.seed,
+            done=begun,
+            after_layer=after_layer,
+        )
+    job.events.message(logging.WARNING if made.undone or not made.layers else logging.INFO, made.summary)
+    job.solution, job.is_finetuned = made.solution, bool(made.layers) and not made.undone
+
+
+def _digest(tensor: QuantizedTensor) -> str:
+    return fingerprint.tensor_digest(torch.cat([tensor.scale.flatten(), tensor.zero_point.flatten().to(tensor.scale)]))
+
+
+def _snapshot_of(layers: Mapping[str, FinetunedLayer]) -> Snapshot:
+    tensors = {f"{name}|{part}": getattr(row, part) for name, row in layers.items() for part in ("weight", "scale")}
+    return Snapshot(tensors, {name: [row.before, row.after] for name, row in layers.items()})
+
+
+def _layers_of(snapshot: Snapshot) -> dict[str, FinetunedLayer]:
+    """The inverse of `_snapshot_of`."""
+    tensors = snapshot.tensors
+    return {
+        name: FinetunedLayer(tensors[f"{name}|weight"], tensors[f"{name}|scale"], *errors)
+        for name, errors in snapshot.state.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -60,16 +128,51 @@ class Finetuned:
         return f"{len(changed)} of {len(self.layers)} layers finetuned; {rest}{left}{figures}"
 
 
-def check_mode(mode: str | None, target_device: str) -> None:
-    """Refuse what a device has no room for.
+def check_mode(mode: str | None, config: Config) -> None:
+    """Refuse a mode that does not go with the config.
 
     Raises:
-        UsageError: adaquant on the DPU.
+        UsageError: adaquant on the DPU, or an algorithm that rounds the same weights.
     """
-    if mode == "adaquant" and target_device == "DPU":
+    rounding = [settings.name for settings in config.algorithms if settings.stage == "round"]
+    if mode and rounding:
+        raise UsageError(
+            f"--fast_finetune {mode} and the config's {rounding[0]} both round the weights",
+            help="leave out --fast_finetune, or the algorithm",
+        )
+    if mode == "adaquant" and config.settings.target_device == "DPU":
         raise UsageError(
             "--fast_finetune adaquant changes the scales of weights, and the DPU's are aligned to its shifters",
             help="use --fast_finetune adaround",
+        )
+
+
+def check_checkpoint(checkpoints: Checkpoints, mode: str | None) -> None:
+    """Refuse to go on in another mode than the checkpoint's, before anything is computed again.
+
+    Raises:
+        ResultError: there is a checkpoint, and it is of another mode.
+    """
+    stored = checkpoints.stored_key("finetune").get("mode")
+    if stored and stored != mode:
+        given = f"--fast_finetune {mode}" if mode else "no --fast_finetune"
+        raise ResultError(
+            f"the checkpoint in {checkpoints.folder} was finetuning with {stored}, and this run has {given}",
+            help=f"add --fast_finetune {stored}, or run without --resume",
+        )
+
+
+def require_finetuned(asked: str | None, done: str | None) -> None:
+    """Refuse results that were not finetuned in the mode that test mode is told.
+
+    Raises:
+        ResultError: they were not.
+    """
+    if asked and asked != done:
+        how = f"finetuned with {done}" if done else "not finetuned"
+        raise ResultError(
+            f"--fast_finetune {asked}: these results were {how}",
+            help=f"calibrate with --fast_finetune {asked}, or leave it out here",
         )
 
 

@@ -37,7 +37,7 @@ class Job:
         facts: what else the results depend on, for checkpoints.
         findings: on the config, from reading it.
         confirm: called when the plan is made and nothing is changed yet; it may raise.
-        plan, adjustment, report, calibration, solution: found by the steps, in this order.
+        plan, adjustment, report, calibration, solution, is_finetuned: found by the steps.
     """
 
     target: Target
@@ -55,6 +55,7 @@ class Job:
     report: Mapping[str, Any] = field(default_factory=dict)
     calibration: Calibration = field(init=False)
     solution: Solution = field(init=False)
+    is_finetuned: bool = False
 
     @property
     def algorithms_need_data(self) -> bool:
@@ -65,6 +66,16 @@ class Job:
     def needs_data(self) -> bool:
         """Whether batches are read for their values, and not only the first one for its shape."""
         return self.plan.needs_data or self.fast_finetune is not None or self.algorithms_need_data
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """What results say of the run: the seed, the data, and whether weights are finetuned."""
+        return {
+            "seed": self.seed,
+            "data": self.batches.fingerprint if self.needs_data else None,
+            "stamp": self.batches.stamp if self.needs_data else None,
+            "fast_finetune": self.fast_finetune if self.is_finetuned else None,
+        }
 
     def stage(self, name: str, total: int | None, unit: str = "batches", **more: Any) -> Stage:
         """A part of this run, reported to its followers."""

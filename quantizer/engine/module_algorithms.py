@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Adjustment, Key, Rounded, Task, adjusted
-from quantizer.config.algorithms import Algorithm
+from quantizer.algorithms.adjustment import Adjustment, Key, Rounded, adjusted
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine import run_algorithms
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import is_called, parameters_of
@@ -44,11 +42,21 @@ class Home:
 
 
 @dataclass(frozen=True)
-class Traced:
-    """A model and its trace."""
+class TracedModules:
+    """A model, its trace, and the plan's layer for each node of the trace that multiplies by its weight."""
 
     model: nn.Module
     graph: Graph
+    plan: Plan
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: Plan, first: Batch) -> TracedModules:
+        """Trace a model.
+
+        Raises:
+            ModelError: it cannot be traced.
+        """
+        return cls(model, _graph(model, first), plan)
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
@@ -90,38 +98,73 @@ class Traced:
         has_room = module is not None and lacks_bias(module)
         return Home(self.homes[name, "weight"].path, "bias", is_new=True) if has_room else None
 
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """The plan's layer for each node of the trace that multiplies by its weight."""
+        owners = {}
+        for node in self.plan.graph.nodes:
+            if node.params:
+                weight = parameters_of(self.modules[node.scope]).get("weight")
+                owners[node.scope, weight] = node.name
+        found = {}
+        for node in self.graph.nodes:
+            home = self.homes.get((node.name, "weight"))
+            if node.row.weight and node.op != "parameter" and home and (home.path, home.attribute) in owners:
+                found[node.name] = owners[home.path, home.attribute]
+        return found
 
-def adjust_in_place(
-    model: nn.Module, algorithms: Sequence[Algorithm], plan: Plan, batches: Iterable[Batch]
-) -> dict[str, Rounded]:
-    """Run the algorithms and write what they find into `model`; returns rounded weights by layer of `plan`.
+    @property
+    def specs(self) -> dict[Key, QuantizationSpec]:
+        """Of the plan, by nodes of the trace."""
+        planned = self.plan.tensors.items()
+        return {
+            (node, role): tensor.spec
+            for node, name in self.names.items()
+            for (own, role), tensor in planned
+            if own == name
+        }
 
-    Weights that were rounded stand in the model as they were before that. The caller undoes a failure. `batches` may
-    be gone through several times; names are checked on the trace, which reads the first alone.
+    def fitting(self, algorithm: str, stage: str, structure: Structure) -> Structure:
+        """The structure without what cannot be done to modules."""
+        groups, again = [], set[Home]()
+        for group in structure.groups:
+            if self.shared.intersection(group.layers):
+                again |= {self.homes[name, "weight"] for name in group.layers if name in self.shared}
+                continue
+            fold = group.fold
+            if fold is not None and self.shared & {fold.node, *fold.extra}:
+                group = replace(group, fold=None, why_not=f"{fold.node} runs more than once")
+            if stage == "round" or group.fold is not None or self._takes_insertions(group):
+                groups.append(group)
+        for home in sorted(again, key=lambda home: home.path):
+            logger.warning("%s runs more than once, so %s leaves it as it is", home.path, algorithm)
+        return replace(structure, groups=tuple(groups))
 
-    Raises:
-        ModelError: the model cannot be traced, or an algorithm changes what has no place in a module.
-        ConfigError: an algorithm's entry names what is not in the model.
-        DataError: a value in the network is not finite, or a batch has another shape than the first.
-    """
-    traced = Traced(model, _graph(model, next(iter(batches))))
-    names = _names(traced, plan)
-    planned = plan.tensors.items()
-    specs = {
-        (node, role): tensor.spec for node, name in names.items() for (own, role), tensor in planned if own == name
-    }
-    found = _run(traced, algorithms, specs, batches)
-    _insert(traced, found)
-    _write(traced, found)
-    return {names[name]: _as_module(traced.homes[name, "weight"], layer) for name, layer in found.rounded.items()}
+    def _takes_insertions(self, group: InputGroup) -> bool:
+        """Whether the layers read the group's value as the first argument of their modules."""
+        return all(self.module_of(name) is not None for name in group.layers)
+
+    def write(self, found: Adjustment) -> dict[str, Rounded]:
+        """Write what algorithms found into the model; returns rounded weights by layer of the plan.
+
+        Weights that were rounded stand in the model as they were before that.
+
+        Raises:
+            ModelError: an algorithm changes what has no place in a module.
+        """
+        _insert(self, found)
+        _write(self, found)
+        rounded = found.rounded.items()
+        return {self.names[name]: _as_module(self.homes[name, "weight"], layer) for name, layer in rounded}
 
 
-def write_rounded(model: nn.Module, graph: Graph, rounded: Mapping[str, Rounded]) -> None:
-    """Put rounded weights into the layers of a module graph."""
+def write_rounded(model: nn.Module, graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Put weights, by layer and key, into the layers of a module graph."""
     modules = dict(model.named_modules())
-    for name, layer in rounded.items():
-        module = modules[graph.by_name[name].scope]
-        _set(model, Home(graph.by_name[name].scope, parameters_of(module)["weight"]), layer.weight)
+    for name, own in weights.items():
+        path = graph.by_name[name].scope
+        for key, weight in own.items():
+            _set(model, Home(path, parameters_of(modules[path])[key]), weight)
 
 
 def _graph(model: nn.Module, batch: Batch) -> Graph:
@@ -138,63 +181,7 @@ def _graph(model: nn.Module, batch: Batch) -> Graph:
     return graph
 
 
-def _names(traced: Traced, plan: Plan) -> dict[str, str]:
-    """The plan's layer for each node of the trace that multiplies by its weight."""
-    owners = {}
-    for node in plan.graph.nodes:
-        if node.params:
-            weight = parameters_of(traced.modules[node.scope]).get("weight")
-            owners[node.scope, weight] = node.name
-    found = {}
-    for node in traced.graph.nodes:
-        home = traced.homes.get((node.name, "weight"))
-        if node.row.weight and node.op != "parameter" and home and (home.path, home.attribute) in owners:
-            found[node.name] = owners[home.path, home.attribute]
-    return found
-
-
-def _run(
-    traced: Traced,
-    algorithms: Sequence[Algorithm],
-    specs: Mapping[Key, QuantizationSpec],
-    batches: Iterable[Batch],
-) -> Adjustment:
-    found = Adjustment()
-    for step in run_algorithms.steps(traced.graph, algorithms):
-        structure = _fitting(traced, step)
-        before, found = found, step.run(Task(traced.graph, specs, structure, lambda: batches), step.settings, found)
-        for level, line in run_algorithms.told(step, before, found):
-            logger.log(level, "%s", line)
-    if found.parameters or found.insertions:
-        share = run_algorithms.difference(traced.graph, found, next(iter(batches)))
-        for level, line in run_algorithms.told_difference(share):
-            logger.log(level, "%s", line)
-    return found
-
-
-def _fitting(traced: Traced, step: run_algorithms.Step) -> Structure:
-    """The structure without what cannot be done to modules."""
-    groups, again = [], set[Home]()
-    for group in step.structure.groups:
-        if traced.shared.intersection(group.layers):
-            again |= {traced.homes[name, "weight"] for name in group.layers if name in traced.shared}
-            continue
-        fold = group.fold
-        if fold is not None and traced.shared & {fold.node, *fold.extra}:
-            group = replace(group, fold=None, why_not=f"{fold.node} runs more than once")
-        if step.settings.stage == "round" or group.fold is not None or _takes_insertions(traced, group):
-            groups.append(group)
-    for home in sorted(again, key=lambda home: home.path):
-        logger.warning("%s runs more than once, so %s leaves it as it is", home.path, step.name)
-    return replace(step.structure, groups=tuple(groups))
-
-
-def _takes_insertions(traced: Traced, group: InputGroup) -> bool:
-    """Whether the layers read the group's value as the first argument of their modules."""
-    return all(traced.module_of(name) is not None for name in group.layers)
-
-
-def _insert(traced: Traced, found: Adjustment) -> None:
+def _insert(traced: TracedModules, found: Adjustment) -> None:
     graph = adjusted(traced.graph, found)
     for row in found.insertions:
         for reader in row.readers:
@@ -209,7 +196,7 @@ def _insert(traced: Traced, found: Adjustment) -> None:
             insert_before(module, traced.homes[reader, "weight"].path, layer)
 
 
-def _write(traced: Traced, found: Adjustment) -> None:
+def _write(traced: TracedModules, found: Adjustment) -> None:
     """Float parameters; one that is tied leaves the tie, unless all that hold it change alike."""
     values: dict[Home, list[Tensor]] = defaultdict(list)
     for (name, key), tensor in _changes(found):

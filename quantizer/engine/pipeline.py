@@ -25,7 +25,6 @@ from quantizer.engine.finetune import finetune_weights
 from quantizer.engine.job import Job
 from quantizer.engine.run_algorithms import run_algorithms
 from quantizer.engine.solution import Solution
-from quantizer.errors import QuantizerError
 from quantizer.sources.batches import Batch
 
 
@@ -85,7 +84,7 @@ def observe(job: Job) -> None:
         data = batches.seen
         stage.advance()
 
-    saved = {"saved_as": "calibration", "snapshot": snapshot}
+    saved: dict[str, Any] = {"saved_as": "calibration", "snapshot": snapshot}
     with job.stage("calib", batches.total, done=done, **saved) as stage, job.target.observed() as model:
         calibrate.run(calibration, model, _rest(job, done, data), after_batch)
         if job.fast_finetune:
@@ -131,7 +130,7 @@ def find_scales(job: Job) -> None:
 def align_to_dpu(job: Job) -> None:
     """Move power-of-two scales to those that the DPU has shifts for; a note at each tensor says why."""
     found, settings = job.solution, job.plan.settings
-    known = {key: found.position(key) for key, tensor in found.tensors.items() if tensor.spec.symmetric}
+    known = {key: tensor.position for key, tensor in found.tensors.items() if tensor.spec.symmetric}
     positions, moves = align(
         job.plan.graph,
         {key: at for key, at in known.items() if at is not None},

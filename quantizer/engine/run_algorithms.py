@@ -1,4 +1,7 @@
-"""Runs the algorithms of a config over a graph, one after the other. Each is a function that its row names."""
+"""The step of the pipeline that runs the config's algorithms, one after the other: the only loop over them.
+
+Each is a function that its row names.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,22 @@ import logging
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from quantizer.algorithms.adjustment import Adjustment, Run, adjusted
+from quantizer.algorithms.adjustment import Adjustment, Run, Task, adjusted
 from quantizer.algorithms.patches import LAYERS
 from quantizer.config.algorithms import Algorithm
 from quantizer.config.wording import shortened
+from quantizer.engine.adjustment_snapshot import AlgorithmProgress, progress_of, snapshot_of
 from quantizer.engine.calibrate import check_finite
+from quantizer.engine.checkpoint import other_run
+from quantizer.engine.events import Snapshot
+from quantizer.engine.job import Job
+from quantizer.engine.target import AlgorithmScope
 from quantizer.errors import ModelError, UsageError
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
@@ -40,7 +49,7 @@ KEPT = 1e-3
 
 
 @dataclass(frozen=True)
-class Step:
+class AlgorithmStep:
     """One algorithm of a config, ready to run: `run(Task(…, structure, …), settings, found)`."""
 
     settings: Algorithm
@@ -53,14 +62,71 @@ class Step:
         return self.settings.name
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where to begin: with the algorithm of this index, `done` groups of which are in `found`, and not in `before`."""
+def run_algorithms(job: Job) -> None:
+    """All algorithms of the config, in order; resumed, from where a stopped run was.
 
-    index: int = 0
-    done: int = 0
-    found: Adjustment = field(default_factory=Adjustment)
-    before: Adjustment = field(default_factory=Adjustment)
+    Raises:
+        ConfigError: an algorithm's entry names what is not in the model.
+        DataError: a value in the network is not finite, or the data are not the same when they are read again.
+    """
+    scope = job.target.scope(job.plan, job.first_batch())
+    steps = algorithm_steps(scope.graph, job.config.algorithms)
+    start = _restored(job, steps)
+    found = start.found
+    for index, step in enumerate(steps[start.index :], start.index):
+        done, before = (start.done, start.before) if index == start.index else (0, found)
+        step = replace(step, structure=scope.fitting(step.name, step.settings.stage, step.structure))
+        found = _run_step(job, scope, step, AlgorithmProgress(index, done, found, before))
+        for level, line in _summary_lines(step, before, found):
+            job.events.message(level, line)
+    if found.parameters or found.insertions:
+        job.events.message(*_difference_line(difference(scope.graph, found, job.first_batch())))
+    job.target.adjust(found)
+    job.adjustment, job.report = found, report(steps, found)
+
+
+def _batches(job: Job) -> Iterator[Batch]:
+    return job.read_again("the algorithms", "calibrate with batches that stay the same")
+
+
+def _restored(job: Job, steps: Sequence[AlgorithmStep]) -> AlgorithmProgress:
+    """Where a stopped run was; the data are read once to see that they are the same."""
+    snapshot = job.restored("algorithms")
+    if snapshot is None:
+        return AlgorithmProgress()
+    if (data := snapshot.state["data"]) is not None:
+        for _ in _batches(job):
+            pass
+        if job.batches.fingerprint != data:
+            raise other_run("the data differ")
+    start = progress_of(snapshot)
+    name = steps[start.index].name if start.index < len(steps) else "the last one"
+    where = f"{start.done} groups of {name}" if start.done else f"{start.index} of {len(steps)}"
+    job.events.message(logging.INFO, f"the algorithms go on after {where}")
+    return start
+
+
+def _run_step(job: Job, scope: AlgorithmScope, step: AlgorithmStep, start: AlgorithmProgress) -> Adjustment:
+    """One algorithm, whose groups are the units of its progress; each block of the network ends in a checkpoint."""
+    progress, groups = start, step.structure.groups
+
+    def snapshot() -> Snapshot:
+        return snapshot_of(progress, job.batches.fingerprint)
+
+    def after_group(found: Adjustment, done: int) -> None:
+        nonlocal progress
+        progress = replace(start, done=done, found=found)
+        ends_block = not 0 < done < len(groups) or groups[done - 1].block != groups[done].block
+        stage.advance(done, at_boundary=ends_block or groups[done].block is None)
+
+    saved: dict[str, Any] = {"saved_as": "algorithms", "snapshot": snapshot, "needs_same_data": True}
+    with job.stage(step.name, len(groups), "groups", done=start.done, **saved) as stage:
+        batches = partial(_batches, job)
+        task = Task(scope.graph, scope.specs, step.structure, batches, after_group, start.done, start.before)
+        found = step.run(task, step.settings, start.found)
+        progress = AlgorithmProgress(start.index + 1, 0, found, found)
+        stage.advance(len(groups), at_boundary=True)
+    return found
 
 
 def settings_json(settings: Algorithm) -> dict[str, Any]:
@@ -75,7 +141,7 @@ def settings_json(settings: Algorithm) -> dict[str, Any]:
     return read_back
 
 
-def report(todo: Sequence[Step], found: Adjustment) -> dict[str, Any]:
+def report(todo: Sequence[AlgorithmStep], found: Adjustment) -> dict[str, Any]:
     """algorithms.json: what ran, and what it did to each layer; errors as shares of the energy of a layer's outputs."""
     layers = {
         name: {"error_plain": layer.before, "error": layer.after, "plain": not layer.after < layer.before}
@@ -104,7 +170,7 @@ def load_run(name: str) -> Run:
     return run
 
 
-def steps(graph: Graph, algorithms: Sequence[Algorithm]) -> tuple[Step, ...]:
+def algorithm_steps(graph: Graph, algorithms: Sequence[Algorithm]) -> tuple[AlgorithmStep, ...]:
     """What each algorithm works on, found before any data is read.
 
     Raises:
@@ -115,7 +181,7 @@ def steps(graph: Graph, algorithms: Sequence[Algorithm]) -> tuple[Step, ...]:
     _check_weights(graph)
     runs = [load_run(settings.name) for settings in algorithms]
     return tuple(
-        Step(settings, find_structure(graph, settings.names), run)
+        AlgorithmStep(settings, find_structure(graph, settings.names), run)
         for settings, run in zip(algorithms, runs, strict=True)
     )
 
@@ -141,7 +207,7 @@ def difference(graph: Graph, found: Adjustment, batch: Batch) -> float:
     return max(shares)
 
 
-def summary(step: Step, before: Adjustment, after: Adjustment) -> str:
+def summary(step: AlgorithmStep, before: Adjustment, after: Adjustment) -> str:
     """One line on what an algorithm did."""
     parts = []
     rounded = {name: layer for name, layer in after.rounded.items() if before.rounded.get(name) is not layer}
@@ -151,18 +217,18 @@ def summary(step: Step, before: Adjustment, after: Adjustment) -> str:
         parts.append(f"{_layers(len(changed))} rescaled, {_layers(inserted)} inserted")
     if rounded:
         better = [layer.after / layer.before for layer in rounded.values() if layer.after < layer.before]
-        left = f", the median layer keeps {statistics.median(better):.0%} of plain rounding's error" if better else ""
+        left = f"; median output error {statistics.median(better):.0%} of round-to-nearest" if better else ""
         plain = len(rounded) - len(better)
-        kept = f", {plain} {'keeps' if plain == 1 else 'keep'} plain rounding" if plain else ""
-        parts.append(f"{_layers(len(rounded))} settled{left}{kept}")
-    return f"{step.name}: {'; '.join(parts) or 'nothing to settle'}"
+        kept = f"; {plain} {'keeps' if plain == 1 else 'keep'} round-to-nearest" if plain else ""
+        parts.append(f"{_layers(len(rounded))} quantized{left}{kept}")
+    return f"{step.name}: {'; '.join(parts) or 'nothing to quantize'}"
 
 
 def _layers(count: int) -> str:
     return "1 layer" if count == 1 else f"{count} layers"
 
 
-def told(step: Step, before: Adjustment, after: Adjustment) -> Iterator[tuple[int, str]]:
+def _summary_lines(step: AlgorithmStep, before: Adjustment, after: Adjustment) -> Iterator[tuple[int, str]]:
     """What an algorithm did, and what it remarked, each text once: lines with their logging levels."""
     yield logging.INFO, summary(step, before, after)
     texts: dict[tuple[str, bool], list[str]] = defaultdict(list)
@@ -172,11 +238,10 @@ def told(step: Step, before: Adjustment, after: Adjustment) -> Iterator[tuple[in
         yield logging.WARNING if is_warning else logging.INFO, f"{shortened(layers, 1)}: {text}"
 
 
-def told_difference(share: float) -> Iterator[tuple[int, str]]:
+def _difference_line(share: float) -> tuple[int, str]:
     """How well the float function was kept, as `difference` found."""
     text = f"the rescaled float network's outputs differ by {share:.1e} of the largest"
     if share <= KEPT:
-        yield logging.INFO, text
-        return
+        return logging.INFO, text
     why = "its numbers have too few digits for these factors, so compare test mode's metrics with those of float mode"
-    yield logging.WARNING, f"{text}: {why}"
+    return logging.WARNING, f"{text}: {why}"

@@ -39,6 +39,10 @@ class Target(Protocol):
     """What the steps of the pipeline do to a model, whichever way it is held."""
 
     @property
+    def original(self) -> Graph:
+        """As it was given."""
+
+    @property
     def device(self) -> torch.device:
         """Where it runs."""
 
@@ -75,7 +79,7 @@ class Target(Protocol):
 
 
 class TracedTarget:
-    """A graph that `torch.export` made of a model: `original` as traced, `graph` with what passes and algorithms did."""
+    """A graph that `torch.export` made of a model: `original` as traced, `graph` with what was done to it since."""
 
     def __init__(self, original: Graph) -> None:
         self.original = self.graph = original
@@ -95,7 +99,7 @@ class TracedTarget:
 
     def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
         """What passes did to parameters, and which operators stay float."""
-        return ((logging.WARNING, text) for text in remarks(plan))
+        return ((logging.INFO, text) for text in remarks(plan))
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
         """The graph itself."""

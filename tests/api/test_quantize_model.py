@@ -28,12 +28,12 @@ from quantizer import (
     RoundType,
     ScaleType,
 )
-from quantizer.engine.module_attach import put
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
 from quantizer.engine import calibrate
 from quantizer.engine.attach import quantized_network
+from quantizer.engine.module_attach import put
 from quantizer.errors import DataError, ModelError, UsageError
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
@@ -463,7 +463,7 @@ def bad_weights() -> nn.Sequential:
             [X * torch.nan],
             QuantizationConfig(input_tensors=spec()),
             DataError,
-            "batch 0: input of .*Linear\\[0\\]",
+            "batch 0 of the dataloader holds NaN",
         ),
         (bad_weights, None, QuantizationConfig(weight=spec()), ModelError, r"weights of Sequential::.*Linear\[2\]"),
         (bad_weights, None, QuantizationConfig(weight=QuantizationSpec(Dtype.bfloat16)), ModelError, r"Linear\[2\]"),

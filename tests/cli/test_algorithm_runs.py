@@ -20,7 +20,8 @@ from runs import ROOT, calibrate, check
 from configs import document
 from quantizer.cli.main import run_command
 from quantizer.engine import run_algorithms
-from quantizer.engine.algorithm_checkpoint import AdjustCheckpoint
+from quantizer.engine.checkpoint import Checkpoints
+from quantizer.engine.events import Stage
 
 Capture = pytest.CaptureFixture[str]
 MODEL = """
@@ -189,21 +190,21 @@ def test_stopped_then_resumed_equals_undisturbed(
     assert calibrate(tmp_path / "whole", model=model, config=path) == 0
     layers = list(stand_ins.SOLVED)
     stand_ins.SOLVED.clear()
-    original = AdjustCheckpoint.group_done
+    original = Checkpoints.advanced
 
-    def stopped(self: AdjustCheckpoint, index: int, found: Any, done: int) -> None:
-        original(self, index, found, done)
-        if done == after:
+    def stopped(self: Checkpoints, stage: Stage) -> None:
+        original(self, stage)
+        if stage.done == after and stage.name == "gptq":
             raise SystemExit(9) if how == "killed" else KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(AdjustCheckpoint, "group_done", stopped)
+        patched.setattr(Checkpoints, "advanced", stopped)
         if how == "killed":
             with pytest.raises(SystemExit):
                 calibrate(tmp_path / "out", model=model, config=path)
         else:
             assert calibrate(tmp_path / "out", model=model, config=path) == 130
-            assert f"stopped after {after} of 13 groups of gptq; --resume goes on" in capsys.readouterr().err
+            assert f"gptq stopped after {after} of 13 groups; --resume goes on" in capsys.readouterr().err
     assert not (tmp_path / "out" / "quant_info.json").exists()
     before, stand_ins.SOLVED[:] = list(stand_ins.SOLVED), []
     assert calibrate(tmp_path / "out", "--resume", model=model, config=path) == 0
@@ -219,18 +220,19 @@ def test_stopped_then_resumed_equals_undisturbed(
 def test_a_checkpoint_of_other_algorithms_or_a_damaged_one_is_refused(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    original = AdjustCheckpoint.group_done
+    original = Checkpoints.advanced
 
-    def stopped(self: AdjustCheckpoint, index: int, found: Any, done: int) -> None:
-        original(self, index, found, done)
-        raise KeyboardInterrupt
+    def stopped(self: Checkpoints, stage: Stage) -> None:
+        original(self, stage)
+        if stage.saved_as == "algorithms":
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(AdjustCheckpoint, "group_done", stopped)
+        patched.setattr(Checkpoints, "advanced", stopped)
         assert calibrate(tmp_path / "out", model=model, config=config(tmp_path, "gptq")) == 130
     more = ("--resume",)
     assert calibrate(tmp_path / "out", *more, model=model, config=config(tmp_path, "smoothquant", "gptq")) == 5
-    assert "belongs to another run: algorithms differs" in capsys.readouterr().err
+    assert "belongs to another run: config differs" in capsys.readouterr().err
     (tmp_path / "out" / "checkpoint.algorithms.0000.safetensors").write_bytes(b"")
     assert calibrate(tmp_path / "out", *more, model=model, config=config(tmp_path, "gptq")) == 5
     assert "checkpoint.algorithms.0000.safetensors is damaged" in capsys.readouterr().err
@@ -318,7 +320,7 @@ def test_a_process_that_is_killed_goes_on_with_its_last_block(model: str, tmp_pa
         time.sleep(0.001)
     process.kill()
     assert process.wait() == -9, "it was done before it could be killed"
-    assert json.loads(checkpoint.read_text())["done"] > 0
+    assert json.loads(checkpoint.read_text())["state"]["done"] > 0
     assert not (out / "quant_info.json").exists()
     assert run_in_process([*words, str(out), "--resume"]).wait() == 0
     assert not differing(tmp_path / "whole", out)

@@ -166,7 +166,7 @@ def test_interrupted_while_correcting_leaves_no_result(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(bias_correction, "_settle", interrupted)
+        patched.setattr(bias_correction, "_correct", interrupted)
         assert calibrate(tmp_path / "out", model=model, config=config) == 130
     assert check(tmp_path / "out", model=model) == 5
     assert calibrate(tmp_path / "out", model=model, config=config) == 0

@@ -12,8 +12,9 @@ from runs import ROOT, calibrate, check
 
 from configs import document
 from quantizer.cli.main import run_command
-from quantizer.engine import finetune_checkpoint
-from quantizer.engine.finetune_checkpoint import FinetuneCheckpoint
+from quantizer.engine import checkpoint
+from quantizer.engine.checkpoint import Checkpoints
+from quantizer.engine.events import Stage
 
 Toy = Callable[..., str]
 Capture = pytest.CaptureFixture[str]
@@ -70,38 +71,43 @@ def test_the_result_is_told(model: str, config: str, tmp_path: Path, capsys: Cap
     assert "finetuning on" not in capsys.readouterr().err
 
 
+def finetuned_layers(stage: Stage) -> int:
+    """How many layers a snapshot of finetuning holds; 0 in other stages."""
+    return len(stage.snapshot().state) if stage.saved_as == "finetune" and stage.snapshot else 0
+
+
 @pytest.mark.parametrize("saves", [0.0, 1e9], ids=["killed after a save", "interrupted"])
 def test_stopped_then_resumed_equals_undisturbed(
     saves: float, model: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """A kill leaves the checkpoint of the last layer that was saved; Ctrl-C saves by itself."""
-    original = FinetuneCheckpoint.layer_done
+    original = Checkpoints.advanced
     solved: list[int] = []
 
-    def stopped(self: FinetuneCheckpoint, settled: dict[str, object]) -> None:
-        original(self, settled)  # type: ignore[arg-type]
-        if len(settled) == 2:
+    def stopped(self: Checkpoints, stage: Stage) -> None:
+        original(self, stage)
+        if finetuned_layers(stage) == 2:
             raise SystemExit(9) if not saves else KeyboardInterrupt
 
-    def counted(self: FinetuneCheckpoint, settled: dict[str, object]) -> None:
-        solved.append(len(settled))
-        original(self, settled)  # type: ignore[arg-type]
+    def counted(self: Checkpoints, stage: Stage) -> None:
+        solved.append(finetuned_layers(stage))
+        original(self, stage)
 
     more = ("--fast_finetune", "adaquant")
     assert calibrate(tmp_path / "whole", *more, model=model, config=config) == 0
     with monkeypatch.context() as patched:
-        patched.setattr(finetune_checkpoint, "EVERY_S", saves)
-        patched.setattr(FinetuneCheckpoint, "layer_done", stopped)
+        patched.setattr(checkpoint, "EVERY_S", saves)
+        patched.setattr(Checkpoints, "advanced", stopped)
         if saves:
             assert calibrate(tmp_path / "out", *more, model=model, config=config) == 130
-            assert "stopped after 2 finetuned layers; --resume goes on from there" in capsys.readouterr().err
+            assert "fast finetune stopped after" in capsys.readouterr().err
         else:
             with pytest.raises(SystemExit):
                 calibrate(tmp_path / "out", *more, model=model, config=config)
     assert not (tmp_path / "out" / "quant_info.json").exists()
-    monkeypatch.setattr(FinetuneCheckpoint, "layer_done", counted)
+    monkeypatch.setattr(Checkpoints, "advanced", counted)
     assert calibrate(tmp_path / "out", *more, "--resume", model=model, config=config) == 0
-    assert solved[0] == 2
+    assert next(count for count in solved if count) == 2
     names = {path.name for name in ("whole", "out") for path in (tmp_path / name).iterdir()}
     _, differing, missing = filecmp.cmpfiles(tmp_path / "whole", tmp_path / "out", names, shallow=False)
     assert (set(differing) | set(missing)) <= {"run.json", "run.log"}
@@ -110,11 +116,15 @@ def test_stopped_then_resumed_equals_undisturbed(
 def test_a_checkpoint_of_another_mode_is_refused(
     model: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    def interrupted(self: FinetuneCheckpoint, settled: object) -> None:
-        raise KeyboardInterrupt
+    def interrupted(self: Checkpoints, stage: Stage) -> None:
+        original(self, stage)
+        if stage.saved_as == "finetune":
+            raise KeyboardInterrupt
+
+    original = Checkpoints.advanced
 
     with monkeypatch.context() as patched:
-        patched.setattr(FinetuneCheckpoint, "layer_done", interrupted)
+        patched.setattr(Checkpoints, "advanced", interrupted)
         assert calibrate(tmp_path / "out", "--fast_finetune", model=model, config=config) == 130
     assert calibrate(tmp_path / "out", "--fast_finetune", "adaquant", "--resume", model=model, config=config) == 5
     assert "was finetuning with adaround, and this run has --fast_finetune adaquant" in capsys.readouterr().err

@@ -12,7 +12,8 @@ from runs import calibrate
 
 from configs import document
 from quantizer.cli.main import run_command
-from quantizer.engine.algorithm_checkpoint import AdjustCheckpoint
+from quantizer.engine.checkpoint import Checkpoints
+from quantizer.engine.events import Stage
 
 MODEL = """
 import torch
@@ -79,15 +80,15 @@ def test_any_stop_leaves_the_same_bytes(
 ) -> None:
     words = written(tmp_path, names)
     assert calibrate(tmp_path / "whole", **words) == 0
-    original, seen, resumed = AdjustCheckpoint.group_done, [0], 0
+    original, seen, resumed = Checkpoints.advanced, [0], 0
 
-    def stops(self: AdjustCheckpoint, index: int, found: Any, done: int) -> None:
-        original(self, index, found, done)
+    def stops(self: Checkpoints, stage: Stage) -> None:
+        original(self, stage)
         seen[0] += 1
         if seen[0] % 3 == 0:
             raise KilledError
 
-    monkeypatch.setattr(AdjustCheckpoint, "group_done", stops)
+    monkeypatch.setattr(Checkpoints, "advanced", stops)
     code, more = 70, ()
     while code == 70:
         code = calibrate(tmp_path / "out", *more, **words)
@@ -104,17 +105,17 @@ def test_awq_behind_another_algorithm_goes_on_after_the_last_block(
     """Its inputs are those of the network that the first one left, though many of its own factors are folded."""
     words = written(tmp_path, (first, "awq"))
     assert calibrate(tmp_path / "whole", **words) == 0
-    original, stop_at = AdjustCheckpoint.group_done, {5}
+    original, stop_at = Checkpoints.advanced, {5}
     seen: list[int] = []
 
-    def stops(self: AdjustCheckpoint, index: int, found: Any, done: int) -> None:
-        original(self, index, found, done)
-        if index == 1:
-            seen.append(done)
-            if done in stop_at:
+    def stops(self: Checkpoints, stage: Stage) -> None:
+        original(self, stage)
+        if stage.name == "awq" and stage.done not in seen:
+            seen.append(stage.done)
+            if stage.done in stop_at:
                 raise KilledError
 
-    monkeypatch.setattr(AdjustCheckpoint, "group_done", stops)
+    monkeypatch.setattr(Checkpoints, "advanced", stops)
     assert calibrate(tmp_path / "out", **words) == 70
     stop_at.clear()
     assert calibrate(tmp_path / "out", "--resume", **words) == 0

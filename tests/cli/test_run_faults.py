@@ -223,7 +223,7 @@ def test_interrupted_then_resumed_equals_undisturbed(toy: Toy, tmp_path: Path, c
     data = INTERRUPTED.format(flag=str(flag)).strip().replace("\n", "\n    ")
     model, folder = toy(data), tmp_path / "out"
     assert calibrate(folder, model=model, config=None) == 130
-    assert "stopped after 4 batches; --resume goes on from there" in capsys.readouterr().err
+    assert "calib stopped after 4 batches; --resume goes on from there" in capsys.readouterr().err
     assert not (folder / "quant_info.json").exists()
     assert calibrate(folder, "--resume", model=model, config=None) == 0
     assert calibrate(tmp_path / "undisturbed", model=model, config=None) == 0
@@ -243,9 +243,9 @@ def interrupted(toy: Toy, folder: Path, flag: Path) -> str:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("checkpoint.safetensors", b"x", "is damaged"),
-        ("checkpoint.json", b"[]", "is damaged"),
-        ("checkpoint.json", b"{", "not a readable JSON file"),
+        ("checkpoint.calibration.0000.safetensors", b"x", "is damaged"),
+        ("checkpoint.calibration.json", b"[]", "is damaged"),
+        ("checkpoint.calibration.json", b"{", "not a readable JSON file"),
     ],
 )
 def test_a_damaged_checkpoint(toy: Toy, tmp_path: Path, capsys: Capture, name: str, content: bytes, said: str) -> None:
