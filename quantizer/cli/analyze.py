@@ -17,8 +17,8 @@ from rich.text import Text
 from quantizer.algorithms.output_gradients import PROJECTIONS
 from quantizer.algorithms.sensitivity import Width
 from quantizer.cli import session
+from quantizer.cli.follow import progress
 from quantizer.cli.options import SETTINGS, ModelOptions, model_options
-from quantizer.cli.progress import BatchProgress
 from quantizer.cli.write_text import write_text
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document
@@ -27,6 +27,7 @@ from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
 from quantizer.config.patch import patched
 from quantizer.engine import analyze as engine
 from quantizer.engine.analyze import Analysis, Budget, width_bits
+from quantizer.engine.events import Stage
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Plan
@@ -186,8 +187,8 @@ def _measure(asked: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batch
     measured = min(batches.total or engine.NOISE_BATCHES, engine.NOISE_BATCHES)
     total = {"network": count * (1 + measured), "every": count * measured, "fast": PROJECTIONS * measured}[passes]
     unit = "projections" if passes == "fast" else "layers"
-    with BatchProgress("analyze", total, bar=session.shows_bars(), quiet=asked.json, unit=unit) as progress:
-        return engine.analyze(plan, widths, lambda: _on_device(asked, batches), passes, progress.advance)
+    with Stage(progress(quiet=asked.json), "analyze", total, unit) as stage:
+        return engine.analyze(plan, widths, lambda: _on_device(asked, batches), passes, stage.advance)
 
 
 def _check(plan: Plan, original: Graph, changes: Changes, changed: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from quantizer.cli import runlog, session
-from quantizer.cli.follow import Followed
+from quantizer.cli.follow import followed
 from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome
 from quantizer.config.diagnostics import ConfigError
@@ -37,7 +37,7 @@ def run_calib(options: RunOptions) -> Outcome:
             TracedTarget(original),
             read.config,
             batches,
-            Forked(Followed(read.sources, quiet=options.quiet), checkpoints),
+            Forked(followed(read.sources, quiet=options.quiet), checkpoints),
             checkpoints,
             options.seed,
             options.fast_finetune,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from quantizer.cli import session
+from quantizer.cli.follow import progress
 from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome
-from quantizer.cli.progress import BatchProgress
+from quantizer.engine.events import Stage
 from quantizer.engine.exact import ExactComparison, compare_exact
 from quantizer.engine.result_files import write_json
 from quantizer.engine.results import QuantInfo
@@ -35,8 +35,8 @@ def require_dpu(device: str) -> None:
 
 def run_exact(options: RunOptions, outcome: Outcome, graph: Graph, info: QuantInfo, batches: Batches) -> Outcome:
     """Run the batches again in integers; adds the metric `exact_equal` and a table, and writes exact.json."""
-    with BatchProgress("exact", batches.total, bar=session.shows_bars(), quiet=options.quiet) as progress:
-        found = compare_exact(graph, info.solution, (batch.to("cpu") for batch in batches), progress.advance)
+    with Stage(progress(quiet=options.quiet), "exact", batches.total) as stage:
+        found = compare_exact(graph, info.solution, (batch.to("cpu") for batch in batches), stage.advance)
     content = asdict(found) | {"equal": found.equal}
     write_json(Path(options.output_dir) / "exact.json", content)
     metric = {"exact_equal": found.equal}

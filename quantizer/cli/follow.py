@@ -1,44 +1,83 @@
-"""A run's events at the shell: bars, messages, and findings with the lines of the config that they are about."""
+"""A run's events at the shell: bars on a terminal, a line every ten seconds elsewhere, messages and findings."""
 
 from __future__ import annotations
 
 import logging
+import sys
+import time
 from collections.abc import Mapping
 
 from quantizer.cli import session
-from quantizer.cli.progress import BatchProgress
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.engine.events import Stage
+from quantizer.engine.events import Events, Forked, Stage
+from quantizer.report.bars import Bars
 
 logger = logging.getLogger(__name__)
 
+EVERY_S = 10.0
 
-class Followed:
-    """Follows one run; `sources` has the text of the config's files."""
+
+def progress(*, quiet: bool) -> Events:
+    """Who shows how far a run is: a bar, lines, or nobody."""
+    if quiet:
+        return Forked()
+    return Bars(session.console(stderr=True)) if session.shows_bars() else Lines()
+
+
+def followed(sources: Mapping[str, str], *, quiet: bool) -> Forked:
+    """Progress and messages of a run; `sources` has the text of the config's files."""
+    return Forked(progress(quiet=quiet), Messages(sources, quiet=quiet))
+
+
+class Messages:
+    """Prints findings with the lines of the config that they are about; logs the rest, which prints it, too."""
 
     def __init__(self, sources: Mapping[str, str], *, quiet: bool) -> None:
         self._sources, self._quiet = sources, quiet
-        self._progress: dict[int, BatchProgress] = {}
 
     def started(self, stage: Stage) -> None:
-        """Open a bar."""
-        bar = BatchProgress(stage.name, stage.total, bar=session.shows_bars(), quiet=self._quiet, unit=stage.unit)
-        self._progress[id(stage)] = bar
-        bar.__enter__()
-        bar.advance(stage.done)
+        """Says nothing."""
 
     def advanced(self, stage: Stage) -> None:
-        """Move it."""
-        self._progress[id(stage)].advance(stage.done)
+        """Says nothing."""
 
     def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
-        """Print a finding with its excerpt; log anything else, which prints it and keeps it for run.log."""
+        """Print or log it."""
         if finding is None:
             logger.log(level, "%s", text)
         elif not self._quiet:
             print_diagnostics((finding,), self._sources)
 
     def stopped(self, stage: Stage, error: BaseException | None) -> None:
-        """Close the bar."""
-        self._progress.pop(id(stage)).__exit__(None, None, None)
+        """Says nothing."""
+
+
+class Lines:
+    """Prints `calib 120/500 batches 24 % eta 63 s`, now and then."""
+
+    def __init__(self) -> None:
+        self._started = self._printed = time.monotonic()
+
+    def started(self, stage: Stage) -> None:
+        """Start the clock."""
+        self._started = self._printed = time.monotonic()
+
+    def advanced(self, stage: Stage) -> None:
+        """Print a line, if the last one is long enough ago."""
+        if time.monotonic() - self._printed >= EVERY_S:
+            self._printed = time.monotonic()
+            print(self._line(stage), file=sys.stderr, flush=True)
+
+    def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
+        """Left to others."""
+
+    def stopped(self, stage: Stage, error: BaseException | None) -> None:
+        """Says nothing."""
+
+    def _line(self, stage: Stage) -> str:
+        if not stage.total:
+            return f"{stage.name} {stage.done} {stage.unit}"
+        left = (time.monotonic() - self._started) / max(stage.done, 1) * (stage.total - stage.done)
+        share = 100 * stage.done // stage.total
+        return f"{stage.name} {stage.done}/{stage.total} {stage.unit} {share} % eta {left:.0f} s"

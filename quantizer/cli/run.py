@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.console import RenderableType
 
 from quantizer.cli import runlog, session
 from quantizer.cli.calib import run_calib
 from quantizer.cli.deploy import deploy, require_one
 from quantizer.cli.exact import require_dpu, run_exact
+from quantizer.cli.follow import progress
 from quantizer.cli.gates import parse_gate
 from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome, show
-from quantizer.cli.progress import BatchProgress
-from quantizer.engine import evaluate, results
-from quantizer.engine.attach import quantized_network
+from quantizer.engine import results
+from quantizer.engine.calibrated import reopened
 from quantizer.engine.exact import require_wide
 from quantizer.engine.finetune import require_finetuned
 from quantizer.engine.inputs import window_length
 from quantizer.engine.result_files import locked, write_bytes, write_json
-from quantizer.errors import GateError, ModelError, UsageError
+from quantizer.engine.scores import Scores, measure, score
+from quantizer.errors import GateError, UsageError
 from quantizer.export import require_extras
-from quantizer.nn.network import Network
 from quantizer.report import summary, tables
 from quantizer.seeding import seed_everything
-from quantizer.sources.data import Batches
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
-from quantizer.sources.user_code import user_errors
 
 
 def run(options: RunOptions) -> int:
@@ -69,7 +65,8 @@ def run_float(options: RunOptions) -> Outcome:
         graph = session.trace_model(options, loaded, batches)
         plan = session.make_plan(session.read_config(options.config_file), graph, quiet=options.quiet)
         session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
-    metrics = _measure(options, loaded, loaded.module, batches, "float")
+    device, follower = session.device_of(options), progress(quiet=options.quiet)
+    metrics = measure(loaded.module, batches, device, follower, "float", _evaluate(options, loaded))
     if not metrics:
         raise UsageError(
             "there is nothing to measure: no evaluate(model, data), and the data have no targets",
@@ -91,8 +88,8 @@ def run_test(options: RunOptions) -> Outcome:
     batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
     with locked(folder), runlog.recorded(folder, options):
         original = session.trace_model(options, loaded, batches)
-        session.check_model(options, loaded, batches, original, info)
-        graph = session.calibrated_graph(original, info)
+        calibrated = reopened(loaded.module, next(iter(session.on_device(options, batches))), original, info)
+        graph = calibrated.graph
         if read is not None:
             results.check_plan(info, read.config, session.make_plan(read, original, quiet=True, graph=graph).tensors)
         require_one(options, graph, info)
@@ -100,13 +97,9 @@ def run_test(options: RunOptions) -> Outcome:
             require_wide(graph, info.solution)
         if options.inspect:
             session.console().print(tables.layer_table(graph, info.solution.tensors, {}))
-        reference = Network(session.reference_graph(original, info))
-        quantized = quantized_network(graph, info.solution)
-        quantized.to(session.device_of(options))
-        with BatchProgress("test", batches.total, bar=session.shows_bars(), quiet=options.quiet) as progress:
-            compared = evaluate.compare(reference, quantized, session.on_device(options, batches), progress.advance)
-        pairs = _metric_pairs(options, loaded, quantized, batches, compared)
-        outcome = _report(options, folder, info, compared, pairs, batches.stamp)
+        function = _evaluate(options, loaded)
+        scores = score(calibrated, loaded.module, batches, progress(quiet=options.quiet), function)
+        outcome = _report(folder, info, scores, batches.stamp)
         if options.exact:
             outcome = run_exact(options, outcome, graph, info, batches)
         return deploy(options, outcome, graph, info, batches) if options.deploy else outcome
@@ -115,69 +108,26 @@ def run_test(options: RunOptions) -> Outcome:
 MODES: dict[str, Callable[[RunOptions], Outcome]] = {"float": run_float, "calib": run_calib, "test": run_test}
 
 
-def _measure(
-    options: RunOptions, loaded: LoadedModel, model: Callable[..., Any], batches: Batches, label: str
-) -> dict[str, float]:
-    """The user's metrics of one model; without evaluate(), what the targets allow: top-1 accuracy or perplexity."""
-    function: Evaluate | None = load_evaluate(options.evaluate) if options.evaluate else loaded.evaluate
-    with (
-        BatchProgress(label, batches.total, bar=session.shows_bars(), quiet=options.quiet) as progress,
-        torch.no_grad(),
-    ):
-        if function is not None:
-            return function(model, _counted((batch.raw for batch in session.on_device(options, batches)), progress))
-        with user_errors(f"running the {label} model", ModelError):
-            return evaluate.measure(model, _counted(session.on_device(options, batches), progress))
+def _evaluate(options: RunOptions, loaded: LoadedModel) -> Evaluate | None:
+    return load_evaluate(options.evaluate) if options.evaluate else loaded.evaluate
 
 
-def _metric_pairs(
-    options: RunOptions, loaded: LoadedModel, quantized: Network, batches: Batches, compared: evaluate.Comparison
-) -> dict[str, dict[str, float]]:
-    """Each metric of the float and the quantized network, on the same batches."""
-    if options.evaluate is None and loaded.evaluate is None:
-        return compared.pairs()
-    before = _measure(options, loaded, loaded.module, batches, "evaluate float")
-    after = _measure(options, loaded, quantized, batches, "evaluate quantized")
-    return {name: {"float": value, "quantized": after[name]} for name, value in before.items() if name in after}
-
-
-def _report(
-    options: RunOptions,
-    folder: Path,
-    info: results.QuantInfo,
-    compared: evaluate.Comparison,
-    pairs: dict[str, dict[str, float]],
-    stamp: str | None,
-) -> Outcome:
+def _report(folder: Path, info: results.QuantInfo, scores: Scores, stamp: str | None) -> Outcome:
     """Write what test mode found, and say what to show of it."""
+    compared = scores.comparison
     rows = summary.layer_rows(compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()})
-    metrics = compared.metrics()
-    for name, pair in pairs.items():
-        metrics |= {
-            f"{name}_float": pair["float"],
-            name: pair["quantized"],
-            f"{name}_drop": pair["float"] - pair["quantized"],
-        }
-        if name == "perplexity" and pair["float"]:  # it multiplies where other metrics lose
-            metrics["perplexity_ratio"] = pair["quantized"] / pair["float"]
     stamp = stamp or info.header.get("stamp")
-    report = summary.report(metrics, rows, stamp)
+    report = summary.report(scores.metrics, rows, stamp)
     write_json(folder / "report.json", report)
     write_bytes(folder / "layers.csv", summary.as_csv(rows).encode())
     shown: list[RenderableType] = [tables.damage_table(rows)]
-    if pairs:
-        shown.append(tables.metric_table(pairs))
+    if scores.pairs:
+        shown.append(tables.metric_table(scores.pairs))
     shown += _lines(compared.metrics())
     if stamp:
         shown.append(f"note: {stamp}")
-    return Outcome(metrics, report, [*shown, f"results: {folder}"])
+    return Outcome(scores.metrics, report, [*shown, f"results: {folder}"])
 
 
 def _lines(metrics: dict[str, float]) -> list[RenderableType]:
     return [f"{name} {value:.6g}" for name, value in metrics.items()]
-
-
-def _counted(items: Iterable[Any], progress: BatchProgress) -> Iterator[Any]:
-    for item in items:
-        yield item
-        progress.advance()

@@ -19,21 +19,17 @@ from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config, Settings
-from quantizer.engine import results
-from quantizer.engine.inputs import OtherSizes, call_of_shapes, input_shapes
-from quantizer.engine.results import QuantInfo
-from quantizer.errors import DataError, ModelError, UsageError
-from quantizer.graph.edits import inserted, with_weights
+from quantizer.engine.calibrated import traced
+from quantizer.errors import DataError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import remarks
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches, Reading, load_batches
 from quantizer.sources.find_files import TEXTS, find_files
-from quantizer.sources.models import LoadedModel, load_model, materialize, try_first_batch
+from quantizer.sources.models import LoadedModel, load_model
 from quantizer.sources.text import DEFAULT_SEQ_LEN, Windows, longest_window
 from quantizer.sources.tokenizer import load_tokenizer
 
@@ -171,38 +167,7 @@ def trace_model(options: Options, loaded: LoadedModel, batches: Batches) -> Grap
     first = next(iter(batches), None)
     if first is None:
         raise DataError("the data has no batches", help="check --data")
-    return _trace(loaded, first.to(device_of(options)))
-
-
-def check_model(options: Options, loaded: LoadedModel, batches: Batches, original: Graph, info: QuantInfo) -> None:
-    """Refuse a model that is not the calibrated one, traced with inputs of the calibrated sizes; `original` may have
-    others, which then must change nothing but sizes.
-
-    Raises:
-        ResultError: naming the first layer or tensor that differs.
-    """
-    batch = next(iter(batches)).to(device_of(options))
-    shapes = info.header["inputs"]
-    call = call_of_shapes(batch.args, batch.kwargs, shapes) if shapes != input_shapes(original) else None
-    if call is None:
-        results.check_model(info, original)
-        return
-    try:
-        calibrated = _trace(loaded, replace(batch, args=call[0], kwargs=call[1]))
-    except (ModelError, DataError):
-        results.check_model(info, original)  # this model cannot have been calibrated with them
-        raise
-    results.check_model(info, calibrated)
-    OtherSizes(calibrated, original).check(info.solution)
-
-
-def _trace(loaded: LoadedModel, batch: Batch) -> Graph:
-    materialize(loaded.module, batch)
-    try:
-        return trace(loaded.module, batch.args, batch.kwargs)
-    except ModelError:
-        try_first_batch(loaded.module, batch)
-        raise
+    return traced(loaded.module, first.to(device_of(options)))
 
 
 def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False, graph: Graph | None = None) -> Plan:
@@ -227,17 +192,6 @@ def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False, graph: 
 def apply_passes(original: Graph, settings: Settings, *, device: bool = True) -> Graph:
     """The graph that is planned and run; without `device`, the float one that it is compared with."""
     return run_passes(original, settings, device=device)
-
-
-def calibrated_graph(original: Graph, info: QuantInfo) -> Graph:
-    """The graph that a calibration planned, with the layers that its algorithms inserted."""
-    return inserted(apply_passes(original, info.settings), info.solution.insertions)
-
-
-def reference_graph(original: Graph, info: QuantInfo) -> Graph:
-    """The float graph that the calibrated one is compared with, node by node: rescaled as that is."""
-    graph = inserted(apply_passes(original, info.settings, device=False), info.solution.insertions)
-    return with_weights(graph, info.solution.rescaled)
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -281,7 +281,7 @@ def test_what_was_done_is_told(model: str, tmp_path: Path, capsys: Capture) -> N
 
 
 def test_progress_has_an_estimate(model: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantizer.cli.progress.EVERY_S", 0.0)
+    monkeypatch.setattr("quantizer.cli.follow.EVERY_S", 0.0)
     words = ["--quant_mode", "calib", "--model", model, "--output_dir", str(tmp_path / "out"), "--config_file"]
     assert run_command([*words, config(tmp_path, "gptq")]) == 0
     said = capsys.readouterr().err

@@ -59,7 +59,7 @@ def test_every_linear_layer_gets_a_correction(folder: Path, model: str) -> None:
 def test_progress_and_result_are_told_unless_quiet(
     model: str, config: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantizer.cli.progress.EVERY_S", 0.0)
+    monkeypatch.setattr("quantizer.cli.follow.EVERY_S", 0.0)
     from quantizer.cli.main import run_command
 
     command = ["--quant_mode", "calib", "--model", model, "--config_file", config, "--output_dir", str(tmp_path / "o")]

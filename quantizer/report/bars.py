@@ -1,0 +1,36 @@
+"""Progress as bars, on a terminal or in a notebook. Says nothing else."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from quantizer.config.diagnostics import Diagnostic
+from quantizer.engine.events import Stage
+
+
+class Bars:
+    """Follows a run with one bar for each stage, which vanishes at its end."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars: dict[int, tuple[Progress, TaskID]] = {}
+
+    def started(self, stage: Stage) -> None:
+        """Show a bar."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        bar = Progress(*columns, console=self._console, transient=True)
+        self._bars[id(stage)] = bar, bar.add_task(stage.name, total=stage.total, completed=stage.done)
+        bar.start()
+
+    def advanced(self, stage: Stage) -> None:
+        """Move it."""
+        bar, task = self._bars[id(stage)]
+        bar.update(task, completed=stage.done)
+
+    def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
+        """Left to others."""
+
+    def stopped(self, stage: Stage, error: BaseException | None) -> None:
+        """Take it away."""
+        self._bars.pop(id(stage))[0].stop()
