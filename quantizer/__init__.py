@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         RotationConfig,
         SmoothQuantConfig,
     )
+    from quantizer.api.calibrate import calibrate, load
     from quantizer.api.config import (
         Config,
         QuantizationConfig,
@@ -67,6 +68,8 @@ __all__ = [
     "RoundType",
     "ScaleType",
     "SmoothQuantConfig",
+    "calibrate",
+    "load",
 ]  # not nn: a star import must not hide torch.nn
 _HOMES = (
     "quantizer.config.types",
@@ -76,6 +79,8 @@ _HOMES = (
     "quantizer.api.model_quantizer",
 )
 """The modules that have the public names, cheapest first; none imports torch."""
+_HEAVY = {"calibrate": "quantizer.api.calibrate", "load": "quantizer.api.calibrate"}
+"""Names whose modules do."""
 
 
 def __getattr__(name: str) -> Any:
@@ -84,7 +89,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("quantizer.nn")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    for home in _HOMES:
+    for home in (_HEAVY[name],) if name in _HEAVY else _HOMES:
         module = importlib.import_module(home)
         if hasattr(module, name):
             globals()[name] = getattr(module, name)

@@ -130,6 +130,12 @@ def write_results(
     write_json(folder / INFO, content | {"checksum": _checksum(content), "complete": True})
 
 
+def names_of(folder: Path) -> list[str]:
+    """The files that a complete calibration consists of, quant_info.json last."""
+    files = read_json(folder / INFO)["header"]["files"]
+    return [*files, *ORIGINS, INFO]
+
+
 def _owned(folder: Path) -> list[str]:
     """quant_info.json, which goes first, and the files it names: what calibration wrote before, of any model."""
     try:

@@ -117,13 +117,15 @@ def load_batches(
     subset_len: int | None = None,
     seed: int = 0,
     reading: Reading | None = None,
+    label: str = "the data of the model's file",
 ) -> Batches:
     """The batches of `--data`, or of a callable or iterable of the user's.
 
     The user's own batches stay as they are; files, images and random data are cut to `batch_size` (default 32, for
     texts 1). `subset_len` counts samples exactly and cuts the last batch. `seed` draws random data and the order of
     images, and seeds the global generators before each pass of the user's loader. `module` tells how many inputs a
-    tuple holds. Raises `DataError` or `UsageError`; what only shows in the data itself is raised while iterating.
+    tuple holds; `label` names data that come as values. Raises `DataError` or `UsageError`; what only shows in the
+    data itself is raised while iterating.
     """
     for name, value in {"batch size": batch_size, "subset length": subset_len}.items():
         if value is not None and value < 1:
@@ -144,7 +146,7 @@ def load_batches(
         shape = _random_shape(source)
         draw = partial(_random_batches, shape, size, seed)
         return Batches(draw, source, subset_len, stamp="random data", length=math.ceil(shape[0] / size))
-    opened, label = _from_python(source) if isinstance(source, str) else (source, "the data of the model's file")
+    opened, label = _from_python(source) if isinstance(source, str) else (source, label)
     batches = Batches(lambda: iter(()), label, subset_len)
     batches.open_pass = partial(_user_batches, opened, label, positional_inputs(module), seed, batches.note_length)
     return batches

@@ -1,0 +1,182 @@
+"""`calibrate` and `load`: the pipeline from Python, for both file forms, with the files and sentences of the shell."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from quantizer.api.config import Config
+from quantizer.api.notebook import follower
+from quantizer.api.result import Result
+from quantizer.config.diagnostics import ConfigError
+from quantizer.config.document import Document
+from quantizer.config.load import LoadResult, check_document, default_config, load_config
+from quantizer.config.model import Config as Rules
+from quantizer.config.resolved import resolved_document
+from quantizer.config.wording import a_kind
+from quantizer.engine import pipeline, results
+from quantizer.engine.calibrated import Calibrated, reopened, traced
+from quantizer.engine.checkpoint import Checkpoints
+from quantizer.engine.events import Events, Forked
+from quantizer.engine.finetune import check_mode
+from quantizer.engine.job import Job
+from quantizer.engine.module_target import evaluating
+from quantizer.engine.result_files import read_json
+from quantizer.engine.target import TracedTarget
+from quantizer.errors import DataError, UsageError
+from quantizer.graph.ir import Graph
+from quantizer.nn.inplace import check_float
+from quantizer.plan.resolve import resolve
+from quantizer.sources.batches import Batch
+from quantizer.sources.data import Batches, load_batches
+from quantizer.sources.hugging_face import without_cache
+
+Data = str | Iterable[Any] | Callable[[], Any]
+
+
+def calibrate(
+    model: nn.Module,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None,
+    data: Data,
+    *,
+    batch_size: int | None = None,
+    subset_len: int | None = None,
+    seed: int = 0,
+    fast_finetune: str | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    events: Events | None = None,
+) -> Result:
+    """Quantize a traced copy of `model`, as `quantizer --quant_mode calib` does; the model stays as it is.
+
+    Args:
+        model: any `torch.nn.Module`; it is traced on the first batch, in evaluation mode.
+        config: a path, a dict or a `Config`, of either file form; None for the built-in default of the DPU.
+        data: an iterable of batches (tensors, tuples, dicts, with or without targets), a function that returns one, or
+            what `--data` takes as text. It must give the same batches each time it is gone through. A config that needs
+            no ranges takes the first batch for its shape alone.
+        batch_size: samples per batch, of data that come as text.
+        subset_len: use the first so many samples.
+        seed: of all randomness.
+        fast_finetune: "adaround" or "adaquant" to learn how to round the weights.
+        folder: where checkpoints go while it runs, and where `resume` looks for them.
+        resume: go on with a run that was stopped.
+        events: who follows the run; None for bars in a notebook and log records elsewhere.
+
+    Returns:
+        The plan, the quantized network, and the ways to test, save and export it.
+
+    Raises:
+        ConfigError: all findings on the config, alone and with this model.
+        ModelError: the model cannot be traced, or has NaN or Inf in its weights.
+        DataError: data are needed and there are none, or they are not what the model takes.
+
+    >>> import torch
+    >>> network = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+    >>> found = calibrate(network, None, [torch.ones(2, 3, 8, 8)])
+    >>> tuple(found.network(torch.ones(5, 3, 8, 8)).shape)
+    (5, 8, 6, 6)
+    """
+    check_float(model)
+    read = read_config(config)
+    rules = read.require()
+    check_mode(fast_finetune, rules)
+    batches = _batches(model, data, batch_size=batch_size, subset_len=subset_len, seed=seed)
+    checkpoints = Checkpoints(Path(folder), resume=resume) if folder is not None else None
+    watching = events or follower()
+    job = Job(
+        TracedTarget(_traced(model, _first(batches))),
+        rules,
+        batches,
+        Forked(watching, checkpoints) if checkpoints else watching,
+        checkpoints,
+        seed,
+        fast_finetune,
+        {"seed": seed, "batch_size": batch_size, "subset_len": subset_len},
+        read.diagnostics,
+    )
+    try:
+        solution = pipeline.run(job)
+    except ConfigError as error:
+        raise ConfigError(error.diagnostics, read.sources) from error
+    if checkpoints:
+        checkpoints.remove()
+    calibrated = Calibrated(job.target.original, rules.settings, solution)
+    return Result(model, calibrated, job.plan, batches, watching, job=job)
+
+
+def load(folder: str | os.PathLike[str], model: nn.Module, data: Data) -> Result:
+    """What `calibrate` saved, or the shell wrote, for the same float model.
+
+    Args:
+        folder: the result folder.
+        model: the float model that was calibrated, with the same weights.
+        data: as in `calibrate`; the first batch is read for its shape, all are the default of `Result.test`.
+
+    Raises:
+        ResultError: the folder is incomplete or damaged, or of another model.
+    """
+    check_float(model)
+    place = Path(folder)
+    info = results.read_info(place)
+    batches = _batches(model, data, seed=info.header["seed"])
+    batch = _first(batches)
+    with evaluating(model), without_cache(model):
+        original = traced(model, batch)
+        calibrated = reopened(model, batch, original, info)
+    rules = _stored_rules(place)
+    plan = resolve(rules, calibrated.graph, original)
+    results.check_plan(info, rules, plan.tensors)
+    return Result(model, calibrated, plan, batches, follower(), folder=place)
+
+
+def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | Config | None) -> LoadResult:
+    """The checked config, whichever way it is given.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if config is None:
+        return LoadResult(default_config(), (), {})
+    if isinstance(config, (str, os.PathLike)):
+        return load_config(config)
+    if isinstance(config, Config):
+        return check_document(Document.of(config.to_dict(), "Config"))
+    if isinstance(config, Mapping):
+        return check_document(Document.of(config, "config"))
+    raise UsageError(
+        f"config is {a_kind(config)}, not a config", help="give the path of a file, a dict or a quantizer.Config"
+    )
+
+
+def _batches(
+    model: nn.Module, data: Data, *, seed: int, batch_size: int | None = None, subset_len: int | None = None
+) -> Batches:
+    if data is None:
+        raise DataError("data is None", help="give a list of batches, a DataLoader, or a function that returns one")
+    return load_batches(data, module=model, batch_size=batch_size, subset_len=subset_len, seed=seed, label="data")
+
+
+def _first(batches: Batches) -> Batch:
+    first = next(iter(batches), None)
+    if first is None:
+        raise DataError("data gives no batch", help="give at least one")
+    return first
+
+
+def _traced(model: nn.Module, batch: Batch) -> Graph:
+    device = next((parameter.device for parameter in model.parameters()), None)
+    with evaluating(model), without_cache(model):
+        return traced(model, batch if device is None else batch.to(device))
+
+
+def _stored_rules(folder: Path) -> Rules:
+    """The config that a folder was calibrated with; the built-in default is none that a file could state."""
+    stored = read_json(folder / "config.resolved.json")
+    if stored == resolved_document(default_config()):
+        return default_config()
+    return check_document(Document.of(stored, str(folder / "config.resolved.json"))).require()

@@ -1,0 +1,172 @@
+"""What `calibrate` and `load` give: a plan, a quantized network, and the ways to test, save and export it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantizer.api.notebook import html_table
+from quantizer.config.wording import closest
+from quantizer.engine import results
+from quantizer.engine.calibrated import Calibrated
+from quantizer.engine.events import Events
+from quantizer.engine.job import Job
+from quantizer.engine.module_target import evaluating
+from quantizer.engine.result_files import locked
+from quantizer.engine.scores import Scores, score
+from quantizer.errors import GateError, UsageError
+from quantizer.export import EXPORTERS, check, export, require_extras
+from quantizer.export.deployment import Deployment, Verification
+from quantizer.plan.model import Plan
+from quantizer.report import summary, tables
+from quantizer.sources.data import Batches, load_batches
+
+
+class PlanView:
+    """A plan that shows as a table; its decisions are those of `plan`, a `quantizer.plan.model.Plan`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def to_json(self) -> dict[str, Any]:
+        """As plan.json has it."""
+        return self.plan.to_json()
+
+    def __repr__(self) -> str:
+        return f"Plan({len(self.plan.tensors)} tensors of {self.plan.graph.model})"
+
+    def _repr_html_(self) -> str:
+        return html_table(tables.rule_table(self.plan)) + html_table(tables.plan_table(self.plan))
+
+
+class Comparison:
+    """What a test found.
+
+    Attributes:
+        metrics: by name: sqnr_db, cosine, the user's own with `_float` and `_drop` beside them.
+        layers: a row per quantized tensor, the most damaged first, with local and accumulated SQNR in dB.
+    """
+
+    def __init__(self, scores: Scores, calibrated: Calibrated) -> None:
+        specs = {key: tensor.spec for key, tensor in calibrated.solution.tensors.items()}
+        self.metrics: Mapping[str, float] = scores.metrics
+        self.layers = summary.layer_rows(scores.comparison, specs)
+        self._pairs = scores.pairs
+
+    def require(self, **least: float) -> Comparison:
+        """Raise GateError for each metric below what is given: `require(sqnr_db=20)`; returns itself.
+
+        Raises:
+            GateError: naming those that are not met.
+            UsageError: there is no such metric.
+        """
+        for name in least:
+            if name not in self.metrics:
+                near = closest(name, list(self.metrics))
+                known = f"did you mean {near}?" if near else f"known here: {', '.join(sorted(self.metrics))}"
+                raise UsageError(f"there is no metric {name!r}", help=known)
+        failed = [f"{name}>={bound:g}" for name, bound in least.items() if not self.metrics[name] >= bound]
+        if failed:
+            raise GateError(f"not met: {', '.join(failed)}", help="layers, the worst first, shows which lose most")
+        return self
+
+    def __repr__(self) -> str:
+        return f"Comparison({', '.join(f'{name}={value:.6g}' for name, value in self.metrics.items())})"
+
+    def _repr_html_(self) -> str:
+        shown = html_table(tables.damage_table(self.layers))
+        pairs = html_table(tables.metric_table(self._pairs)) if self._pairs else ""
+        return f"<p>{self!r}</p>{pairs}{shown}"
+
+
+class Result:
+    """A calibrated model.
+
+    Attributes:
+        plan: what was decided for each tensor; shows as a table in a notebook.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        calibrated: Calibrated,
+        plan: Plan,
+        batches: Batches,
+        events: Events,
+        *,
+        job: Job | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self.plan = PlanView(plan)
+        self._model, self._calibrated, self._batches, self._events = model, calibrated, batches, events
+        self._job, self._folder = job, folder
+
+    @cached_property
+    def network(self) -> nn.Module:
+        """The quantized network, called as the model; equal to test mode bit for bit."""
+        return self._calibrated.network()
+
+    def test(
+        self, data: Any = None, evaluate: Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]] | None = None
+    ) -> Comparison:
+        """Run the quantized and the float network on the same batches.
+
+        Args:
+            data: as in `calibrate`; None for the calibration data.
+            evaluate: `evaluate(model, data)` gives a dict of metrics; without it top-1 accuracy or perplexity is found
+                where the data have targets.
+
+        Raises:
+            DataError: no batches, or outputs that are not finite.
+        """
+        batches = self._batches if data is None else load_batches(data, module=self._model)
+        with evaluating(self._model):
+            return Comparison(score(self._calibrated, self._model, batches, self._events, evaluate), self._calibrated)
+
+    def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the result folder, as the shell does: the same files, byte for byte, but run.json and run.log.
+
+        Raises:
+            ResultError: it cannot be written, is in use, or holds results of another model.
+        """
+        place = Path(folder)
+        with locked(place):
+            results.check_owner(place, self._calibrated.graph.model, overwrite=overwrite)
+            if self._job is not None:
+                job = self._job
+                original = self._calibrated.original
+                results.write_results(place, original, job.config, job.calibration, job.solution, job.header)
+            elif self._folder is not None and self._folder.resolve() != place.resolve():
+                for name in results.names_of(self._folder):
+                    shutil.copyfile(self._folder / name, place / name)
+
+    def export(self, target: str, path: str | os.PathLike[str]) -> Verification:
+        """Write the network for another runtime and verify the file: "onnx", "pt2" or "safetensors".
+
+        Raises:
+            UsageError: there is no such target, its packages are missing, or it cannot express this config.
+        """
+        if target not in EXPORTERS:
+            raise UsageError(f"there is no export target {target!r}", help=f"known are {', '.join(EXPORTERS)}")
+        require_extras([target])
+        calibrated = self._calibrated
+        check(target, calibrated.graph, calibrated.solution, calibrated.settings.onnx_opset_version)
+        batch = next(iter(self._batches)).to("cpu")
+        deployment = Deployment(
+            calibrated.graph, calibrated.solution, batch.args, batch.kwargs, calibrated.settings.onnx_opset_version
+        )
+        with torch.no_grad():
+            return export(target, deployment, Path(path))
+
+    def __repr__(self) -> str:
+        return f"Result({len(self._calibrated.solution.tensors)} tensors of {self._calibrated.graph.model} quantized)"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{self!r}</p>{self.plan._repr_html_()}"

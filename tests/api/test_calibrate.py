@@ -1,0 +1,239 @@
+"""`calibrate` and `load` do from Python what the shell does, with the same files and the same sentences."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import calibrate as at_the_shell
+from runs import check as check_at_the_shell
+from torch import Tensor, nn
+
+import quantizer
+from configs import document
+from quantizer import Config, Dtype, QSchemeType, QuantizationConfig, QuantizationSpec
+from quantizer.config.diagnostics import ConfigError
+from quantizer.engine.events import Snapshot, Stage
+from quantizer.errors import DataError, GateError, ResultError, UsageError
+from quantizer.sources.models import load_model
+
+MODEL = """
+import torch
+from torch import nn
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)).eval()
+
+
+def calibration_data():
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 3, 8, 8, generator=generator), torch.arange(8)) for _ in range(3)]
+"""
+LAYERED = document(include_bias_corr=True, tensor={"weights": {"per_channel": True, "bit_width": 4}})
+HIERARCHICAL: dict[str, Any] = {
+    "global_quant_config": {
+        "input_tensors": {"dtype": "int8", "qscheme": "per_tensor"},
+        "weight": {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 16},
+    },
+    "layer_quant_config": {"0": {"weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}}},
+    "algo_config": {"name": "gptq"},
+}
+FORMS = {"layered": LAYERED, "hierarchical": HIERARCHICAL}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "net.py"
+    path.write_text(MODEL)
+    return path
+
+
+@pytest.fixture
+def network(source: Path) -> nn.Module:
+    return load_model(str(source)).module
+
+
+@pytest.fixture
+def data(source: Path) -> Any:
+    offered = load_model(str(source)).calibration_data
+    assert offered is not None
+    return offered()
+
+
+def differing(one: Path, other: Path) -> set[str]:
+    """Files of two result folders that are not the same bytes."""
+    names = {path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()}
+    _, mismatch, missing = filecmp.cmpfiles(one, other, names, shallow=False)
+    return (set(mismatch) | set(missing)) - {"run.json", "run.log"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shell_and_python_write_the_same_bytes(
+    form: str, source: Path, network: nn.Module, data: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(FORMS[form]))
+    assert at_the_shell(tmp_path / "shell", model=str(source), config=str(path)) == 0
+    found = quantizer.calibrate(network, path, data)
+    found.save(tmp_path / "python")
+    assert not differing(tmp_path / "shell", tmp_path / "python")
+    loaded = quantizer.load(tmp_path / "shell", network, data)
+    loaded.save(tmp_path / "copied")
+    assert not differing(tmp_path / "shell", tmp_path / "copied")
+    assert check_at_the_shell(tmp_path / "copied", model=str(source)) == 0
+    images = data[0][0]
+    assert torch.equal(loaded.network(images), found.network(images))
+    assert not torch.equal(found.network(images), network(images))
+    decided = [{key: tensor.decided() for key, tensor in each.plan.plan.tensors.items()} for each in (loaded, found)]
+    assert decided[0] == decided[1]
+
+
+def test_a_config_is_a_path_a_dict_or_dataclasses(network: nn.Module, data: Any, tmp_path: Path) -> None:
+    weight = QuantizationSpec(Dtype.int8, qscheme=QSchemeType.per_channel, ch_axis=0)
+    config = Config(QuantizationConfig(weight=weight))
+    config.save(tmp_path / "config.json")
+    expected = quantizer.calibrate(network, config, data[:1]).network(data[0][0])
+    for same in (str(tmp_path / "config.json"), tmp_path / "config.json", config.to_dict()):
+        assert torch.equal(quantizer.calibrate(network, same, data[:1]).network(data[0][0]), expected)
+    assert "DPU" in json.dumps(quantizer.calibrate(network, None, data).plan.to_json())
+    with pytest.raises(UsageError, match="config is an int"):
+        quantizer.calibrate(network, 3, data)  # type: ignore[arg-type]
+
+
+def test_it_tests_with_the_users_metric_and_gates(network: nn.Module, data: Any) -> None:
+    found = quantizer.calibrate(network, LAYERED, data)
+
+    def evaluate(model: Callable[[Tensor], Tensor], batches: Iterable[Any]) -> dict[str, float]:
+        return {"mean": float(torch.cat([model(images) for images, _ in batches]).mean())}
+
+    tested = found.test(data[1:], evaluate)
+    assert {"mean", "mean_float", "mean_drop", "sqnr_db"} <= tested.metrics.keys()
+    assert tested.metrics["mean"] != tested.metrics["mean_float"]
+    assert {"top1", "top1_float"} <= found.test().metrics.keys()
+    assert tested.require(sqnr_db=5.0) is tested
+    with pytest.raises(GateError, match="not met: sqnr_db>=1000"):
+        tested.require(sqnr_db=1000.0)
+    with pytest.raises(UsageError, match="no metric 'sqnr'"):
+        tested.require(sqnr=1.0)
+    losses = [row["local_sqnr_db"] for row in tested.layers]
+    assert losses == sorted(losses)
+
+
+def test_it_exports_what_loads_again(network: nn.Module, data: Any, tmp_path: Path) -> None:
+    found = quantizer.calibrate(network, LAYERED, data)
+    verified = found.export("safetensors", tmp_path / "net.safetensors")
+    assert verified.equal == 1.0
+    with pytest.raises(UsageError, match="no export target 'onyx'"):
+        found.export("onyx", tmp_path / "net.onyx")
+
+
+def test_the_model_stays_as_it_was(network: nn.Module, data: Any) -> None:
+    network.train()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    quantizer.calibrate(network, LAYERED, data).test()
+    assert network.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+
+
+def test_findings_are_the_sentences_of_the_shell(
+    source: Path, network: nn.Module, data: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = LAYERED | {"layer_quantize_config": [{"layer_name": "nowhere", "layer_type": None}]}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(wrong))
+    assert at_the_shell(tmp_path / "shell", model=str(source), config=str(path)) == 2
+    said = capsys.readouterr().err
+    with pytest.raises(ConfigError) as raised:
+        quantizer.calibrate(network, path, data)
+    assert raised.value.diagnostics
+    assert all(finding.message in said for finding in raised.value.diagnostics)
+
+
+def test_data_that_are_missing_or_can_be_read_but_once_are_refused(network: nn.Module, data: Any) -> None:
+    with pytest.raises(DataError, match="data is None"):
+        quantizer.calibrate(network, LAYERED, None)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="data can be gone through only once"):
+        quantizer.calibrate(network, LAYERED, iter(data))
+
+
+def test_another_model_is_refused(network: nn.Module, data: Any, tmp_path: Path) -> None:
+    quantizer.calibrate(network, LAYERED, data).save(tmp_path / "out")
+    network.get_parameter("4.bias").data.add_(1)
+    with pytest.raises(ResultError, match=r"the weights are not those that were calibrated: 4\.bias"):
+        quantizer.load(tmp_path / "out", network, data)
+
+
+class Recorder:
+    """Follows a run and stops it where it is told to."""
+
+    def __init__(self, stop_at: tuple[str, int] | None = None) -> None:
+        self.stages: list[str] = []
+        self.texts: list[tuple[int, str]] = []
+        self.snapshots: list[Snapshot] = []
+        self.errors: list[BaseException | None] = []
+        self._stop_at = stop_at
+
+    def started(self, stage: Stage) -> None:
+        self.stages.append(stage.name)
+
+    def advanced(self, stage: Stage) -> None:
+        if stage.snapshot is not None:
+            self.snapshots.append(stage.snapshot())
+        if (stage.name, stage.done) == self._stop_at:
+            raise KeyboardInterrupt
+
+    def message(self, level: int, text: str, finding: Any = None) -> None:
+        self.texts.append((level, text))
+
+    def stopped(self, stage: Stage, error: BaseException | None) -> None:
+        self.errors.append(error)
+
+
+def test_events_follow_every_stage(network: nn.Module, data: Any) -> None:
+    recorder = Recorder()
+    quantizer.calibrate(network, LAYERED, data, events=recorder, fast_finetune="adaround")
+    assert recorder.stages == ["calib", "fast finetune", "bias correction"]
+    assert recorder.errors == [None] * 3
+    assert [snapshot.state["batches"] for snapshot in recorder.snapshots[:3]] == [1, 2, 3]
+    assert any("biases of 2 layers corrected" in text for level, text in recorder.texts if level == logging.INFO)
+
+
+@pytest.mark.parametrize("where", [("calib", 2), ("fast finetune", 4)])
+def test_a_run_that_was_stopped_goes_on(where: tuple[str, int], network: nn.Module, data: Any, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"folder": tmp_path / "work", "fast_finetune": "adaround"}
+    (tmp_path / "work").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        quantizer.calibrate(network, LAYERED, data, events=Recorder(where), **more)
+    assert list((tmp_path / "work").glob("checkpoint.*"))
+    resumed = quantizer.calibrate(network, LAYERED, data, resume=True, **more)
+    assert not list((tmp_path / "work").glob("checkpoint.*"))
+    resumed.save(tmp_path / "resumed")
+    quantizer.calibrate(network, LAYERED, data, fast_finetune="adaround").save(tmp_path / "whole")
+    assert not differing(tmp_path / "resumed", tmp_path / "whole")
+
+
+def test_plans_results_and_comparisons_show_as_tables(network: nn.Module, data: Any) -> None:
+    found = quantizer.calibrate(network, LAYERED, data)
+    name = "Sequential::Sequential/Conv2d[0]/conv2d"
+    for shown in (found.plan, found.test(), found):
+        page = shown._repr_html_()  # type: ignore[attr-defined]
+        assert page.count("<table>") == page.count("</table>") > 0
+        assert name in page
+    assert repr(found) == "Result(7 tensors of Sequential quantized)"
+
+
+def test_text_in_tables_is_escaped() -> None:
+    from quantizer.api.notebook import html_table
+    from quantizer.report.tables import Listing
+
+    page = html_table(Listing(("a",), [("<script>",)]))
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
