@@ -57,46 +57,33 @@ def calibrate(
         model: any `torch.nn.Module`; it is traced on the first batch, in evaluation mode.
         config: a path, a dict or a `Config`, of either file form; None for the built-in default of the DPU.
         data: an iterable of batches (tensors, tuples, dicts, with or without targets), a function that returns one, or
-            what `--data` takes as text. It must give the same batches each time it is gone through. A config that needs
-            no ranges takes the first batch for its shape alone.
-        batch_size: samples per batch, of data that come as text.
-        subset_len: use the first so many samples.
+            what `--data` takes as text; the same batches each time. Without ranges to find, the first gives the shape.
+        batch_size, subset_len: as at the shell: samples per batch, of data that come as text; use so many samples.
         seed: of all randomness.
         fast_finetune: "adaround" or "adaquant" to learn how to round the weights.
-        folder: where checkpoints go while it runs, and where `resume` looks for them.
-        resume: go on with a run that was stopped.
+        folder: where checkpoints go while it runs, and where `resume` looks for them to go on with a stopped run.
         events: who follows the run; None for bars in a notebook and log records elsewhere.
-
-    Returns:
-        The plan, the quantized network, and the ways to test, save and export it.
 
     Raises:
         ConfigError: all findings on the config, alone and with this model.
         ModelError: the model cannot be traced, or has NaN or Inf in its weights.
-        DataError: data are needed and there are none, or they are not what the model takes.
-
-    >>> import torch
-    >>> network = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
-    >>> found = calibrate(network, None, [torch.ones(2, 3, 8, 8)])
-    >>> tuple(found.network(torch.ones(5, 3, 8, 8)).shape)
-    (5, 8, 6, 6)
+        DataError: there are no data, or they are not what the model takes.
     """
     check_float(model)
     read = read_config(config)
-    rules = read.require()
-    check_mode(fast_finetune, rules)
-    batches = _batches(model, data, batch_size=batch_size, subset_len=subset_len, seed=seed)
+    check_mode(fast_finetune, read.require())
+    cut = {"batch_size": batch_size, "subset_len": subset_len}
     checkpoints = Checkpoints(Path(folder), resume=resume) if folder is not None else None
     watching = events or follower()
     job = Job(
-        TracedTarget(_traced(model, _first(batches))),
-        rules,
+        TracedTarget(_traced(model, batches := _batches(model, data, seed=seed, **cut))),
+        read.require(),
         batches,
-        Forked(watching, checkpoints) if checkpoints else watching,
+        Forked(*filter(None, (watching, checkpoints))),
         checkpoints,
         seed,
         fast_finetune,
-        {"seed": seed, "batch_size": batch_size, "subset_len": subset_len},
+        {"seed": seed, **cut},
         read.diagnostics,
     )
     try:
@@ -105,7 +92,7 @@ def calibrate(
         raise ConfigError(error.diagnostics, read.sources) from error
     if checkpoints:
         checkpoints.remove()
-    calibrated = Calibrated(job.target.original, rules.settings, solution)
+    calibrated = Calibrated(job.target.original, job.config.settings, solution)
     return Result(model, calibrated, job.plan, batches, watching, job=job)
 
 
@@ -124,9 +111,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data) -> Result
     place = Path(folder)
     info = results.read_info(place)
     batches = _batches(model, data, seed=info.header["seed"])
-    batch = _first(batches)
+    original, batch = _traced(model, batches), _first(batches)
     with evaluating(model), without_cache(model):
-        original = traced(model, batch)
         calibrated = reopened(model, batch, original, info)
     rules = _stored_rules(place)
     plan = resolve(rules, calibrated.graph, original)
@@ -168,8 +154,9 @@ def _first(batches: Batches) -> Batch:
     return first
 
 
-def _traced(model: nn.Module, batch: Batch) -> Graph:
+def _traced(model: nn.Module, batches: Batches) -> Graph:
     device = next((parameter.device for parameter in model.parameters()), None)
+    batch = _first(batches)
     with evaluating(model), without_cache(model):
         return traced(model, batch if device is None else batch.to(device))
 

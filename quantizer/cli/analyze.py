@@ -14,8 +14,6 @@ import click
 from rich.console import RenderableType
 from rich.text import Text
 
-from quantizer.algorithms.output_gradients import PROJECTIONS
-from quantizer.algorithms.sensitivity import Width
 from quantizer.cli import session
 from quantizer.cli.follow import progress
 from quantizer.cli.options import SETTINGS, ModelOptions, model_options
@@ -26,7 +24,7 @@ from quantizer.config.load import check_document
 from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
 from quantizer.config.patch import patched
 from quantizer.engine import analyze as engine
-from quantizer.engine.analyze import Analysis, Budget, width_bits
+from quantizer.engine.analyze import Analysis, Budget, Width, width_bits
 from quantizer.engine.events import Stage
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
@@ -184,9 +182,7 @@ def _run(asked: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | None
 def _measure(asked: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batches: Batches) -> Analysis:
     count = len(engine.candidates(plan)[0])
     passes = asked.passes or ("network" if count <= MANY else "fast")
-    measured = min(batches.total or engine.NOISE_BATCHES, engine.NOISE_BATCHES)
-    total = {"network": count * (1 + measured), "every": count * measured, "fast": PROJECTIONS * measured}[passes]
-    unit = "projections" if passes == "fast" else "layers"
+    total, unit = engine.units_of_work(passes, count, batches.total)
     with Stage(progress(quiet=asked.json), "analyze", total, unit) as stage:
         return engine.analyze(plan, widths, lambda: _on_device(asked, batches), passes, stage.advance)
 

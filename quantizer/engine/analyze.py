@@ -10,18 +10,18 @@ from itertools import islice
 from torch import Tensor
 
 from quantizer.algorithms.budget import Option, choose
-from quantizer.algorithms.output_gradients import predicted_noise
+from quantizer.algorithms.output_gradients import PROJECTIONS, predicted_noise
 from quantizer.algorithms.patches import LAYERS
 from quantizer.algorithms.sensitivity import (
     AfterLayer,
     Candidate,
-    Width,
     layer_errors,
     noise_of,
     output_noise,
     rounded,
     with_width,
 )
+from quantizer.algorithms.sensitivity import Width as Width  # for whoever asks for widths
 from quantizer.config.model import QuantizationSpec, Role
 from quantizer.config.roles import base_role
 from quantizer.errors import GateError
@@ -135,6 +135,14 @@ def analyze(
     rows = tuple(_row(plan, candidate, widths, each) for candidate, each in zip(found, noise, strict=True))
     rest = weight_bytes(plan)[1] - sum(row.own_bytes for row in rows)
     return Analysis(tuple(widths), rows, kept, energy, rest, passes)
+
+
+def units_of_work(passes: str, weights: int, batches: int | None) -> tuple[int, str]:
+    """How many units `analyze` reports for so many weights, and what they are."""
+    compared = min(batches or NOISE_BATCHES, NOISE_BATCHES)
+    if passes == "fast":
+        return PROJECTIONS * compared, "projections"
+    return weights * (1 + compared if passes == "network" else compared), "layers"
 
 
 def width_bits(width: Width) -> int:

@@ -65,6 +65,11 @@ def test_no_upward_or_sideways_import(path: Path) -> None:
     assert not wrong, f"{here} is not to import {', '.join(sorted(wrong))}"
 
 
+@pytest.mark.parametrize("path", [path for path in modules() if room_of(path) == "cli"], ids=lambda path: path.name)
+def test_the_command_line_parses_renders_and_exits(path: Path) -> None:
+    assert "algorithms" not in rooms_imported(path), "the pipeline runs algorithms, for the shell and Python alike"
+
+
 def test_no_module_imports_itself_by_way_of_others() -> None:
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules()}
     names = {name.removesuffix(".__init__"): path for name, path in names.items()}

@@ -9,7 +9,7 @@ import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text("utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-PRINTED = re.findall(r"```\n(.*?)```", PAGE.partition("prints\n")[2], re.DOTALL)[0]
+PRINTED = "".join(re.findall(r"prints\n\n```\n(.*?)```", PAGE, re.DOTALL))
 
 
 def test_the_page_prints_what_it_says(
