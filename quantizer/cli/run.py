@@ -15,7 +15,7 @@ from quantizer.cli import runlog, session
 from quantizer.cli.calib import run_calib
 from quantizer.cli.deploy import deploy, require_one
 from quantizer.cli.exact import require_dpu, run_exact
-from quantizer.cli.gates import parse_gate
+from quantizer.cli.gates import MEASURED, names_in_test, paired, parse_gate, require_known
 from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome, show
 from quantizer.cli.progress import BatchProgress
@@ -64,12 +64,15 @@ def run(options: RunOptions) -> int:
 def run_float(options: RunOptions) -> Outcome:
     """The float model alone: its metrics on the evaluation data."""
     loaded = session.open_model(options)
+    evaluator = _evaluator(options, loaded)
+    if evaluator is None:
+        require_known(map(parse_gate, options.gate), MEASURED)
     batches = session.open_data(options, loaded, evaluation=True)
     if options.inspect:
         graph = session.trace_model(options, loaded, batches)
         plan = session.make_plan(session.read_config(options.config_file), graph, quiet=options.quiet)
         session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
-    metrics = _measure(options, loaded, loaded.module, batches, "float")
+    metrics = _measure(options, evaluator, loaded.module, batches, "float")
     if not metrics:
         raise UsageError(
             "there is nothing to measure: no evaluate(model, data), and the data have no targets",
@@ -87,6 +90,10 @@ def run_test(options: RunOptions) -> Outcome:
     require_finetuned(options.fast_finetune, info.header.get("fast_finetune"))
     read = session.read_config(options.config_file) if options.config_file is not None else None
     loaded = session.open_model(options)
+    evaluator = _evaluator(options, loaded)
+    gates = [parse_gate(text) for text in options.gate]
+    if evaluator is None:
+        require_known(gates, names_in_test(MEASURED, exact=options.exact))
     seq_len = window_length(info.header["inputs"])
     batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
     with locked(folder), runlog.recorded(folder, options):
@@ -100,12 +107,21 @@ def run_test(options: RunOptions) -> Outcome:
             require_wide(graph, info.solution)
         if options.inspect:
             session.console().print(tables.layer_table(graph, info.solution.tensors, {}))
+        before: dict[str, float] = {}
+        if evaluator is not None and not {gate.metric for gate in gates} <= names_in_test((), exact=options.exact):
+            # A gate on a metric of evaluate(), whose names show when it runs: once, before the networks are compared.
+            before = _measure(options, evaluator, loaded.module, batches, "evaluate float")
+            require_known(gates, names_in_test(before, exact=options.exact))
         reference = Network(session.reference_graph(original, info))
         quantized = quantized_network(graph, info.solution)
         quantized.to(session.device_of(options))
         with BatchProgress("test", batches.total, bar=session.shows_bars(), quiet=options.quiet) as progress:
             compared = evaluate.compare(reference, quantized, session.on_device(options, batches), progress.advance)
-        pairs = _metric_pairs(options, loaded, quantized, batches, compared)
+        pairs = compared.pairs()
+        if evaluator is not None:
+            before = before or _measure(options, evaluator, loaded.module, batches, "evaluate float")
+            after = _measure(options, evaluator, quantized, batches, "evaluate quantized")
+            pairs = {name: {"float": before[name], "quantized": after[name]} for name in before if name in after}
         outcome = _report(options, folder, info, compared, pairs, batches.stamp)
         if options.exact:
             outcome = run_exact(options, outcome, graph, info, batches)
@@ -115,11 +131,14 @@ def run_test(options: RunOptions) -> Outcome:
 MODES: dict[str, Callable[[RunOptions], Outcome]] = {"float": run_float, "calib": run_calib, "test": run_test}
 
 
+def _evaluator(options: RunOptions, loaded: LoadedModel) -> Evaluate | None:
+    return load_evaluate(options.evaluate) if options.evaluate else loaded.evaluate
+
+
 def _measure(
-    options: RunOptions, loaded: LoadedModel, model: Callable[..., Any], batches: Batches, label: str
+    options: RunOptions, function: Evaluate | None, model: Callable[..., Any], batches: Batches, label: str
 ) -> dict[str, float]:
     """The user's metrics of one model; without evaluate(), what the targets allow: top-1 accuracy or perplexity."""
-    function: Evaluate | None = load_evaluate(options.evaluate) if options.evaluate else loaded.evaluate
     with (
         BatchProgress(label, batches.total, bar=session.shows_bars(), quiet=options.quiet) as progress,
         torch.no_grad(),
@@ -128,17 +147,6 @@ def _measure(
             return function(model, _counted((batch.raw for batch in session.on_device(options, batches)), progress))
         with user_errors(f"running the {label} model", ModelError):
             return evaluate.measure(model, _counted(session.on_device(options, batches), progress))
-
-
-def _metric_pairs(
-    options: RunOptions, loaded: LoadedModel, quantized: Network, batches: Batches, compared: evaluate.Comparison
-) -> dict[str, dict[str, float]]:
-    """Each metric of the float and the quantized network, on the same batches."""
-    if options.evaluate is None and loaded.evaluate is None:
-        return compared.pairs()
-    before = _measure(options, loaded, loaded.module, batches, "evaluate float")
-    after = _measure(options, loaded, quantized, batches, "evaluate quantized")
-    return {name: {"float": value, "quantized": after[name]} for name, value in before.items() if name in after}
 
 
 def _report(
@@ -151,15 +159,7 @@ def _report(
 ) -> Outcome:
     """Write what test mode found, and say what to show of it."""
     rows = summary.layer_rows(compared, {key: spec for key, (spec, _, _) in info.solution.tensors.items()})
-    metrics = compared.metrics()
-    for name, pair in pairs.items():
-        metrics |= {
-            f"{name}_float": pair["float"],
-            name: pair["quantized"],
-            f"{name}_drop": pair["float"] - pair["quantized"],
-        }
-        if name == "perplexity" and pair["float"]:  # it multiplies where other metrics lose
-            metrics["perplexity_ratio"] = pair["quantized"] / pair["float"]
+    metrics = compared.metrics() | paired(pairs)
     stamp = stamp or info.header.get("stamp")
     report = summary.report(metrics, rows, stamp)
     write_json(folder / "report.json", report)
