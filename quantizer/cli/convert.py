@@ -21,20 +21,20 @@ _WRITERS = {"layered": to_layered, "hierarchical": to_hierarchical}
 
 @click.command(context_settings=SETTINGS)
 @click.argument("file", type=click.Path())
-@click.option("--to", "form", type=click.Choice(list(_WRITERS)), help="The form to write; default: the other one.")
-@click.option("--output", "-o", default="-", show_default=True, help="The file; - for standard output.")
-def convert(file: str, form: Form | None, output: str) -> int:
-    """Write a config file in the other form; what that form cannot say is told, and then nothing is written.
+@click.option("--to", type=click.Choice(list(_WRITERS)), help="The form to write.  [default: the other one]")
+@click.option("--output", "-o", default="-", metavar="FILE", help="Write to FILE, not to standard output.")
+def convert(file: str, to: Form | None, output: str) -> int:
+    """Write a config in the other form. If that form cannot express it, print why and write nothing.
 
-    Exit code 0: written; 1: the other form cannot say it; 2: the file is not valid.
+    Exit code 0: written; 1: the other form cannot express it; 2: the file is not valid.
 
     \b
-    quantizer convert configs/weight_int8.json
+    quantizer convert net.json
     quantizer convert net.json --to hierarchical -o other.json
     """
     result = load_config(file)
     config = result.require()
-    wanted = form or ("hierarchical" if config.form == "layered" else "layered")
+    wanted = to or ("hierarchical" if config.form == "layered" else "layered")
     if wanted == config.form:
         raise UsageError(f"{file} is of the {wanted} form already", help="leave --to out to write the other form")
     document, findings = _WRITERS[wanted](config)

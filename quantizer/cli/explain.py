@@ -7,6 +7,7 @@ import re
 
 import click
 
+from quantizer.cli.help import GroupedCommand
 from quantizer.cli.options import SETTINGS, ModelOptions, model_options
 from quantizer.config.codes import all_codes
 from quantizer.config.pages import code_page, contents, key_names, key_page, setting_names, setting_page
@@ -17,11 +18,11 @@ _LINK = re.compile(r"\[([^][]+)\]\([^()]+\)")
 """A link in Markdown; a terminal shows its text alone."""
 
 
-@click.command(context_settings=SETTINGS)
+@click.command(cls=GroupedCommand, context_settings=SETTINGS)
 @click.argument("name", metavar="[CODE|KEY|LAYER]", required=False)
 @model_options
 def explain(name: str | None, options: ModelOptions) -> int | None:
-    """Explain a code such as QZ301, a config key such as round_mode, or, with --model, what holds for one layer.
+    """Explain a code such as QZ301, a config key such as round_mode, or, with --model, the settings of one layer.
 
     Without a name: the list of all codes and keys.
 
@@ -29,7 +30,7 @@ def explain(name: str | None, options: ModelOptions) -> int | None:
     quantizer explain
     quantizer explain QZ301
     quantizer explain round_mode
-    quantizer explain --config configs/example.json --model examples/digits.py layer1.0.conv1
+    quantizer explain --config_file net.json --model my_model.py layer1.conv1
     """
     if name is None:
         click.echo(contents(), nl=False)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from quantizer.config.wording import closest
+from quantizer.engine.scores import paired
 from quantizer.errors import UsageError
 
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
@@ -16,6 +17,10 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
+FIGURES = ("sqnr_db", "cosine", "top1_agreement")
+"""What test mode finds without an evaluate()."""
+MEASURED = ("top1", "perplexity")
+"""What is measured in place of an evaluate(), where the data have labels or are text."""
 _GATE = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 
 
@@ -34,10 +39,7 @@ class Gate:
         Raises:
             UsageError: there is no such metric.
         """
-        if self.metric not in metrics:
-            near = closest(self.metric, list(metrics))
-            help_ = f'did you mean "{near}"?' if near else f"known here: {', '.join(sorted(metrics))}"
-            raise UsageError(f"--gate {self.text!r}: there is no metric {self.metric!r}", help=help_)
+        require_known([self], metrics)
         return _COMPARE[self.comparison](metrics[self.metric], self.bound)
 
 
@@ -51,3 +53,22 @@ def parse_gate(text: str) -> Gate:
     if found is None:
         raise UsageError(f"--gate {text!r} is not a comparison", help="write metric>=number, for example 'sqnr_db>=20'")
     return Gate(text, found.group(1), found.group(2), float(found.group(3)))
+
+
+def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
+    """Refuse gates that ask for other metrics than `known`.
+
+    Raises:
+        UsageError: naming the closest one.
+    """
+    for gate in gates:
+        if gate.metric not in known:
+            near = closest(gate.metric, known)
+            help_ = f'did you mean "{near}"?' if near else f"known here: {', '.join(sorted(known))}"
+            raise UsageError(f"--gate {gate.text!r}: there is no metric {gate.metric!r}", help=help_)
+
+
+def names_in_test(metrics: Iterable[str], *, exact: bool) -> set[str]:
+    """What gates of test mode may ask for, where these metrics are measured on both networks."""
+    both = {"float": 1.0, "quantized": 1.0}
+    return {*FIGURES, *paired(dict.fromkeys(metrics, both)), *(["exact_equal"] if exact else [])}

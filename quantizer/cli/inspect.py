@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from quantizer.cli import session
-from quantizer.cli.gates import parse_gate
+from quantizer.cli.gates import parse_gate, require_known
+from quantizer.cli.help import GroupedCommand
 from quantizer.cli.options import SETTINGS, ModelOptions, model_options
 from quantizer.cli.structures import named_structures
 from quantizer.engine.result_files import write_bytes
@@ -25,23 +26,26 @@ from quantizer.report import dpu_tables, tables
 from quantizer.report.structure import structure_json, structure_tables
 from quantizer.report.tables import Listing
 
+COUNTS = ("dpu_operators", "cpu_operators", "dpu_subgraphs")
+"""What gates may ask for."""
 
-@click.command(context_settings=SETTINGS)
+
+@click.command(cls=GroupedCommand, context_settings=SETTINGS)
 @model_options
-@click.option("--target", type=click.Choice(["DPU"]), help="Show which layers this device can run, and why not.")
-@click.option("--algorithms", is_flag=True, help="Show blocks, layers that read one value, and where factors fold.")
-@click.option("--gate", multiple=True, metavar="TEST", help="Exit 1 unless it holds, e.g. 'cpu_operators<=2'.")
+@click.option("--target", type=click.Choice(["DPU"]), help="List which layers this device can run, and why not.")
+@click.option("--algorithms", is_flag=True, help="List blocks, layers that share an input, and where factors fold.")
+@click.option("--gate", multiple=True, metavar="TEST", help="Exit with 1 unless TEST holds, e.g. 'cpu_operators<=2'.")
 def inspect(options: ModelOptions, target: str | None, algorithms: bool, gate: tuple[str, ...]) -> None:
-    """Show each layer's name, operator and output shape, what is quantized, and why the rest is not.
+    """List each layer's name, operator and output shape, what is quantized, and why the rest is not.
 
-    With --target DPU, or a config for the DPU, show what the device can run instead; with --algorithms what algorithms
-    find on the graph, by the names that scaling_layers and inside_layer_modules take. With -o FILE.py also write the
-    network as readable code, as calibration does.
+    With --target DPU, or a config for the DPU, it lists what the device can run instead; with --algorithms, the blocks
+    and groups of layers that algorithms find, by the names that scaling_layers and inside_layer_modules take.
+    With -o FILE.py it also writes the network as readable code, as calibration does.
 
     \b
-    quantizer inspect --model examples/digits.py
-    quantizer inspect --target DPU --model examples/digits.py
-    quantizer inspect --algorithms --model examples/digits.py
+    quantizer inspect --model my_model.py
+    quantizer inspect --target DPU --model my_model.py
+    quantizer inspect --algorithms --model my_model.py
     """
     gates = [parse_gate(text) for text in gate]
     read = session.read_config(options.config_file)
@@ -51,6 +55,7 @@ def inspect(options: ModelOptions, target: str | None, algorithms: bool, gate: t
         raise UsageError("--algorithms and the DPU do not go together", help="leave out --target, or the DPU's config")
     if gates and not for_dpu:
         raise UsageError("--gate asks what the DPU can run", help="add --target DPU, or a config for the DPU")
+    require_known(gates, COUNTS)
     if for_dpu:
         settings = dataclasses.replace(settings, target_device="DPU")
         read = dataclasses.replace(read, config=dataclasses.replace(read.config, settings=settings))
@@ -98,13 +103,9 @@ def _show_structure(options: ModelOptions, read: session.ReadConfig, graph: Grap
 
 
 def _counts(graph: Graph, found: dict[str, Verdict]) -> dict[str, float]:
-    """What gates may ask for."""
+    """How many operators run on the DPU, how many do not, and in how many pieces."""
     devices = [verdict.device for verdict in found.values()]
-    return {
-        "dpu_operators": devices.count("DPU"),
-        "cpu_operators": devices.count("CPU"),
-        "dpu_subgraphs": subgraphs(graph, found),
-    }
+    return dict(zip(COUNTS, (devices.count("DPU"), devices.count("CPU"), subgraphs(graph, found)), strict=True))
 
 
 def _show_support(plan: Plan, found: dict[str, Verdict], reference: Graph, metrics: dict[str, float]) -> None:

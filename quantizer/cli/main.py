@@ -13,39 +13,46 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from quantizer import __version__
-from quantizer.cli.options import SETTINGS, RunOptions, run_options
+from quantizer.cli.help import NAMES_WIDTH, GroupedCommand, option, was_typed
+from quantizer.cli.options import QUANT_MODES, SETTINGS, RunOptions, run_options
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.wording import closest
-from quantizer.errors import QuantizerError, UsageError
+from quantizer.errors import QuantizerError, UsageError, pip_line
 
 COMMANDS = {
     "init": ("quantizer.cli.init:init", "Write a config to start from."),
-    "validate": ("quantizer.cli.validate:validate", "Check config files; show all errors at once."),
-    "convert": ("quantizer.cli.convert:convert", "Write a config file in the other form."),
-    "explain": ("quantizer.cli.explain:explain", "Explain a code, a config key, or what holds for one layer."),
-    "inspect": ("quantizer.cli.inspect:inspect", "Show the layers of a model and what can be quantized."),
+    "validate": ("quantizer.cli.validate:validate", "Check config files and list all their errors."),
+    "convert": ("quantizer.cli.convert:convert", "Write a config in the other form."),
+    "explain": ("quantizer.cli.explain:explain", "Explain an error code, a config key, or a layer's settings."),
+    "inspect": ("quantizer.cli.inspect:inspect", "List the layers of a model and what can be quantized."),
     "plan": ("quantizer.cli.plan:plan", "Show what a config does to a model, without data."),
-    "analyze": ("quantizer.cli.analyze:analyze", "Measure each weight's widths; choose them under a budget of size."),
+    "analyze": ("quantizer.cli.analyze:analyze", "Find how few bits each layer tolerates, for a given size."),
     "schema": ("quantizer.cli.schema:schema", "Print the JSON Schema of the config, for editors."),
 }
 """Each subcommand: where it is, and its help, so that `--help` imports none of them."""
 
 RUN = "quantizer.cli.run:run"
 
+TORCH_EXTRA = ("torch", "safetensors")
+"""Not there after a plain `pip install`, which is enough for the commands that only read and write configs."""
+
 EPILOG = """\b
-Exit codes: 0 done · 1 the answer is no (validation errors, a failed --gate)
-2 usage or unreadable config · 3 model · 4 data · 5 results
-70 internal error · 130 interrupted · 143 terminated"""
+Exit codes: 0 done, 1 check failed (a config has errors, a --gate is not met),
+2 wrong usage or unusable config, 3 model, 4 data, 5 results,
+70 internal error, 130 interrupted, 143 terminated.
+
+Each option can be set by a variable: QUANTIZER_SEED=1, or for a command QUANTIZER_PLAN_MODEL=my_model.py."""
 
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, handled like Ctrl-C wherever it strikes, the user's own code included."""
 
 
-class LazyCommands(click.Group):
+class LazyCommands(GroupedCommand, click.Group):
     """A group that imports a subcommand when it is run."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -59,13 +66,23 @@ class LazyCommands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in COMMANDS:
-            near = closest(args[0], COMMANDS)
-            ctx.fail(f"No such command '{args[0]}'." + (f" Did you mean '{near}'?" if near else ""))
+            near = closest(args[0], [*COMMANDS, *QUANT_MODES])
+            words = f"--quant_mode {near} ..." if near in QUANT_MODES else near
+            ctx.fail(f"No such command '{args[0]}'." + (f" Did you mean 'quantizer {words}'?" if near else ""))
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_usage("quantizer", f"--quant_mode {'|'.join(QUANT_MODES)} --model MODEL [OPTIONS]")
+        formatter.write_usage("quantizer", "COMMAND [ARGS]...", prefix="       ")
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, help_text) for name, (_, help_text) in COMMANDS.items()])
+            formatter.write_dl([(name.ljust(NAMES_WIDTH), text) for name, (_, text) in COMMANDS.items()])
+        super().format_options(ctx, formatter)
 
 
 @click.group(
@@ -74,31 +91,36 @@ class LazyCommands(click.Group):
     context_settings={**SETTINGS, "auto_envvar_prefix": "QUANTIZER"},
     epilog=EPILOG,
 )
-@click.version_option(__version__, prog_name="quantizer")
-@click.option(
+@run_options
+@click.version_option(__version__, prog_name="quantizer", allow_from_autoenv=False)
+@option(
+    "Output",
     "--color",
     type=click.Choice(["auto", "always", "never"]),
     default="auto",
     show_default=True,
-    help="Coloured output.",
+    help="Colored output.",
 )
-@run_options
 @click.pass_context
 def cli(ctx: click.Context, /, color: str, quant_mode: str | None, **options: Any) -> int | None:
-    """Quantize a PyTorch model as one JSON file says.
+    """Post-training quantization of PyTorch models, driven by one JSON file.
 
     \b
-    quantizer --quant_mode calib --config_file configs/cpu_int8.json --model examples/digits.py
-    quantizer --quant_mode test  --config_file configs/cpu_int8.json --model examples/digits.py
+    quantizer init -o net.json
+    quantizer plan --config_file net.json --model my_model.py
+    quantizer --quant_mode calib --config_file net.json --model my_model.py
+    quantizer --quant_mode test --config_file net.json --model my_model.py
+
+    my_model.py is a file of yours with two functions: model() returns a torch.nn.Module, calibration_data() an
+    iterable of batches.
     """
     ctx.color = {"always": True, "never": False}.get(color, False if os.environ.get("NO_COLOR") else None)
     if ctx.invoked_subcommand is not None:
-        if quant_mode is not None:
+        if was_typed(ctx, "quant_mode"):
             raise click.UsageError("--quant_mode does not go with a subcommand.")
         return None
     if quant_mode is None:
-        given = [name for name in options if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
-        if given:
+        if any(was_typed(ctx, name) for name in options):
             raise click.UsageError("Missing option '--quant_mode': float, calib or test.")
         click.echo(ctx.get_help(), err=True)
         return UsageError.exit_code
@@ -134,6 +156,11 @@ def run_command(arguments: list[str]) -> int:
     except QuantizerError as error:
         _show(error.message, error.help)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name not in TORCH_EXTRA:
+            return _internal_error(error, arguments)
+        _show(f"this command needs {error.name}, which this Python does not have", pip_line("torch"))
+        return UsageError.exit_code
     except Exception as error:  # noqa: BLE001 - the last boundary: whatever it is, the user gets a sentence
         return _internal_error(error, arguments)
     return code if isinstance(code, int) else 0

@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 
 import click
 
+from quantizer.cli.help import option
 from quantizer.export import EXPORTERS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+QUANT_MODES = ("float", "calib", "test")
 FINETUNE_MODES = ("adaround", "adaquant")
 SETTINGS = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda word: word.replace("-", "_")}
 """For every command: `-h`, and options spelled with hyphens or underscores alike."""
@@ -67,94 +69,122 @@ class ModelOptions:
     json: bool = False
 
 
-_MODEL = click.option(
-    "--model", metavar="MODEL", help="file.py, file.py:factory, package.module:factory or a Hugging Face folder."
+_FILE = click.Path(readable=False)  # shells complete it; nothing is checked before it is used
+_model, _data, _algorithm, _output, _debugging = (
+    functools.partial(option, group) for group in ("Model", "Data", "Algorithm", "Output", "Debugging")
 )
-_WEIGHTS = click.option("--weights", metavar="FILE", help="Weights: .safetensors, or .pth that holds tensors only.")
-_DATA = click.option(
-    "--data", metavar="DATA", help="Calibration data: a factory, a folder, files, texts or random:NxCxHxW."
+
+_config = functools.partial(click.option, "--config_file", "--config", type=_FILE, metavar="FILE")
+_MODEL = (
+    _model(
+        "--model",
+        type=_FILE,
+        metavar="MODEL",
+        help="file.py with model(), file.py:factory, package.module:factory, a Hugging Face folder or a .pt2.",
+    ),
+    _model("--weights", type=_FILE, metavar="FILE", help="Weights: .safetensors, or a .pth that holds only tensors."),
+    _model("--trust", is_flag=True, help="Load a .pt2 file, which can run code."),
 )
-_TOKENIZER = click.option(
-    "--tokenizer", metavar="PATH", help="For texts: a tokenizer.json or a folder, if not the model's own."
+_DATA = _data(
+    "--data",
+    type=_FILE,
+    metavar="DATA",
+    help="Calibration data: a factory, a folder, files, texts or random:NxCxHxW.  "
+    "[default: calibration_data() in the model's file]",
 )
-_SEQ_LEN = click.option(
-    "--seq_len",
-    type=click.IntRange(2),
-    metavar="N",
-    help="For texts: tokens per sample.  [default: as calibrated, else 512]",
+SUBSET_LEN = _data("--subset_len", type=click.IntRange(1), metavar="N", help="Use only the first N samples.")
+SEED = _algorithm(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Seed of all randomness."
 )
-_BATCH_SIZE = click.option(
-    "--batch_size", type=click.IntRange(1), metavar="N", help="Samples per batch.  [default: 32, of texts 1]"
+DEVICE = _model(
+    "--device", default="cpu", show_default=True, metavar="DEVICE", help="Where the model runs: cpu or cuda."
 )
-_TRUST = click.option("--trust", is_flag=True, help="Load files that can execute code (.pt2).")
-_CONFIG = click.option("--config_file", "--config", "config_file", metavar="FILE", help="The JSON config.")
-_JSON = click.option("--json", "json", is_flag=True, help="Print the result as JSON.")
+_TEXTS = (
+    _data(
+        "--tokenizer", type=_FILE, metavar="PATH", help="For texts: a tokenizer.json or its folder, if MODEL has none."
+    ),
+    _data(
+        "--seq_len",
+        type=click.IntRange(2),
+        metavar="N",
+        help="For texts: tokens per sample.  [default: as calibrated, or 512]",
+    ),
+)
+_BATCH_SIZE = _data(
+    "--batch_size", type=click.IntRange(1), metavar="N", help="Samples per batch.  [default: 32; for texts 1]"
+)
+_JSON = _output("--json", is_flag=True, help="Print the result as JSON.")
 
 _RUN = (
     click.option(
         "--quant_mode",
-        type=click.Choice(["float", "calib", "test"]),
-        help="Run the float model, calibrate, or test the calibrated model.",
+        type=click.Choice(QUANT_MODES),
+        help="Run the float model, calibrate it, or test what was calibrated.",
     ),
-    click.option("--config_file", metavar="FILE", help="The JSON config; without it the built-in DPU default holds."),
-    _MODEL,
-    _WEIGHTS,
+    _config(help="The JSON config.  [default: built in, for the DPU]"),
+    *_MODEL,
+    DEVICE,
     _DATA,
-    click.option("--eval_data", metavar="DATA", help="Data for test mode, if not the calibration data."),
-    click.option("--evaluate", metavar="FACTORY", help="evaluate(model, data), if it is not in the model's file."),
-    click.option("--preprocess", metavar="JSON", help="How an image folder is read: JSON text or a file."),
-    click.option("--subset_len", type=click.IntRange(1), metavar="N", help="Use the first N samples."),
-    _TOKENIZER,
-    _SEQ_LEN,
-    click.option(
-        "--stride", type=click.IntRange(1), metavar="N", help="For texts: tokens between samples.  [default: --seq_len]"
-    ),
+    _data("--eval_data", type=_FILE, metavar="DATA", help="Data for float and test mode, if not the calibration data."),
+    _data("--evaluate", type=_FILE, metavar="FACTORY", help="evaluate(model, data), if it is not in the model's file."),
+    _data("--preprocess", type=_FILE, metavar="JSON", help="How images are read: JSON text or a file."),
+    SUBSET_LEN,
     _BATCH_SIZE,
-    click.option("--output_dir", default="quantize_result", show_default=True, help="The result folder."),
-    click.option("--device", default="cpu", show_default=True, help="Where the model runs now: cpu or cuda."),
-    click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all randomness."),
-    click.option(
+    *_TEXTS,
+    _data(
+        "--stride",
+        type=click.IntRange(1),
+        metavar="N",
+        help="For texts: tokens between the starts of samples.  [default: --seq_len]",
+    ),
+    _algorithm(
         "--fast_finetune",
         is_flag=False,
         flag_value=FINETUNE_MODES[0],
         type=click.Choice(FINETUNE_MODES),
-        help="Calibration also learns how to round the weights (adaround), or their scales too (adaquant).",
+        help="Calibration also learns how to round the weights (adaround, if none is named), and their scales "
+        "(adaquant).",
     ),
-    click.option("--resume", is_flag=True, help="Go on from the checkpoint in the result folder."),
-    click.option("--inspect", is_flag=True, help="Print the table of layers before the run."),
-    _TRUST,
-    click.option("--gate", multiple=True, metavar="TEST", help="Exit 1 unless it holds, e.g. 'sqnr_db>=20'."),
-    click.option(
+    SEED,
+    _algorithm("--resume", is_flag=True, help="Continue a stopped calibration from its checkpoint."),
+    _output(
+        "--output_dir",
+        type=_FILE,
+        default="quantize_result",
+        show_default=True,
+        metavar="DIR",
+        help="The result folder.",
+    ),
+    _output("--overwrite", is_flag=True, help="Replace results of another model in it."),
+    _output(
         "--deploy",
         multiple=True,
         type=click.Choice(list(EXPORTERS)),
-        help="Write the tested network for another runtime, to OUTPUT_DIR/export; may be repeated.",
+        help="Test mode also writes the network for another runtime, to DIR/export; may be repeated.",
     ),
-    click.option("--exact", is_flag=True, help="Test mode for the DPU: also run its integers, compare code for code."),
-    click.option("--overwrite", is_flag=True, help="Replace the results of another model in the result folder."),
+    _output("--gate", multiple=True, metavar="TEST", help="Exit with 1 unless TEST holds, e.g. 'sqnr_db>=20'."),
     _JSON,
-    click.option("--quiet", "-q", is_flag=True, help="No progress, no notes."),
-    click.option("--debug", is_flag=True, help="Print the traceback of an internal error."),
+    _output("--quiet", "-q", is_flag=True, help="No progress and no notes."),
+    _debugging("--inspect", is_flag=True, help="Print the table of layers before the run."),
+    _debugging("--exact", is_flag=True, help="Test mode also runs the DPU's integers and compares every code."),
+    _debugging("--debug", is_flag=True, help="Print the traceback of an internal error."),
 )
 
 _LOOK = (
-    _MODEL,
-    _WEIGHTS,
+    _config(help="The JSON config."),
+    *_MODEL,
     _DATA,
-    _TOKENIZER,
-    _SEQ_LEN,
     _BATCH_SIZE,
-    _TRUST,
-    _CONFIG,
-    click.option("--output", "-o", metavar="FILE", help="Write the result to FILE."),
+    *_TEXTS,
+    _output("--output", "-o", type=_FILE, metavar="FILE", help="Write the result to FILE."),
     _JSON,
 )
 
 
 def run_options(command: Command) -> Command:
     """Add the options of a run to a command that takes them as keyword arguments."""
-    for option in reversed(_RUN):
-        command = option(command)
+    for add in reversed(_RUN):
+        command = add(command)
     return command
 
 
@@ -167,6 +197,6 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
         options = ModelOptions(**{name: kwargs.pop(name) for name in names})
         return command(*args, options=options, **kwargs)
 
-    for option in reversed(_LOOK):
-        collected = option(collected)
+    for add in reversed(_LOOK):
+        collected = add(collected)
     return collected

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from quantizer.cli import session
+from quantizer.cli.help import GroupedCommand
 from quantizer.cli.options import SETTINGS, ModelOptions, model_options
 from quantizer.cli.structures import named_structures
 from quantizer.engine.result_files import write_json
@@ -17,7 +18,7 @@ from quantizer.sources.data import DEFAULT_BATCH_SIZE
 _MB = 1e6
 
 
-@click.command(context_settings=SETTINGS)
+@click.command(cls=GroupedCommand, context_settings=SETTINGS)
 @model_options
 def plan(options: ModelOptions) -> None:
     """Show how many layers each rule matches, each tensor's spec, the size before and after, and the memory calibration
@@ -26,7 +27,7 @@ def plan(options: ModelOptions) -> None:
     Only the first batch is read, for its shape. Algorithms do not run; names in their settings are checked.
 
     \b
-    quantizer plan --config_file configs/example.json --model examples/digits.py
+    quantizer plan --config_file net.json --model my_model.py
     """
     read = session.read_config(options.config_file)
     with session.told_notes(options.json):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from quantizer.cli.calib import run_calib
 from quantizer.cli.deploy import deploy, require_one
 from quantizer.cli.exact import require_dpu, run_exact
 from quantizer.cli.follow import progress
-from quantizer.cli.gates import parse_gate
+from quantizer.cli.gates import MEASURED, names_in_test, parse_gate, require_known
 from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome, show
 from quantizer.engine import results
@@ -60,13 +60,16 @@ def run(options: RunOptions) -> int:
 def run_float(options: RunOptions) -> Outcome:
     """The float model alone: its metrics on the evaluation data."""
     loaded = session.open_model(options)
+    evaluator = _evaluate(options, loaded)
+    if evaluator is None:
+        require_known(map(parse_gate, options.gate), MEASURED)
     batches = session.open_data(options, loaded, evaluation=True)
     if options.inspect:
         graph = session.trace_model(options, loaded, batches)
         plan = session.make_plan(session.read_config(options.config_file), graph, quiet=options.quiet)
         session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
     device, follower = session.device_of(options), progress(quiet=options.quiet)
-    metrics = measure(loaded.module, batches, device, follower, "float", _evaluate(options, loaded))
+    metrics = measure(loaded.module, batches, device, follower, "float", evaluator)
     if not metrics:
         raise UsageError(
             "there is nothing to measure: no evaluate(model, data), and the data have no targets",
@@ -84,6 +87,9 @@ def run_test(options: RunOptions) -> Outcome:
     require_finetuned(options.fast_finetune, info.header.get("fast_finetune"))
     read = session.read_config(options.config_file) if options.config_file is not None else None
     loaded = session.open_model(options)
+    evaluator, gates = _evaluate(options, loaded), [parse_gate(text) for text in options.gate]
+    if evaluator is None:
+        require_known(gates, names_in_test(MEASURED, exact=options.exact))
     seq_len = window_length(info.header["inputs"])
     batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
     with locked(folder), runlog.recorded(folder, options):
@@ -97,8 +103,12 @@ def run_test(options: RunOptions) -> Outcome:
             require_wide(graph, info.solution)
         if options.inspect:
             session.console().print(tables.layer_table(graph, info.solution.tensors, {}))
-        function = _evaluate(options, loaded)
-        scores = score(calibrated, loaded.module, batches, progress(quiet=options.quiet), function)
+
+        def check(metrics: Collection[str]) -> None:
+            require_known(gates, names_in_test(metrics, exact=options.exact))
+
+        follower = progress(quiet=options.quiet)
+        scores = score(calibrated, loaded.module, batches, follower, evaluator, check)
         outcome = _report(folder, info, scores, batches.stamp)
         if options.exact:
             outcome = run_exact(options, outcome, graph, info, batches)

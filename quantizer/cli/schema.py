@@ -12,7 +12,7 @@ NAMES = ("layered", "hierarchical", "quantization_spec")
 
 @click.command(context_settings=SETTINGS)
 @click.argument("name", type=click.Choice(NAMES), default="layered")
-@click.option("--print/--path", "as_text", default=True, help="Print the schema, or where it lies.")
+@click.option("--print/--path", "as_text", default=True, help="Print the schema, or the path of its file.")
 def schema(name: str, as_text: bool) -> None:
     """Print a JSON Schema, for editors: of a file form, `layered` or `hierarchical`, or of one tensor's
     `quantization_spec`.

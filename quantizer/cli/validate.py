@@ -14,24 +14,26 @@ from quantizer.config.load import LoadResult, load_config
 
 @click.command(context_settings=SETTINGS)
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
-@click.option("--format", "form", type=click.Choice(list(RENDERERS)), default="text", show_default=True)
+@click.option(
+    "--format", type=click.Choice(list(RENDERERS)), default="text", show_default=True, help="How findings are printed."
+)
 @click.option("--fix", is_flag=True, help="Write missing keys into the files; nothing else in them changes.")
 @click.option("--strict", is_flag=True, help="Count warnings as errors.")
-def validate(files: tuple[str, ...], form: str, fix: bool, strict: bool) -> int:
+def validate(files: tuple[str, ...], format: str, fix: bool, strict: bool) -> int:  # noqa: A002 - the option
     """Check config files; show all errors at once.
 
     Exit code 0: all are valid; 1: some are not; 2: some are not readable JSON.
 
     \b
-    quantizer validate configs/*.json
-    quantizer validate --format sarif configs/net.json > net.sarif
+    quantizer validate net.json
+    quantizer validate --format sarif net.json > net.sarif
     """
     results = {name: _load(name, fix=fix) for name in dict.fromkeys(files)}
     diagnostics = [found for result in results.values() for found in result.diagnostics]
     sources = {name: text for result in results.values() for name, text in result.sources.items()}
-    if diagnostics or form in ("json", "sarif"):
-        click.echo(RENDERERS[form](diagnostics, sources))
-    if form == "text":
+    if diagnostics or format in ("json", "sarif"):
+        click.echo(RENDERERS[format](diagnostics, sources))
+    if format == "text":
         for name, result in results.items():
             click.echo(f"{name}: {_verdict(result.diagnostics)}")
     return max(_exit_code(result.diagnostics, strict) for result in results.values())

@@ -20,7 +20,10 @@ def resource(folder: str, name: str) -> Path:
     for root in (_PACKAGE, _PACKAGE.parent):
         if (root / folder / name).is_file():
             return root / folder / name
-    raise QuantizerError(f"the file {folder}/{name} is missing from this installation", help="install quantizer again")
+    raise QuantizerError(
+        f"the file {folder}/{name} is missing from this installation",
+        help="pip install --force-reinstall quantizer-torch",
+    )
 
 
 @cache

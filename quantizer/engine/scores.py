@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,48 +27,55 @@ class Scores:
 
     comparison: Comparison
     pairs: Mapping[str, Mapping[str, float]]
-    network: Network
 
     @property
     def metrics(self) -> dict[str, float]:
-        """By name; `<metric>_float` and `<metric>_drop` beside each of the user's."""
-        found = self.comparison.metrics()
-        for name, pair in self.pairs.items():
-            found |= {
-                f"{name}_float": pair["float"],
-                name: pair["quantized"],
-                f"{name}_drop": pair["float"] - pair["quantized"],
-            }
-            if name == "perplexity" and pair["float"]:  # it multiplies where other metrics lose
-                found["perplexity_ratio"] = pair["quantized"] / pair["float"]
-        return found
+        """All figures by the names that gates have for them."""
+        return self.comparison.metrics() | paired(self.pairs)
+
+
+def paired(pairs: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of both networks, `{"top1": {"float": …, "quantized": …}}`, by single names."""
+    found: dict[str, float] = {}
+    for name, pair in pairs.items():
+        before, after = pair["float"], pair["quantized"]
+        found |= {f"{name}_float": before, name: after, f"{name}_drop": before - after}
+        if name == "perplexity" and before:  # it multiplies where other metrics lose
+            found["perplexity_ratio"] = after / before
+    return found
 
 
 def score(
-    calibrated: Calibrated, module: nn.Module, batches: Batches, events: Events, function: Evaluate | None = None
+    calibrated: Calibrated,
+    module: nn.Module,
+    batches: Batches,
+    events: Events,
+    function: Evaluate | None = None,
+    check: Callable[[Collection[str]], None] = lambda metrics: None,
 ) -> Scores:
     """Run both networks on all batches.
 
     Args:
         module: the float model, for `function`.
         function: the user's `evaluate(model, data)`; without it, what targets allow is measured: top-1 or perplexity.
+        check: called with the names of the user's metrics before the networks are compared; it may raise.
 
     Raises:
         DataError: no batch, or an output that is not finite.
     """
     device, quantized = calibrated.device, calibrated.network()
-    on_device = partial(_on_device, batches, device)
+    before: Mapping[str, float] = {}
+    if function is not None:
+        before = measure(module, batches, device, events, "evaluate float", function)
+        check(before.keys())
     with Stage(events, "test", batches.total) as stage:
-        float_network = Network(calibrated.float_graph)
-        compared = evaluate.compare(float_network, quantized, on_device(), stage.advance)
+        on_device = _on_device(batches, device)
+        compared = evaluate.compare(Network(calibrated.float_graph), quantized, on_device, stage.advance)
     if function is None:
-        return Scores(compared, compared.pairs(), quantized)
-    before, after = (
-        measure(model, batches, device, events, f"evaluate {label}", function)
-        for model, label in ((module, "float"), (quantized, "quantized"))
-    )
+        return Scores(compared, compared.pairs())
+    after = measure(quantized, batches, device, events, "evaluate quantized", function)
     pairs = {name: {"float": value, "quantized": after[name]} for name, value in before.items() if name in after}
-    return Scores(compared, pairs, quantized)
+    return Scores(compared, pairs)
 
 
 def measure(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from quantizer.errors import UsageError
+from quantizer.errors import UsageError, pip_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +48,7 @@ def require_extras(targets: Iterable[str]) -> None:
         if missing:
             raise UsageError(
                 f"--deploy {target} needs {', '.join(missing)}, which this Python does not have",
-                help=f"pip install 'quantizer[{EXPORTERS[target].extra}]'",
+                help=pip_line(EXPORTERS[target].extra),
             )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.errors import DataError, ModelError
+from quantizer.errors import DataError, ModelError, pip_line
 from quantizer.sources.text import longest_window
 from quantizer.sources.user_code import user_errors
 
@@ -30,9 +30,7 @@ def load_hugging_face(folder: Path) -> nn.Module:
         ModelError: it cannot be read, or transformers is missing.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise ModelError(
-            f"{folder} is a Hugging Face model, and transformers is missing", help="pip install 'quantizer[llm]'"
-        )
+        raise ModelError(f"{folder} is a Hugging Face model, and transformers is missing", help=pip_line("llm"))
     with user_errors(f"transformers, loading {folder},", ModelError):
         architectures = json.loads((folder / CONFIG).read_text("utf-8")).get("architectures") or ["AutoModel"]
         transformers = importlib.import_module("transformers")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.errors import DataError, UsageError
+from quantizer.errors import DataError, UsageError, pip_line
 from quantizer.sources.batches import Batch
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
@@ -127,7 +127,7 @@ def _pillow() -> Any:
     try:
         return importlib.import_module("PIL.Image")
     except ImportError as cause:
-        raise DataError("reading images needs pillow", help="pip install 'quantizer[images]'") from cause
+        raise DataError("reading images needs pillow", help=pip_line("images")) from cause
 
 
 def _decode(path: Path, preprocess: Preprocess) -> Tensor:

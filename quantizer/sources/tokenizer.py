@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.config.wording import a_kind
-from quantizer.errors import DataError
+from quantizer.errors import DataError, pip_line
 from quantizer.sources.user_code import user_errors
 
 Encode = Callable[[str], list[int]]
@@ -74,5 +74,5 @@ def as_encode(tokenizer: Any, label: str) -> Encode:
 
 def _package(name: str, path: Path) -> Any:
     if importlib.util.find_spec(name) is None:
-        raise DataError(f"{path} needs the package {name}, which is missing", help="pip install 'quantizer[llm]'")
+        raise DataError(f"{path} needs the package {name}, which is missing", help=pip_line("llm"))
     return importlib.import_module(name)

@@ -1,7 +1,8 @@
-"""The command line before any work: help, versions, exit codes, streams, and that it starts without torch."""
+"""The command line before any work: help, versions, exit codes, streams."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -20,30 +21,12 @@ from quantizer.cli.options import RunOptions
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
 from quantizer.errors import DataError, GateError, ModelError, QuantizerError, ResultError, UsageError
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-LIGHT = [
-    ["--help"],
-    ["--version"],
-    ["validate", str(CONFIGS / "example.json")],
-    ["init", "-o", "-"],
-    ["explain", "QZ301"],
-    ["schema"],
-]
+CASES = Path(__file__).parents[1] / "cases" / "configs"
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "quantizer", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
-
-
-@pytest.mark.parametrize("arguments", LIGHT, ids=lambda arguments: arguments[0])
-def test_light_commands_do_not_import_torch(arguments: list[str]) -> None:
-    program = (
-        "import sys; from quantizer.cli.main import run_command; code = run_command(sys.argv[1:]);"
-        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; sys.exit(code)"
-    )
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_help_lists_every_command_and_exit_code() -> None:
@@ -58,7 +41,10 @@ def test_help_lists_every_command_and_exit_code() -> None:
     ("arguments", "told"),
     [
         ([], "Usage"),
-        (["vaildate"], "Did you mean 'validate'?"),
+        (["vaildate"], "Did you mean 'quantizer validate'?"),
+        (["calib", "--model", "m.py"], "Did you mean 'quantizer --quant_mode calib ...'?"),
+        (["test"], "Did you mean 'quantizer --quant_mode test ...'?"),
+        (["calibrate"], "Did you mean 'quantizer --quant_mode calib ...'?"),
         (["--config_file", "x.json"], "--quant_mode"),
         (["--quant_mode", "train"], "'calib'"),
         (["--quant_mod", "calib"], "--quant_mode"),
@@ -94,6 +80,18 @@ def test_options_reach_the_run_in_both_spellings(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("QUANTIZER_SEED", "7")
     assert run_command(["--quant-mode", "calib", "--config_file", "c.json", "--subset-len", "9", "--gate", "a>=1"]) == 0
     assert seen == [RunOptions("calib", config_file="c.json", subset_len=9, gate=("a>=1",), seed=7)]
+
+
+def test_variables_are_no_options_that_were_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"QUANT_MODE": "calib", "VERSION": "0.1.0", "VALIDATE_FORMAT": "json"}.items():
+        monkeypatch.setenv(f"QUANTIZER_{name}", value)
+    seen = runner(monkeypatch, 0)
+    assert run_command([]) == 0
+    assert [options.quant_mode for options in seen] == ["calib"]
+    assert run_command(["validate", str(CASES / "invalid" / "qz101_method.json")]) == 1
+    assert json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +142,7 @@ def test_an_unexpected_error_is_one_sentence_and_a_log(
 
 
 def test_colour_only_where_it_is_wanted() -> None:
-    wrong = str(Path(__file__).parents[1] / "cases" / "configs" / "invalid" / "qz101_method.json")
+    wrong = str(CASES / "invalid" / "qz101_method.json")
     assert "\x1b" not in run("validate", wrong).stdout
     assert "\x1b" in run("--color", "always", "validate", wrong).stdout
     assert "\x1b" not in run("validate", wrong, NO_COLOR="1").stdout

@@ -77,7 +77,7 @@ def test_every_row_says_what_it_needs(target: str, monkeypatch: pytest.MonkeyPat
         return
     with pytest.raises(UsageError, match=EXPORTERS[target].needs[0]) as refused:
         require_extras([target])
-    assert refused.value.help == f"pip install 'quantizer[{EXPORTERS[target].extra}]'"
+    assert refused.value.help == f"pip install 'quantizer-torch[{EXPORTERS[target].extra}]'"
 
 
 def test_suffixes_are_distinct_and_modules_exist() -> None:

@@ -56,7 +56,7 @@ def test_a_missing_extra_is_told_before_any_work(
 ) -> None:
     monkeypatch.setattr("quantizer.export.find_spec", lambda name: None)
     assert check(tmp_path / "none", "--deploy", "onnx", model="nothing.py") == 2
-    assert "pip install 'quantizer[onnx]'" in capsys.readouterr().err
+    assert "pip install 'quantizer-torch[onnx]'" in capsys.readouterr().err
 
 
 def test_an_unknown_target_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

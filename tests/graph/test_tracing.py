@@ -69,18 +69,36 @@ def test_undeclared_keywords_fix_the_batch_size_and_say_so(caplog: pytest.LogCap
     assert torch.equal(Network(graph)(x=torch.ones(3, 2), shift=torch.ones(3, 2)), torch.full((3, 2), 2.0))
 
 
-class Subprograms(nn.Module):
-    """A part without gradients and a vmap: torch.export keeps them as programs of their own."""
+class Switching(nn.Module):
+    """A part without gradients: torch.export keeps it as a program of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.set_grad_enabled(not torch.is_grad_enabled()):
-            y = x * 2
-        return y + torch.vmap(lambda row: row.cumsum(0))(x)
+            return x * 2
 
 
-def test_subprograms_that_only_switch_something_become_operators() -> None:
-    graph, x = trace(Subprograms(), (torch.ones(3, 2),)), torch.randn(4, 2)
-    assert torch.equal(Network(graph)(x), Subprograms()(x))
+class Vmapped(nn.Module):
+    """A vmap, likewise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row.cumsum(0))(x)
+
+
+def exports_vmap() -> bool:
+    """Whether this torch can; 2.8 cannot."""
+    try:
+        torch.export.export(Vmapped(), (torch.ones(3, 2),))
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", [Switching, Vmapped])
+def test_subprograms_that_only_switch_something_become_operators(kind: type[nn.Module]) -> None:
+    if kind is Vmapped and not exports_vmap():
+        pytest.skip("torch.export of this version fails on a vmap")
+    graph, x = trace(kind(), (torch.ones(3, 2),)), torch.randn(4, 2)
+    assert torch.equal(Network(graph)(x), kind()(x))
 
 
 class Branching(nn.Module):

@@ -153,7 +153,7 @@ def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     paint("d/a.png")
     monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
     error = refusal(json.dumps(PLAIN))
-    assert (error.message, error.help) == ("reading images needs pillow", "pip install 'quantizer[images]'")
+    assert (error.message, error.help) == ("reading images needs pillow", "pip install 'quantizer-torch[images]'")
 
 
 def test_stopping_early_ends_the_reading_thread() -> None:

@@ -207,5 +207,5 @@ def test_a_hugging_face_folder_needs_transformers(folder: Path, monkeypatch: pyt
     error = refusal("llama")
     assert (error.message, error.help) == (
         "llama is a Hugging Face model, and transformers is missing",
-        "pip install 'quantizer[llm]'",
+        "pip install 'quantizer-torch[llm]'",
     )

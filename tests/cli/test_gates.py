@@ -1,0 +1,64 @@
+"""A gate on a metric that does not exist is refused before anything is run for it; the others see all metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import calibrate, check
+
+from quantizer.cli.gates import MEASURED, names_in_test
+from quantizer.cli.main import run_command
+
+LABELLED = "return [(torch.eye(4, 3), torch.zeros(4, dtype=torch.long))] * 2"
+EVALUATE = """
+def evaluate(model, data):
+    calls = Path(__file__).with_suffix(".calls")
+    calls.write_text(calls.read_text() + "x" if calls.exists() else "x")
+    return {"rows": sum(len(batch[0]) for batch in data)}
+"""
+
+
+@pytest.fixture
+def model(toy: Callable[..., str], tmp_path: Path) -> str:
+    """A calibrated toy without an evaluate()."""
+    path = toy(LABELLED)
+    assert calibrate(tmp_path / "out", model=path) == 0
+    return path
+
+
+def extend(model: str, text: str) -> None:
+    Path(model).write_text(f"from pathlib import Path\n{Path(model).read_text()}\n{text}")
+
+
+def test_without_evaluate_no_data_are_read(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    extend(model, "def evaluation_data():\n    raise RuntimeError('these data are not to be read')\n")
+    assert check(tmp_path / "out", "--gate", "top1_agrement>=1", model=model) == 2
+    assert 'did you mean "top1_agreement"?' in capsys.readouterr().err
+    assert check(tmp_path / "out", "--gate", "exact_equal>=1", model=model) == 2
+    assert "there is no metric 'exact_equal'" in capsys.readouterr().err
+    assert run_command(["--quant_mode", "float", "--model", model, "--gate", "sqnr_db>=20"]) == 2
+    assert "known here: perplexity, top1" in capsys.readouterr().err
+
+
+def test_all_that_is_measured_is_known(model: str, tmp_path: Path) -> None:
+    assert check(tmp_path / "out", "--gate", "top1_drop<=1", model=model) == 0
+    found = {*json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))["metrics"]}
+    assert found == {name for name in names_in_test(MEASURED, exact=False) if not name.startswith("perplexity")}
+
+
+def test_metrics_of_evaluate_are_known_after_the_float_model(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extend(model, EVALUATE)
+    calls = Path(model).with_suffix(".calls")
+    assert check(tmp_path / "out", "--gate", "row>=8", model=model) == 2
+    assert 'did you mean "rows"?' in capsys.readouterr().err
+    assert calls.read_text() == "x"
+    assert not (tmp_path / "out" / "report.json").exists()
+    assert check(tmp_path / "out", "--gate", "rows_drop<=0", "--gate", "sqnr_db>=1", model=model) == 0
+    assert calls.read_text() == "xxx"
+    assert check(tmp_path / "out", "--gate", "sqnr_db>=1", model=model) == 0
+    assert calls.read_text() == "xxxxx"

@@ -1,0 +1,64 @@
+"""What a plain install can do: the commands that only read and write configs, and the dataclasses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from without_torch import BLOCK, BLOCKED
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+LIGHT = [
+    ["--help"],
+    ["--version"],
+    ["validate", str(CONFIGS / "example.json"), str(CONFIGS / "weight_int8.json")],
+    ["init", "-o", "-"],
+    ["init", "--strategy", "awq", "-o", "-"],
+    ["convert", str(CONFIGS / "weight_int8.json")],
+    ["explain"],
+    ["explain", "QZ301"],
+    ["explain", "gptq"],
+    ["schema"],
+]
+HEAVY = [
+    ["--quant_mode", "calib", "--model", "my_model.py"],
+    ["plan", "--model", "my_model.py"],
+    ["inspect", "--help"],
+    ["analyze", "--model", "my_model.py"],
+    ["explain", "--model", "my_model.py", "conv1"],
+]
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("arguments", LIGHT, ids=lambda arguments: " ".join(arguments[:2]))
+def test_commands_about_configs_do_not_ask_for_torch(arguments: list[str]) -> None:
+    program = f"{BLOCK}from quantizer.cli.main import run_command\nassert run_command(sys.argv[1:]) == 0\n"
+    done = run(f"{program}assert not Missing.asked, Missing.asked\n", *arguments)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", HEAVY, ids=lambda arguments: " ".join(arguments[:2]))
+def test_a_missing_torch_is_one_sentence(arguments: list[str]) -> None:
+    done = run(BLOCKED, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: this command needs torch, which this Python does not have\nhelp: pip install 'quantizer-torch[torch]'\n"
+    )
+
+
+def test_the_dataclasses_work_without_torch(tmp_path: Path) -> None:
+    program = """
+import quantizer
+names = {name: getattr(quantizer, name) for name in quantizer.__all__}
+config = quantizer.Config(quantizer.QuantizationConfig(weight=quantizer.QuantizationSpec(quantizer.Dtype.int8)))
+config.save(sys.argv[1])
+assert quantizer.Config.load(sys.argv[1]) == config
+assert not Missing.asked, Missing.asked
+"""
+    done = run(BLOCK + program, str(tmp_path / "config.json"))
+    assert (done.returncode, done.stderr) == (0, "")
