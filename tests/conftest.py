@@ -1,0 +1,35 @@
+"""What holds for all tests: one thread for each worker, and one trace for models that differ only in their values."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; set before torch is imported, and for subprocesses
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_traces() -> Iterator[None]:
+    """Tests that do not collect torch do not pay for it."""
+    if "torch" not in sys.modules:
+        yield
+        return
+    from shared_traces import SharedTraces
+
+    from quantizer.graph import trace
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(trace, "_export", SharedTraces(trace._export))
+        yield
+
+
+@pytest.fixture
+def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of tracing itself."""
+    from quantizer.graph import trace
+
+    monkeypatch.setattr(trace, "_export", getattr(trace._export, "export", trace._export))
