@@ -2,7 +2,7 @@
 
 `python benchmarks/bench_algorithms.py [rounds [rounds of peers]]`; 32 sequences of 256 tokens, asymmetric groups of
 128 weights, all linear layers of the decoder, two threads. Errors are on 8 other sequences: of the layers' outputs
-(mean over layers), as a share of plain rounding's, and of the logits.
+(mean over layers), as a share of round-to-nearest's, and of the logits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from workloads import llama, tokens
 
 from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
-from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
+from quantizer.algorithms.round_to_nearest import nearest_qparams, nearest
 from quantizer.config.algorithms import Algorithm, Awq, Gptaq, Gptq, Qronos, SmoothQuant
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.run_algorithms import RUNS, load_run
@@ -54,7 +54,7 @@ def main() -> None:
     parts: dict[str, Part] = {name: functools.partial(run, task, settings) for name, (settings, _) in rows.items()}
     float_pass = functools.partial(run_model, model, batches)
     base = peak_mb(float_pass)
-    print(f"plain rounding: {errors(model, task, Adjustment())}")
+    print(f"round-to-nearest: {errors(model, task, Adjustment())}")
     extra = {name: f"memory {peak_mb(part) - base:+.0f} MB" for name, part in parts.items()}
     for name, (settings, _) in rows.items():
         extra[name] += f", {errors(model, task, run(task, settings))}"
@@ -78,13 +78,13 @@ def run_model(model: nn.Module, batches: list[Batch]) -> None:
 
 
 def errors(model: nn.Module, task: Task, found: Adjustment) -> str:
-    """The error that is left, with plain rounding where nothing was rounded, and the share of plain rounding's."""
+    """The error that is left, with round-to-nearest where nothing was rounded, and the share of round-to-nearest's."""
     graph = rounded(task, found)
     text = f"logits {logits_error(model, Network(graph), tokens(8, seed=77)):.4f}"
     if found.parameters:
         return text  # inputs are others too, so that the layers' outputs do not compare
     left, plain = mean_error(model, task, graph), mean_error(model, task, rounded(task, Adjustment()))
-    return f"layers {left:.5f}, {left / plain:.3f} of plain rounding, {text}"
+    return f"layers {left:.5f}, {left / plain:.3f} of round-to-nearest, {text}"
 
 
 def mean_error(model: nn.Module, task: Task, graph: Graph) -> float:
@@ -98,7 +98,7 @@ def rounded(task: Task, found: Adjustment) -> Graph:
     """The graph with all planned weights on their grids."""
     graph = adjusted(task.graph, found, rounded=True)
     left = {name: weight(graph, name) for name, _ in task.specs if name not in found.rounded}
-    plain = {name: {"weight": on_grid(w, SPEC, plain_grid(SPEC, w))} for name, w in left.items()}
+    plain = {name: {"weight": nearest(w, SPEC, nearest_qparams(SPEC, w))} for name, w in left.items()}
     return with_weights(graph, plain)
 
 

@@ -24,7 +24,7 @@ from workloads import Llama, tokens
 
 @dataclass(frozen=True)
 class Work:
-    """What ours and theirs are measured on; `plain` is the mean error of the layers' outputs with plain rounding."""
+    """What ours and theirs are measured on; `plain` is the mean error of the layers' outputs with round-to-nearest."""
 
     model: Llama
     batches: list[Tensor]
@@ -141,7 +141,7 @@ def _row(peer: Peer, work: Work, runs: list[_Run]) -> str:
             if name != "lm_head"
         }
         left = statistics.mean(layer_errors(work.model, weights, heldout).values())
-        text = f"layers {left:.5f}, {left / work.plain:.3f} of plain rounding, {text}"
+        text = f"layers {left:.5f}, {left / work.plain:.3f} of round-to-nearest, {text}"
     return f"{wall:6.2f} (CPU time {cpu:.2f})  memory {memory:+.0f} MB, {text}"
 
 

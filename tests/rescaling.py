@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
-from quantizer.algorithms.round_to_nearest import plain_grid
+from quantizer.algorithms.round_to_nearest import nearest_qparams
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
@@ -69,7 +69,9 @@ def quantized_error(task: Task, found: Adjustment, inputs: Sequence[Any], *, rou
             network.observe((x,), {}, watch)
         for (name, role), spec in task.specs.items():
             layer = network.layers[name]
-            grid = observers[name].qparams() if role == "input" else plain_grid(spec, layer.get_parameter("weight"))
+            grid = (
+                observers[name].qparams() if role == "input" else nearest_qparams(spec, layer.get_parameter("weight"))
+            )
             if role == "input" or not (rounded and name in found.rounded):
                 layer.attach(role, TensorQuantizer(spec, grid.scale, grid.zero_point))
         wrong = energy = 0.0

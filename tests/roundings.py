@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quantizer.algorithms.adjustment import Adjustment, Rounded, Run, Task
 from quantizer.algorithms.gptq import gptq
 from quantizer.algorithms.patches import LAYERS
-from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.algorithms import Gptq
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.find_structure import find_structure
@@ -89,11 +89,11 @@ def solved(
 
 def plainly(weight: Tensor, spec: QuantizationSpec) -> Tensor:
     """The weight, each value rounded on its own."""
-    return on_grid(weight, spec, plain_grid(spec, weight))
+    return nearest(weight, spec, nearest_qparams(spec, weight))
 
 
 def gain(weight: Tensor, rounded: Tensor, x: Tensor, spec: QuantizationSpec) -> float:
-    """How many times smaller the squared error of the outputs is than with plain rounding."""
+    """How many times smaller the squared error of the outputs is than with round-to-nearest."""
     plain, left = (((weight - other) @ x.T).square().sum() for other in (plainly(weight, spec), rounded))
     return float(plain / left)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
-from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.algorithms import Algorithm
 from quantizer.graph.edits import Insertion
@@ -39,7 +39,7 @@ def doubled(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
 
 
 def coarse(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
-    """Plain rounding with scales twice as large, group by group on the network that is rounded so far."""
+    """Round-to-nearest with scales twice as large, group by group on the network that is rounded so far."""
     graph = adjusted(task.graph, found)
     runner = SequentialRunner(Network(graph), task.batches())
     for number, group in enumerate(task.structure.groups):
@@ -60,6 +60,6 @@ def coarse(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
 
 def _rounded(task: Task, name: str, runner: SequentialRunner) -> Rounded:
     spec, weight = task.specs[name, "weights"], runner.network.layers[name].get_parameter("weight").detach()
-    grid = plain_grid(spec, weight)
+    grid = nearest_qparams(spec, weight)
     grid = replace(grid, scale=grid.scale * 2)
-    return Rounded(on_grid(weight, spec, grid), grid, 0.5, 0.25)
+    return Rounded(nearest(weight, spec, grid), grid, 0.5, 0.25)

@@ -19,7 +19,7 @@ FINER_POWERS = (1.0, 0.5, 0.25)
 def adaquant(problem: RoundingProblem) -> tuple[Tensor, Tensor]:
     """Integers [groups, rows, depth] and scales [units], the zero points unchanged.
 
-    The best of some finer scales under plain rounding, then coordinate descent on the integers, then the scale that
+    The best of some finer scales under round-to-nearest, then coordinate descent on the integers, then the scale that
     fits these integers exactly; scales that must be powers of two stay at the best power.
     """
     scale = _search(problem)

@@ -17,7 +17,7 @@ BLOCK = 128  # columns whose changes reach the others in one product
 
 
 def adaround(problem: RoundingProblem) -> tuple[Tensor, Tensor]:
-    """Integers [groups, rows, depth] that coordinate descent finds from plain rounding, and the scales unchanged."""
+    """Integers [groups, rows, depth] that coordinate descent finds from round-to-nearest, and the scales unchanged."""
     low, high = problem.bounds(problem.scale)
     start = problem.nearest
     return descend(
@@ -48,7 +48,7 @@ def descend(problem: RoundingProblem, integers: Tensor, scale: Tensor, bounds: t
 def _descend_block(
     integers: Tensor, gradient: Tensor, hessian: Tensor, steps: Tensor, bounds: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Settle a block's columns one by one, in place; returns how far each value moved."""
+    """Round a block's columns one by one, in place; returns how far each value moved."""
     gradient, moved = gradient.clone(), torch.zeros_like(gradient)
     for column in range(integers.shape[2]):
         here = slice(column, column + 1)

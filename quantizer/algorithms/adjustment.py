@@ -26,7 +26,7 @@ class Rounded:
     Args:
         weight: as the layer stores it; quantizing it with `qparams` changes nothing.
         qparams: scale and zero point of `granularity.scale_shape`.
-        before: squared error of the layer's outputs over the calibration data with plain rounding, as a share of
+        before: squared error of the layer's outputs over the calibration data with round-to-nearest, as a share of
             their energy.
         after: the same with these weights.
     """
@@ -39,7 +39,7 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Remark:
-    """A sentence on a layer for the user: a warning about the data, or why it was left to plain rounding."""
+    """A sentence on a layer for the user: a warning about the data, or why it was left at round-to-nearest."""
 
     layer: str
     text: str
@@ -55,14 +55,14 @@ class Adjustment:
             computes the same function as before.
         insertions: layers between values and their readers.
         rounded: layer -> its weight on the grid, for the (rescaled) float weight in `parameters`.
-        grids: layer -> scale and zero point that a rounding algorithm must use instead of those of the float weight.
-        remarks: what the user is told.
+        qparams: layer -> scale and zero point that a rounding algorithm must use instead of those of the float weight.
+        remarks: what the user should know.
     """
 
     parameters: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     insertions: tuple[Insertion, ...] = ()
     rounded: Mapping[str, Rounded] = field(default_factory=dict)
-    grids: Mapping[str, QParams] = field(default_factory=dict)
+    qparams: Mapping[str, QParams] = field(default_factory=dict)
     remarks: tuple[Remark, ...] = ()
 
     def with_parameters(self, layer: str, **values: Tensor) -> Adjustment:
@@ -70,19 +70,19 @@ class Adjustment:
         return replace(self, parameters={**self.parameters, layer: {**self.parameters.get(layer, {}), **values}})
 
     def with_rounded(self, found: Mapping[str, Rounded]) -> Adjustment:
-        """With more layers settled."""
+        """With more layers rounded."""
         return replace(self, rounded={**self.rounded, **found})
 
     def with_remarks(self, *remarks: Remark) -> Adjustment:
-        """With more to tell."""
+        """With more remarks."""
         return replace(self, remarks=(*self.remarks, *remarks))
 
 
 def adjusted(graph: Graph, found: Adjustment, *, rounded: bool = False) -> Graph:
     """The graph with what was found: the same function, or with `rounded` weights where there are any."""
     weights = dict(found.parameters)
-    for layer, settled in found.rounded.items() if rounded else ():
-        weights[layer] = {**weights.get(layer, {}), "weight": settled.weight}
+    for layer, row in found.rounded.items() if rounded else ():
+        weights[layer] = {**weights.get(layer, {}), "weight": row.weight}
     return with_weights(inserted(graph, found.insertions), weights)
 
 
@@ -100,7 +100,7 @@ class Task:
         structure: of `graph`, with what the algorithm's entry in the config names.
         batches: opens a pass over the calibration data, on the same device.
         after_group: for progress and checkpoints.
-        done: how many groups an interrupted run of this algorithm had settled, all of them in the adjustment it is
+        done: how many groups an interrupted run of this algorithm had done, all of them in the adjustment it is
             given: it runs through them with what was found and goes on after them.
         before: what this algorithm was given when it began, before the groups that are `done`.
     """

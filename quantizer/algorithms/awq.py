@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
-from quantizer.algorithms.clip import COARSE, clipped_grid
+from quantizer.algorithms.clip import COARSE, clipped_qparams
 from quantizer.algorithms.fold import (
     admissible,
     folded,
@@ -27,7 +27,7 @@ from quantizer.algorithms.fold import (
 from quantizer.algorithms.gram import DEEPEST, UNREACHED, zero_channels
 from quantizer.algorithms.group_sums import GroupSums, deepest, quantized_layers
 from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.round_to_nearest import on_grid, output_error, plain_grid
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, output_error
 from quantizer.algorithms.row_sample import sampled_rows
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.algorithms import Algorithm, Awq
@@ -38,14 +38,14 @@ from quantizer.numerics.qparams import QParams
 from quantizer.observers import ObservationError
 
 LEAST_FACTOR = 1e-4
-TOO_DEEP = f"it sums over more than {DEEPEST} inputs, too many for their Gram matrix; it is rounded plainly"
+TOO_DEEP = f"it sums over more than {DEEPEST} inputs, too many for their Gram matrix; it stays at round-to-nearest"
 
 
 def awq(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
-    """Rescale the input channels of each group, and settle the grids of its weights.
+    """Rescale the input channels of each group, and find the scales of its weights.
 
-    On the grids, weights are rounded plainly; an algorithm that rounds takes over `grids`. Its inputs are those of the
-    network that it is given when it begins, whatever is folded since.
+    Weights are rounded to nearest at these scales; an algorithm that rounds takes over `qparams`. Its inputs are those
+    of the network that it is given when it begins, whatever is folded since.
 
     Raises:
         DataError: a value in the network, or a weight, is not finite; it is named.
@@ -65,19 +65,19 @@ class _Gathered:
 
 
 class _Search:
-    """Goes through the groups in order; a group is settled once no later one changes the rows of its weights."""
+    """Goes through the groups in order; a group is done once no later one changes the rows of its weights."""
 
     def __init__(self, task: Task, settings: Awq, found: Adjustment) -> None:
         self.task, self.settings, self.found = task, settings, found
         self.groups = without_overlap(task.structure.groups)
         self.own = [quantized_layers(task, group) for group in self.groups]
         for name in (name for names in self.own for name in names):
-            self._grid(name, parameter(task.graph, found, name))
+            self._qparams(name, parameter(task.graph, found, name))
         self.before = task.before if task.done else found
         self.runner = SequentialRunner(Network(adjusted(task.graph, self.before)), task.batches())
 
     def run(self) -> Adjustment:
-        """All groups, but those that an interrupted run had settled."""
+        """All groups, but those that an interrupted run had done."""
         waiting: dict[int, _Gathered] = {}
         for number, (group, layers) in enumerate(zip(self.groups, self.own, strict=True)):
             if number < self.task.done:
@@ -87,7 +87,7 @@ class _Search:
                 waiting[number] = self._rescale(group, layers, sums)
             later = {row.fold.node for row in self.groups[number + 1 :] if row.fold is not None}
             for ready in [at for at, row in waiting.items() if not later & set(row.layers)]:
-                self._settle(waiting.pop(ready))
+                self._round(waiting.pop(ready))
             if not waiting:
                 self.task.after_group(self.found, number + 1)
         return self.found
@@ -140,23 +140,23 @@ class _Search:
             weight, share = sampled_rows(parameter(graph, self.found, name), spec, node, rows)
             scaled, layer = multiplied(node, weight.float(), factors), self.runner.network.layers[name]
             if clip:
-                grid = clipped_grid(layer, spec, scaled, sums.divided(name, factors), COARSE)
+                grid = clipped_qparams(layer, spec, scaled, sums.divided(name, factors), COARSE)
             else:
-                grid = self._grid(name, scaled)
-            lost = multiplied(node, on_grid(scaled, spec, grid).sub_(scaled), 1 / factors)
+                grid = self._qparams(name, scaled)
+            lost = multiplied(node, nearest(scaled, spec, grid).sub_(scaled), 1 / factors)
             total += share * output_error(sums.matrix(name), weight_matrix(layer, lost))
         return total
 
-    def _settle(self, gathered: _Gathered) -> None:
+    def _round(self, gathered: _Gathered) -> None:
         """Grids and rounded weights of a group's layers."""
         gathered.sums.divide(gathered.factors)
         for name in gathered.layers:
             grid, rounded = self._rounded(name, gathered)
             if rounded.after > rounded.before:
                 ratio = rounded.after / max(rounded.before, 1e-30)
-                text = f"its error is {ratio:.2f} times that of plain rounding; other layers gain more"
+                text = f"its error is {ratio:.2f} times that of round-to-nearest; other layers gain more"
                 self.found = self.found.with_remarks(Remark(name, text, is_warning=False))
-            self.found = replace(self.found.with_rounded({name: rounded}), grids={**self.found.grids, name: grid})
+            self.found = replace(self.found.with_rounded({name: rounded}), qparams={**self.found.qparams, name: grid})
 
     def _rounded(self, name: str, gathered: _Gathered) -> tuple[QParams, Rounded]:
         spec = self.task.specs[name, "weights"]
@@ -165,29 +165,29 @@ class _Search:
         weight = stored.float()
 
         def lost(grid: QParams) -> float:
-            return output_error(gram, weight_matrix(layer, on_grid(weight, spec, grid).sub_(weight)))
+            return output_error(gram, weight_matrix(layer, nearest(weight, spec, grid).sub_(weight)))
 
-        grid = self._grid(name, weight)
+        grid = self._qparams(name, weight)
         plain = error = lost(grid)
         if self.settings.clip_search:
-            clipped = clipped_grid(layer, spec, weight, gathered.sums.alive(name))
+            clipped = clipped_qparams(layer, spec, weight, gathered.sums.alive(name))
             if (cut := lost(clipped)) < error:
                 grid, error = clipped, cut
         if not bool((gathered.factors == 1).all()):
             plain = self._plain_error(name, weight, gathered)
         energy = output_error(gram, weight_matrix(layer, weight)) or 1.0
-        return grid, Rounded(on_grid(stored, spec, grid), grid, plain / energy, error / energy)
+        return grid, Rounded(nearest(stored, spec, grid), grid, plain / energy, error / energy)
 
     def _plain_error(self, name: str, weight: Tensor, gathered: _Gathered) -> float:
-        """What plain rounding would lose without the factors."""
+        """What round-to-nearest would lose without the factors."""
         node, spec = self.task.graph.by_name[name], self.task.specs[name, "weights"]
         before = multiplied(node, weight, 1 / gathered.factors)
-        lost = multiplied(node, on_grid(before, spec, self._grid(name, before)).sub_(before), gathered.factors)
+        lost = multiplied(node, nearest(before, spec, self._qparams(name, before)).sub_(before), gathered.factors)
         return output_error(gathered.sums.matrix(name), weight_matrix(self.runner.network.layers[name], lost))
 
-    def _grid(self, name: str, weight: Tensor) -> QParams:
+    def _qparams(self, name: str, weight: Tensor) -> QParams:
         try:
-            return plain_grid(self.task.specs[name, "weights"], weight)
+            return nearest_qparams(self.task.specs[name, "weights"], weight)
         except ObservationError as error:
             raise DataError(f"the weight of {name} has no range: {error}", help="check the checkpoint") from error
 

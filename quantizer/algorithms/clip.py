@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.patches import matrix_weight, weight_matrix
-from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.granularity import scale_shape, to_rows
 from quantizer.numerics.qparams import SMALLEST_SCALE, QParams
@@ -18,10 +18,10 @@ SHRUNK = tuple(1 - step / 20 for step in range(11))
 SHRUNK_POWERS = (1.0, 0.5)
 """The same where scales are powers of two."""
 COARSE = (1.0, 0.85, 0.7, 0.55)
-"""Fewer candidates, to tell what a weight would lose once it is clipped."""
+"""Fewer candidates, to estimate what a weight would lose once it is clipped."""
 
 
-def clipped_grid(
+def clipped_qparams(
     layer: nn.Module, spec: QuantizationSpec, weight: Tensor, gram: Tensor, shares: Sequence[float] = SHRUNK
 ) -> QParams:
     """Scale and zero point of each row or group, shrunk so that the error of the layer's outputs is least.
@@ -35,12 +35,12 @@ def clipped_grid(
         gram: of the layer's inputs, [groups, depth, depth].
         shares: of the full range, the candidates where scales are not powers of two.
     """
-    grid = plain_grid(spec, weight)
+    grid = nearest_qparams(spec, weight)
     best = torch.full_like(grid.scale, float("inf"))
     scale = grid.scale
     for share in shares if spec.scale_type == "float" else SHRUNK_POWERS:
         tried = QParams((grid.scale * share).clamp_min(SMALLEST_SCALE), grid.zero_point)
-        error = scale_errors(layer, spec, on_grid(weight, spec, tried).sub_(weight), gram).to(best)
+        error = scale_errors(layer, spec, nearest(weight, spec, tried).sub_(weight), gram).to(best)
         scale = torch.where(error < best, tried.scale, scale)
         best = torch.minimum(best, error)
     return QParams(scale, grid.zero_point)

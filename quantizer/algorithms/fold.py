@@ -36,7 +36,7 @@ def folded(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) 
     found = _inserted(group, factors, found) if fold is None else _divided(graph, fold, factors, found)
     changed = {*group.layers, *((fold.node, *fold.extra) if fold else ())}
     kept = {name: rounded for name, rounded in found.rounded.items() if name not in changed}
-    return replace(found, rounded=kept, grids={name: at for name, at in found.grids.items() if name not in changed})
+    return replace(found, rounded=kept, qparams={name: at for name, at in found.qparams.items() if name not in changed})
 
 
 def admissible(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) -> Tensor:

@@ -15,7 +15,7 @@ from quantizer.config.algorithms import Algorithm, Gptaq
 
 
 class FloatOutputs(GptqTarget):
-    """The outputs of the float network, as far as columns that are settled later can make up for other inputs."""
+    """The outputs of the float network, as far as columns that are rounded later can make up for other inputs."""
 
     needs_float = True
 

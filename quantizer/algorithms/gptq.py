@@ -14,7 +14,7 @@ from quantizer.config.algorithms import Algorithm, Gptq
 def gptq(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
     """Round the weights that the plan quantizes, on the grids of their ranges or on those that were found before.
 
-    Columns of zeros and layers that no token reached are rounded plainly, and so is a layer whose outputs on the
+    Columns of zeros and layers that no token reached stay at round-to-nearest, and so is a layer whose outputs on the
     calibration data would be worse; the remarks say which.
 
     Raises:

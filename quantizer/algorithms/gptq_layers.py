@@ -1,6 +1,6 @@
 """Rounds the weights of layers that read one value: what GPTQ and its kin do between two segments.
 
-Keeps plain rounding wherever the data say nothing or nothing is gained, and says so.
+Keeps round-to-nearest wherever the data say nothing or nothing is gained, and says so.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from quantizer.algorithms.gptq_rows import GptqSolution, Member, solve_rows
 from quantizer.algorithms.gptq_target import GptqTarget, Hessian, Products
 from quantizer.algorithms.gram import zero_channels
 from quantizer.algorithms.patches import matrix_weight, weight_matrix
-from quantizer.algorithms.round_to_nearest import on_grid, output_error, plain_grid
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, output_error
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import ObservationError
 
-NO_GAIN = "the algorithm promises no smaller errors than plain rounding on other data; it is rounded plainly"
-UNSTABLE = "its weights would change if they were rounded again; it is rounded plainly"
+NO_GAIN = "the algorithm promises no smaller errors than round-to-nearest on other data; it stays at round-to-nearest"
+UNSTABLE = "its weights would change if they were rounded again; it stays at round-to-nearest"
 
 
 @dataclass(frozen=True)
-class Settled:
-    """Layers' rounded weights by name, and what to tell of them. A layer without one stays with plain rounding."""
+class RoundedLayers:
+    """Layers' rounded weights by name, and remarks on them. A layer without one stays at round-to-nearest."""
 
-    rounded: dict[str, Rounded] = field(default_factory=dict)
+    layers: dict[str, Rounded] = field(default_factory=dict)
     remarks: list[Remark] = field(default_factory=list)
 
 
@@ -43,23 +43,25 @@ def member(name: str, layer: nn.Module, spec: QuantizationSpec, grid: QParams | 
     """
     weight = layer.get_parameter("weight").detach()
     try:
-        qparams = grid or plain_grid(spec, weight)
+        qparams = grid or nearest_qparams(spec, weight)
     except ObservationError as error:
         raise DataError(f"the weight of {name} has no range: {error}", help="check the checkpoint") from error
-    plain = weight_matrix(layer, on_grid(weight, spec, qparams)).float()
+    plain = weight_matrix(layer, nearest(weight, spec, qparams)).float()
     return Member(name, layer, spec, qparams, grid is not None, weight_matrix(layer, weight).float(), plain)
 
 
-def settle(members: Sequence[Member], products: Sequence[Products], tokens: int, target: GptqTarget) -> Settled:
+def round_layers(
+    members: Sequence[Member], products: Sequence[Products], tokens: int, target: GptqTarget
+) -> RoundedLayers:
     """Round the weights of layers that multiply one input alike; `products` are its sums over tokens, group by group.
 
-    A result must be better than plain rounding by what `depth` choices gain on so few tokens by chance: the error on
+    A result must be better than round-to-nearest by what `depth` choices gain on so few tokens by chance: the error on
     other data is about 1 + depth / tokens times as large (Akaike 1969, "Fitting autoregressive models for prediction").
     """
     dynamic = not target.settings.static_groups and all(each.has_runs for each in members)
     hessians = [target.hessian(each.gram, by_size=target.settings.desc_act and not dynamic) for each in products]
     lacks = [*_lacks(products, hessians), *_few(tokens, products[0], target)]
-    settled = Settled({}, [Remark(each.name, text) for text in lacks for each in members])
+    rounded = RoundedLayers({}, [Remark(each.name, text) for text in lacks for each in members])
     solvable = [each for each in hessians if each is not None]
     gram = torch.stack([each.gram for each in products]) if len(products) > 1 else products[0].gram[None]
     for spec in dict.fromkeys(each.spec for each in members):
@@ -69,8 +71,8 @@ def settle(members: Sequence[Member], products: Sequence[Products], tokens: int,
         else:
             solutions = [GptqSolution(each.plain, each.weight, math.inf, each.qparams) for each in alike]
         for each, solution in zip(alike, solutions, strict=True):
-            _judge(each, solution, gram, 1 + gram.shape[1] / tokens, settled)
-    return settled
+            _judge(each, solution, gram, 1 + gram.shape[1] / tokens, rounded)
+    return rounded
 
 
 def _lacks(products: Sequence[Products], hessians: Sequence[Hessian | None]) -> list[str]:
@@ -78,9 +80,9 @@ def _lacks(products: Sequence[Products], hessians: Sequence[Hessian | None]) -> 
     found = []
     dead = sum(int((each.gram.diagonal() == 0).sum()) for each in products)
     if dead:
-        found.append(f"{zero_channels(dead)}; {'its' if dead == 1 else 'their'} weights are rounded plainly")
+        found.append(f"{zero_channels(dead)}; {'its' if dead == 1 else 'their'} weights stay at round-to-nearest")
     if None in hessians:
-        found.append("its Hessian is not positive definite even with damping 1; it is rounded plainly")
+        found.append("its Hessian is not positive definite even with damping 1; it stays at round-to-nearest")
     raised = [each.raised for each in hessians if each is not None and each.raised is not None]
     if raised:
         found.append(f"its Hessian was not positive definite; {max(raised):.2g} of its mean diagonal was added")
@@ -99,24 +101,24 @@ def _few(tokens: int, products: Products, target: GptqTarget) -> list[str]:
     ]
 
 
-def _judge(member: Member, solution: GptqSolution, gram: Tensor, optimism: float, settled: Settled) -> None:
-    """Take the solution if it promises to be better than plain rounding, else that."""
+def _judge(member: Member, solution: GptqSolution, gram: Tensor, optimism: float, rounded: RoundedLayers) -> None:
+    """Take the solution if it promises to be better than round-to-nearest, else that."""
     before = output_error(gram, solution.target - member.plain)
     weight, error, qparams = _stored(member, solution.weight), solution.error, solution.qparams
     if torch.equal(solution.weight, member.plain):
         error = before
     else:
         better = error * optimism < before and bool(weight.isfinite().all())
-        if better and not torch.equal(on_grid(weight, member.spec, qparams), weight):
-            settled.remarks.append(Remark(member.name, UNSTABLE))
+        if better and not torch.equal(nearest(weight, member.spec, qparams), weight):
+            rounded.remarks.append(Remark(member.name, UNSTABLE))
             return
         if not better:
             weight, error, qparams = _stored(member, member.plain), before, member.qparams
             if math.isfinite(solution.error) and solution.error:
-                settled.remarks.append(Remark(member.name, NO_GAIN, is_warning=False))
-    if torch.equal(on_grid(weight, member.spec, qparams), weight):
+                rounded.remarks.append(Remark(member.name, NO_GAIN, is_warning=False))
+    if torch.equal(nearest(weight, member.spec, qparams), weight):
         energy = output_error(gram, member.weight) or 1.0
-        settled.rounded[member.name] = Rounded(weight, qparams, before / energy, max(error, 0.0) / energy)
+        rounded.layers[member.name] = Rounded(weight, qparams, before / energy, max(error, 0.0) / energy)
 
 
 def _stored(member: Member, matrix: Tensor) -> Tensor:

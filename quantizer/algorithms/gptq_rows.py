@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quantizer.algorithms.column_grids import along_columns, runs
 from quantizer.algorithms.gptq_target import GptqTarget, Hessian, Products
 from quantizer.algorithms.optimal_rounding import Columns, optimal_rounding
-from quantizer.algorithms.round_to_nearest import plain_grid
+from quantizer.algorithms.round_to_nearest import nearest_qparams
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import kernel_of
@@ -32,7 +32,7 @@ class Member:
 
     @property
     def has_runs(self) -> bool:
-        """Whether its groups are runs of columns, so that a scale can be found when the first of them is settled."""
+        """Whether its groups are runs of columns, so that a scale can be found when the first of them is rounded."""
         cut = self.spec.qscheme, self.spec.ch_axis
         return isinstance(self.layer, nn.Linear) and cut == ("per_group", 1) and not self.given
 
@@ -59,7 +59,7 @@ def solve_rows(
     """Round layers with one spec; Hessians and products are those of each group.
 
     Args:
-        dynamic: the scales of groups are found as their first column is settled, from what the errors so far have made
+        dynamic: the scales of groups are found as their first column is rounded, from what the errors so far have made
             of their weights; else the members' grids stay.
     """
     grids = [along_columns(each.layer, each.spec, each.qparams) for each in members]
@@ -89,7 +89,7 @@ def solve_rows(
 
 
 def _in_order(columns: Tensor, hessian: Hessian) -> Tensor:
-    """[depth, rows] as settled, as [rows, depth] in the layer's order."""
+    """[depth, rows] as rounded, as [rows, depth] in the layer's order."""
     out = torch.empty_like(columns)
     out[hessian.order] = columns
     return out.T
@@ -105,10 +105,10 @@ def _open_columns(spec: QuantizationSpec, weight: Tensor) -> tuple[Columns, int]
 
 
 def _opens_group(spec: QuantizationSpec, columns: Columns, size: int) -> Callable[[int, Tensor], None]:
-    """Finds the grid of a group from its weights as they are when its first column is settled."""
+    """Finds the grid of a group from its weights as they are when its first column is rounded."""
 
     def begin(start: int, block: Tensor) -> None:
-        found = plain_grid(spec, block.T)
+        found = nearest_qparams(spec, block.T)
         columns.scale[start // size] = found.scale[:, 0]
         columns.zero_point[start // size] = found.zero_point[:, 0].float()
 

@@ -24,7 +24,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Hessian:
-    """A Gram matrix made ready: columns in the `order` in which they are settled, `damping` [depth] added to their
+    """A Gram matrix made ready: columns in the `order` in which they are rounded, `damping` [depth] added to their
     diagonal, in `factor`s. `raised` is the damping as a share of the mean diagonal if it had to be more than asked."""
 
     order: Tensor
@@ -61,7 +61,7 @@ class GptqTarget:
 
         Args:
             gram: [depth, depth].
-            by_size: settle columns with large inputs first.
+            by_size: round columns with large inputs first.
 
         Returns:
             None if not even the whole mean diagonal as damping helps.

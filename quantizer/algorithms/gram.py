@@ -16,7 +16,7 @@ LEAST_TILE = 128
 PATCHES = 1 << 24  # values of a convolution's patches at once
 DEEPEST = 16384
 """Inputs of an output channel: the Gram matrix has the square of it."""
-UNREACHED = "no token of the calibration data reached it; it is rounded plainly"
+UNREACHED = "no token of the calibration data reached it; it stays at round-to-nearest"
 
 
 class Gram:

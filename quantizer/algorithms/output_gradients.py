@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.round_to_nearest import on_grid
+from quantizer.algorithms.round_to_nearest import nearest
 from quantizer.algorithms.sensitivity import AfterLayer, Candidate, Grid, Width, grids
 from quantizer.errors import DataError
 from quantizer.nn.network import Network
@@ -89,7 +89,7 @@ def _adding(row: Tensor, placed: Sequence[Grid]) -> Callable[[Tensor], None]:
     def add(weight: Tensor) -> None:
         assert weight.grad is not None  # it has just come
         for at, (spec, qparams) in enumerate(placed):
-            change = on_grid(weight, spec, qparams) - weight
+            change = nearest(weight, spec, qparams) - weight
             row[at] += float(change.mul_(weight.grad).sum(dtype=torch.float64))
         weight.grad = None
 

@@ -73,7 +73,7 @@ class _Work:
         self.found = replace(
             self.found.with_parameters(layer, **{key: value.to(dtype)}),
             rounded={name: was for name, was in self.found.rounded.items() if name != layer},
-            grids={name: was for name, was in self.found.grids.items() if name != layer},
+            qparams={name: was for name, was in self.found.qparams.items() if name != layer},
         )
 
     def is_quantized(self, layers: Iterable[str]) -> bool:

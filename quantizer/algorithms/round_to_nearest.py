@@ -1,4 +1,4 @@
-"""Plain rounding of a weight, which every other rounding is measured against, and the measure."""
+"""Round-to-nearest of a weight, which every other rounding is measured against, and the measure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quantizer.numerics.qparams import QParams
 from quantizer.observers import Observer
 
 
-def plain_grid(spec: QuantizationSpec, weight: Tensor) -> QParams:
+def nearest_qparams(spec: QuantizationSpec, weight: Tensor) -> QParams:
     """Scale and zero point that the range of `weight` gives, as calibration finds them.
 
     Raises:
@@ -22,7 +22,7 @@ def plain_grid(spec: QuantizationSpec, weight: Tensor) -> QParams:
     return observer.qparams()
 
 
-def on_grid(weight: Tensor, spec: QuantizationSpec, qparams: QParams) -> Tensor:
+def nearest(weight: Tensor, spec: QuantizationSpec, qparams: QParams) -> Tensor:
     """The weight, each value rounded on its own."""
     return place(weight.detach(), spec, qparams.scale, qparams.zero_point)
 

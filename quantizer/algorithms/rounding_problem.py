@@ -20,7 +20,7 @@ class RoundingProblem:
 
     Attributes:
         weight: float weights [groups, rows, depth], float32, as are all but `unit`.
-        nearest: integers of plain rounding minus the zero point, same shape.
+        nearest: integers of round-to-nearest minus the zero point, same shape.
         inputs: [groups, samples, depth], quantized.
         targets: [groups, samples, rows], without the bias.
         scale: [units], the scales there are.

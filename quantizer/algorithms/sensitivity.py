@@ -1,4 +1,4 @@
-"""What plain rounding of single weights costs: errors of layers' outputs, noise of the network's. Decides nothing."""
+"""What round-to-nearest of single weights costs: errors of layers' outputs, noise of the network's. Decides nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantizer.algorithms.gram import Gram
 from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.round_to_nearest import on_grid, output_error, plain_grid
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, output_error
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
@@ -47,19 +47,19 @@ def with_width(spec: QuantizationSpec, width: Width) -> QuantizationSpec:
 
 
 def grids(network: Network, candidate: Candidate, width: Width) -> dict[str, Grid]:
-    """Where plain rounding puts the weight of each of the candidate's layers."""
+    """Where round-to-nearest puts the weight of each of the candidate's layers."""
     found = {}
     for name, own in zip(candidate.layers, candidate.specs, strict=True):
         spec, weight = with_width(own, width), network.layers[name].get_parameter("weight")
         nothing = QParams(torch.ones(()), torch.zeros((), dtype=torch.int32))
-        found[name] = (spec, plain_grid(spec, weight) if spec.is_scaled else nothing)
+        found[name] = (spec, nearest_qparams(spec, weight) if spec.is_scaled else nothing)
     return found
 
 
 def rounded(network: Network, candidate: Candidate, width: Width) -> dict[str, Tensor]:
-    """The weight of each of the candidate's layers as plain rounding leaves it."""
+    """The weight of each of the candidate's layers as round-to-nearest leaves it."""
     placed = grids(network, candidate, width)
-    return {name: on_grid(network.layers[name].get_parameter("weight"), *grid) for name, grid in placed.items()}
+    return {name: nearest(network.layers[name].get_parameter("weight"), *grid) for name, grid in placed.items()}
 
 
 def layer_errors(

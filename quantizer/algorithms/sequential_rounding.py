@@ -1,6 +1,6 @@
-"""Goes through a network group by group: gathers what a group's layers read, has them settled, and goes on with that.
+"""Goes through a network group by group: sums up what a group's layers read, rounds them, and goes on.
 
-Knows no way of rounding; `settle` does.
+Knows no way of rounding; `round_layers` does.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
-from quantizer.algorithms.gptq_layers import Settled, member, settle
+from quantizer.algorithms.gptq_layers import RoundedLayers, member, round_layers
 from quantizer.algorithms.gptq_target import GptqTarget, Products
 from quantizer.algorithms.gram import DEEPEST, UNREACHED, Drift, Gram
 from quantizer.algorithms.group_sums import geometry, not_finite, quantized_layers
 from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
 from quantizer.observers import ObservationError
 
-TOO_DEEP = f"it sums over more than {DEEPEST} inputs, too many for their Hessian; it is rounded plainly"
+TOO_DEEP = f"it sums over more than {DEEPEST} inputs, too many for their Hessian; it stays at round-to-nearest"
 
 
 def in_order(task: Task, found: Adjustment, target: GptqTarget) -> Adjustment:
-    """Settle the layers whose weights the plan quantizes, in execution order, on inputs that those before have changed.
+    """Round the layers whose weights the plan quantizes, in execution order, on inputs that those before have changed.
 
-    Inputs are not quantized, whatever the plan says. Without `true_sequential`, the layers of a block are settled on
+    Inputs are not quantized, whatever the plan says. Without `true_sequential`, the layers of a block are rounded on
     their inputs in the float block.
 
     Raises:
@@ -43,7 +43,7 @@ def in_order(task: Task, found: Adjustment, target: GptqTarget) -> Adjustment:
 
 
 def _chunks(groups: Sequence[InputGroup], true_sequential: bool) -> Iterator[list[tuple[int, InputGroup]]]:
-    """Groups, with their numbers, that are gathered before any of them is settled."""
+    """Groups, with their numbers, that are summed up before any of them is rounded."""
     for block, members in itertools.groupby(enumerate(groups), lambda row: row[1].block):
         if true_sequential or block is None:
             yield from ([row] for row in members)
@@ -84,8 +84,8 @@ class _SequentialRounding:
                 gathered[number] = self._gather(runner, quantized_layers(self.task, group))
         for number, group in chunk:
             for each in gathered.pop(number, []):
-                settled = self._solve(each)
-                self.found = self.found.with_rounded(settled.rounded).with_remarks(*settled.remarks)
+                rounded = self._solve(each)
+                self.found = self.found.with_rounded(rounded.layers).with_remarks(*rounded.remarks)
             for name in quantized_layers(self.task, group):
                 self._put(name, self._weight(name))
             if number in fresh:
@@ -126,25 +126,25 @@ class _SequentialRounding:
 
         return watch
 
-    def _solve(self, gathered: _Gathered) -> Settled:
+    def _solve(self, gathered: _Gathered) -> RoundedLayers:
         if gathered.gram.tokens == 0:
             self._remark(gathered.names, UNREACHED)
-            return Settled()
+            return RoundedLayers()
         layers, specs = self.runner.network.layers, self.task.specs
         members = [
-            member(name, layers[name], specs[name, "weights"], self.found.grids.get(name)) for name in gathered.names
+            member(name, layers[name], specs[name, "weights"], self.found.qparams.get(name)) for name in gathered.names
         ]
         drift = gathered.drift.matrix if gathered.drift is not None else [None] * len(gathered.gram.matrix)
         products = [Products(*pair) for pair in zip(gathered.gram.matrix, drift, strict=True)]
-        return settle(members, products, gathered.gram.tokens, self.target)
+        return round_layers(members, products, gathered.gram.tokens, self.target)
 
     def _weight(self, name: str) -> Tensor:
-        """The layer's weight from now on; where nothing was found, rounded plainly, as it will be."""
+        """The layer's weight from now on; where nothing was found, rounded to nearest, as it will be."""
         if name in self.found.rounded:
             return self.found.rounded[name].weight
         spec = self.task.specs[name, "weights"]
         weight = self.runner.network.layers[name].get_parameter("weight")
-        return on_grid(weight, spec, self.found.grids.get(name) or plain_grid(spec, weight))
+        return nearest(weight, spec, self.found.qparams.get(name) or nearest_qparams(spec, weight))
 
     def _put(self, name: str, weight: Tensor) -> None:
         parameter = self.runner.network.layers[name].get_parameter("weight")

@@ -11,7 +11,7 @@ from quantizer.algorithms.adjustment import Adjustment, Task
 from quantizer.algorithms.channel_ranges import ChannelRanges
 from quantizer.algorithms.fold import multiplied, parameter
 from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.algorithms.row_sample import sampled_rows
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.graph.structure import InputGroup
@@ -58,7 +58,7 @@ def smoothing_loss(task: Task, group: InputGroup, seen: ChannelRanges, found: Ad
 def _quantized_weight(weight: Tensor, spec: QuantizationSpec) -> Tensor:
     if spec.dtype in CAST_ONLY:
         return TensorQuantizer(spec)(weight)  # type: ignore[no-any-return]
-    return on_grid(weight, spec, plain_grid(spec, weight))
+    return nearest(weight, spec, nearest_qparams(spec, weight))
 
 
 def _quantized_input(x: Tensor, spec: QuantizationSpec | None, seen: ChannelRanges, factors: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def _quantized_input(x: Tensor, spec: QuantizationSpec | None, seen: ChannelRang
             for each in (grid.scale, grid.zero_point)
         ]
         wide = x.transpose(0, 1).flatten(1)
-        placed = on_grid(wide, dataclasses.replace(spec, ch_axis=1), QParams(*(each.flatten() for each in by_input)))
+        placed = nearest(wide, dataclasses.replace(spec, ch_axis=1), QParams(*(each.flatten() for each in by_input)))
         return placed.view(x.shape[1], len(x), -1).transpose(0, 1)
     whole = dataclasses.replace(spec, qscheme="per_tensor", ch_axis=None, group_size=None)
-    return on_grid(x, whole, qparams_from_range(low.amin(), high.amax(), grid_of(whole)))
+    return nearest(x, whole, qparams_from_range(low.amin(), high.amax(), grid_of(whole)))

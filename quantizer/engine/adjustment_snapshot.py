@@ -64,9 +64,9 @@ def _tensors(found: Adjustment) -> Iterator[tuple[str, Tensor]]:
         yield f"rounded|{layer}|weight", rounded.weight
         yield f"rounded|{layer}|scale", rounded.qparams.scale
         yield f"rounded|{layer}|zero_point", rounded.qparams.zero_point
-    for layer, qparams in found.grids.items():
-        yield f"grids|{layer}|scale", qparams.scale
-        yield f"grids|{layer}|zero_point", qparams.zero_point
+    for layer, qparams in found.qparams.items():
+        yield f"qparams|{layer}|scale", qparams.scale
+        yield f"qparams|{layer}|zero_point", qparams.zero_point
 
 
 def _adjustment(snapshot: Snapshot, part: str) -> Adjustment:
@@ -82,6 +82,6 @@ def _adjustment(snapshot: Snapshot, part: str) -> Adjustment:
         for name, own in tensors.get("rounded", {}).items()
     }
     insertions = tuple(insertion(row, weights[row["name"]]) for row in info["insertions"])
-    grids = {name: QParams(own["scale"], own["zero_point"]) for name, own in tensors.get("grids", {}).items()}
+    qparams = {name: QParams(own["scale"], own["zero_point"]) for name, own in tensors.get("qparams", {}).items()}
     remarks = tuple(Remark(**remark) for remark in info["remarks"])
-    return Adjustment(tensors.get("parameters", {}), insertions, rounded, grids, remarks)
+    return Adjustment(tensors.get("parameters", {}), insertions, rounded, qparams, remarks)

@@ -113,7 +113,7 @@ def analyze(
     passes: str,
     after_layer: AfterLayer = lambda: None,
 ) -> Analysis:
-    """Measure what plain rounding of each weight costs at each width, the smallest first.
+    """Measure what round-to-nearest of each weight costs at each width, the smallest first.
 
     Raises:
         GateError: the plan has no weights that could get another width.

@@ -28,7 +28,7 @@ class Stage:
     """One part of a run: `with Stage(events, "calib", total=10) as stage: stage.advance()`.
 
     Args:
-        events: who is told.
+        events: who follows.
         name: for progress.
         total: how many units there are, if that is known.
         unit: what is counted.
@@ -98,7 +98,7 @@ class Logged:
 
 
 class Forked:
-    """Several followers as one, in order; of a stop the last is told first, as of things that are opened and closed."""
+    """Several followers as one, in order; a stop goes to the last one first, as things are closed."""
 
     def __init__(self, *followers: Events) -> None:
         self._followers = followers

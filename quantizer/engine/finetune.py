@@ -124,7 +124,7 @@ class Finetuned:
             return f"finetuning undone, as the output became worse: {figures}"
         changed = [layer.after / layer.before for layer in self.layers.values() if layer.after < layer.before]
         left = f"the median layer keeps {statistics.median(changed):.0%} of its error; " if changed else ""
-        rest = f"{self.plain} with weights in groups or other formats keep plain rounding; " if self.plain else ""
+        rest = f"{self.plain} with weights in groups or other formats keep round-to-nearest; " if self.plain else ""
         return f"{len(changed)} of {len(self.layers)} layers finetuned; {rest}{left}{figures}"
 
 
@@ -163,7 +163,7 @@ def check_checkpoint(checkpoints: Checkpoints, mode: str | None) -> None:
 
 
 def require_finetuned(asked: str | None, done: str | None) -> None:
-    """Refuse results that were not finetuned in the mode that test mode is told.
+    """Refuse results that were not finetuned in the mode that test mode is asked for.
 
     Raises:
         ResultError: they were not.

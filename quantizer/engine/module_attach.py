@@ -65,7 +65,7 @@ def attach(model: nn.Module, graph: Graph, solution: Solution) -> None:
 
 
 def put(module: nn.Module, path: str, role: str, quantizer: TensorQuantizer) -> None:
-    """A quantizer in its role; one of a parameter only tells what was done to it."""
+    """A quantizer in its role; one of a parameter only says what was done to it."""
     layer = make_quantizable(module, path)
     if role == "activation":
         layer.attach(role, quantizer)

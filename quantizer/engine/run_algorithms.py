@@ -144,7 +144,7 @@ def settings_json(settings: Algorithm) -> dict[str, Any]:
 def report(todo: Sequence[AlgorithmStep], found: Adjustment) -> dict[str, Any]:
     """algorithms.json: what ran, and what it did to each layer; errors as shares of the energy of a layer's outputs."""
     layers = {
-        name: {"error_plain": layer.before, "error": layer.after, "plain": not layer.after < layer.before}
+        name: {"error_rtn": layer.before, "error": layer.after, "is_rtn": not layer.after < layer.before}
         for name, layer in found.rounded.items()
     }
     inserted = [{"layer": row.name, "reads": row.source, "readers": list(row.readers)} for row in found.insertions]

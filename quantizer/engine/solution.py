@@ -46,7 +46,7 @@ class Solution:
 
     def adjusted_by(self, found: Adjustment, report: Mapping[str, Any]) -> Solution:
         """With what algorithms found: their parameters, and rounded weights; `report` is algorithms.json."""
-        qparams = {**found.grids, **{name: layer.qparams for name, layer in found.rounded.items()}}
+        qparams = {**found.qparams, **{name: layer.qparams for name, layer in found.rounded.items()}}
         weights = {name: {"weight": layer.weight} for name, layer in found.rounded.items()}
         made = replace(self, insertions=found.insertions, rescaled=found.parameters, algorithms=report)
         return made.with_qparams(qparams).with_weights(found.parameters).with_weights(weights)

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from quantizer.algorithms.adjustment import Adjustment, Run, Task, adjusted
 from quantizer.algorithms.gptaq import FloatOutputs, gptaq
 from quantizer.algorithms.gptq import gptq
-from quantizer.algorithms.gptq_layers import member, settle
+from quantizer.algorithms.gptq_layers import member, round_layers
 from quantizer.algorithms.gptq_target import GptqTarget, Products
 from quantizer.algorithms.gram import Drift, Gram
 from quantizer.algorithms.qronos import FittedOutputs, qronos
-from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.algorithms import Gptaq, Gptq, Qronos
 from quantizer.config.model import QuantizationSpec
 from quantizer.nn.network import Network
@@ -93,7 +93,7 @@ def settled(weight: Tensor, f: Tensor, x: Tensor, aim: GptqTarget, spec: Quantiz
     gram.add(x)
     drift.add(f, x)
     products = [Products(gram.matrix[0], drift.matrix[0])]
-    found = settle([member("layer", layer, spec, None)], products, len(x), aim).rounded
+    found = round_layers([member("layer", layer, spec, None)], products, len(x), aim).layers
     return found["layer"].weight
 
 
@@ -141,7 +141,7 @@ def test_both_do_what_their_papers_define(seed: int) -> None:
     """Their fast forms against the definitions, in float64 on the data itself."""
     weight = torch.randn(16, 24, generator=torch.Generator().manual_seed(seed))
     f, x = mismatched(24, seed)
-    grid = plain_grid(CHANNELS, weight)
+    grid = nearest_qparams(CHANNELS, weight)
     asymmetric, fitted = Gptaq(desc_act=False), Qronos(alpha=1e-3, desc_act=False)
     expected = gptaq_by_definition(weight, f, x, asymmetric, grid)
     assert torch.allclose(settled(weight, f, x, FloatOutputs(asymmetric)), expected, atol=1e-5)
@@ -160,7 +160,7 @@ def test_four_weights_come_near_to_the_best_of_all_choices() -> None:
         weight = torch.randn(1, 4, generator=torch.Generator().manual_seed(seed))
         f, x = mismatched(4, seed)
         choices = {name: settled(weight, f, x, aim) for name, aim in aims.items()}
-        choices["best"] = codes * plain_grid(CHANNELS, weight).scale
+        choices["best"] = codes * nearest_qparams(CHANNELS, weight).scale
         for name, choice in choices.items():
             errors[name].append(float((choice @ x.T - weight @ f.T).square().sum(1).min()))
     mean = {name: sum(found) / len(found) for name, found in errors.items()}
@@ -189,7 +189,7 @@ def test_an_interrupted_run_goes_on_beside_the_float_network(name: str, true_seq
     assert list(whole.rounded) == layer_names(task.graph) == list(again.rounded)
     for layer, rounded in whole.rounded.items():
         assert torch.equal(again.rounded[layer].weight, rounded.weight)
-        assert torch.equal(on_grid(rounded.weight, task.specs[layer, "weights"], rounded.qparams), rounded.weight)
+        assert torch.equal(nearest(rounded.weight, task.specs[layer, "weights"], rounded.qparams), rounded.weight)
 
 
 @pytest.mark.parametrize("name", ASYMMETRIC)

@@ -1,4 +1,4 @@
-"""AWQ against its paper's claims: never worse than plain rounding, better with outliers, the float function kept."""
+"""AWQ against its paper's claims: never worse than round-to-nearest, better with outliers, the float function kept."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
 from quantizer.algorithms.awq import awq, least_step
-from quantizer.algorithms.clip import clipped_grid, scale_errors
+from quantizer.algorithms.clip import clipped_qparams, scale_errors
 from quantizer.algorithms.gram import Gram
-from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.algorithms.smoothquant import smoothquant
 from quantizer.config.algorithms import Awq, SmoothQuant
 from quantizer.config.model import QuantizationSpec
@@ -43,7 +43,7 @@ def settled(task: Task, found: Adjustment | None = None, **changes: bool) -> Adj
 
 
 def errors(task: Task, found: Adjustment, inputs: list[Tensor]) -> float:
-    """Plain rounding's error over that of what was found."""
+    """Round-to-nearest's error over that of what was found."""
     plain = quantized_error(task, Adjustment(), inputs)
     return plain / quantized_error(task, found, inputs, rounded=True)
 
@@ -115,13 +115,13 @@ def test_any_grid(name: str, spec: QuantizationSpec) -> None:
         spec = dataclasses.replace(spec, group_size=-1)
     task = task_of(model, inputs, spec)
     found = settled(task)
-    assert set(found.rounded) == set(found.grids) == {layer for layer, _ in task.specs}
+    assert set(found.rounded) == set(found.qparams) == {layer for layer, _ in task.specs}
     graph = adjusted(task.graph, found)
     for layer, rounded in found.rounded.items():
-        assert rounded.qparams is found.grids[layer]
+        assert rounded.qparams is found.qparams[layer]
         weight = graph.tensors[graph.by_name[layer].params["weight"]]
-        assert torch.equal(on_grid(weight, spec, rounded.qparams), rounded.weight)
-        assert torch.equal(on_grid(rounded.weight, spec, rounded.qparams), rounded.weight)
+        assert torch.equal(nearest(weight, spec, rounded.qparams), rounded.weight)
+        assert torch.equal(nearest(rounded.weight, spec, rounded.qparams), rounded.weight)
         assert 0 <= rounded.after < 1
         assert rounded.weight.isfinite().all()
     assert sum(each.after for each in found.rounded.values()) <= sum(each.before for each in found.rounded.values())
@@ -168,7 +168,7 @@ def test_errors_before_and_after_are_those_of_the_layers_outputs() -> None:
         scaled = found.parameters[layer]["weight"]
         factors = (scaled / weight).nanmedian(0).values
         energy = (x @ weight.T).square().sum()
-        before = (x @ (on_grid(weight, W4, plain_grid(W4, weight)) - weight).T).square().sum()
+        before = (x @ (nearest(weight, W4, nearest_qparams(W4, weight)) - weight).T).square().sum()
         after = ((x / factors) @ (rounded.weight - scaled).T).square().sum()
     assert rounded.before == pytest.approx(float(before / energy), rel=1e-3)
     assert rounded.after == pytest.approx(float(after / energy), rel=1e-3)
@@ -189,7 +189,7 @@ def test_what_is_rescaled_later_is_not_rounded_any_more() -> None:
     task = task_of(model, inputs, INT4)
     found = smoothquant(task, SmoothQuant(), settled(task))
     assert not found.rounded
-    assert not found.grids
+    assert not found.qparams
 
 
 def test_two_runs_and_a_resumed_one_leave_the_same_bits() -> None:
@@ -204,7 +204,7 @@ def test_two_runs_and_a_resumed_one_leave_the_same_bits() -> None:
         assert resumed.rounded.keys() == whole.rounded.keys()
         for layer, rounded in whole.rounded.items():
             assert torch.equal(resumed.rounded[layer].weight, rounded.weight)
-            assert torch.equal(resumed.grids[layer].scale, whole.grids[layer].scale)
+            assert torch.equal(resumed.qparams[layer].scale, whole.qparams[layer].scale)
             assert resumed.rounded[layer].after == rounded.after
         for layer, own in whole.parameters.items():
             assert all(torch.equal(resumed.parameters[layer][key], value) for key, value in own.items())
@@ -277,9 +277,9 @@ def test_errors_of_scales_add_up(name: str, seed: int) -> None:
     spec, layer = SPECS[name], nn.Linear(32, 12)
     gram = torch.diag(torch.rand(32) + 0.1)[None]
     weight = layer.weight.detach()
-    lost = on_grid(weight, spec, plain_grid(spec, weight)) - weight
+    lost = nearest(weight, spec, nearest_qparams(spec, weight)) - weight
     found = scale_errors(layer, spec, lost, gram)
-    assert found.shape == plain_grid(spec, weight).scale.shape
+    assert found.shape == nearest_qparams(spec, weight).scale.shape
     assert float(found.sum()) == pytest.approx(float(((lost @ gram[0]) * lost).sum()), rel=1e-4)
 
 
@@ -290,12 +290,12 @@ def test_a_clipped_grid_is_the_best_of_its_candidates() -> None:
     gram = Gram(layer)
     gram.add(x)
     weight = layer.weight.detach()
-    found, grid = clipped_grid(layer, INT4, weight, gram.matrix), plain_grid(INT4, weight)
+    found, grid = clipped_qparams(layer, INT4, weight, gram.matrix), nearest_qparams(INT4, weight)
     best = torch.full((6,), float("inf"))
     for step in range(11):
-        tried = on_grid(weight, INT4, QParams(grid.scale * (1 - step / 20), grid.zero_point))
+        tried = nearest(weight, INT4, QParams(grid.scale * (1 - step / 20), grid.zero_point))
         best = torch.minimum(best, (x @ (tried - weight).T).square().sum(0))
-    have = (x @ (on_grid(weight, INT4, found) - weight).T).square().sum(0)
+    have = (x @ (nearest(weight, INT4, found) - weight).T).square().sum(0)
     assert torch.allclose(have, best, rtol=1e-3)
 
 

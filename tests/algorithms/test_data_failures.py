@@ -46,7 +46,7 @@ def run(name: str, task: Task) -> Adjustment:
 
 
 def check(task: Task, found: Adjustment) -> None:
-    """No value that is not finite, and no layer that is worse than plain rounding."""
+    """No value that is not finite, and no layer that is worse than round-to-nearest."""
     assert all(value.isfinite().all() for own in found.parameters.values() for value in own.values())
     for rounded in found.rounded.values():
         assert rounded.weight.isfinite().all()

@@ -98,7 +98,7 @@ def problem(rows: int, depth: int, *, low: int = -4, high: int = 3, seed: int = 
 
 
 def test_coordinate_descent_comes_near_the_best_of_all_roundings() -> None:
-    """The mean error of 40 rows is at most 1.25 times that of the best of 64 choices, and below plain rounding's."""
+    """The mean error of 40 rows is at most 1.25 times that of the best of 64 choices, and below round-to-nearest's."""
     task, integers = problem(40, 6), adaround(problem(40, 6))[0]
     low, high = task.bounds(task.scale)
     # errors() leaves out a constant: the error of the float weights themselves.
@@ -151,7 +151,7 @@ def of_toy(name: str, folder: Path, mode: str, content: dict[str, Any]) -> Any:
 
 
 def assert_on_the_grid(graph: Graph, before: Solution, made: Finetuned) -> None:
-    """Quantizing again changes nothing, and each code is next to that of plain rounding on the same grid."""
+    """Quantizing again changes nothing, and each code is next to that of round-to-nearest on the same grid."""
     nodes = [node for node in graph.nodes if node.op in LAYERS]
     assert nodes
     assert set(made.layers) == {node.name for node in nodes}
@@ -285,7 +285,7 @@ def mobile_digits() -> Any:
 def test_e3_learned_rounding_beats_nearest_in_three_bits(
     mobile_digits: Any, mode: str, gain_db: float, tmp_path: Path
 ) -> None:
-    """W3A8 per channel: 80.8 % with plain rounding, 99.6 % (adaround) and 99.4 % (adaquant) with fast finetuning."""
+    """W3A8 per channel: 80.8 % with round-to-nearest, 99.6 % (adaround) and 99.4 % (adaquant) with fast finetuning."""
     original, calibration, evaluation = mobile_digits
     unsigned = {"symmetry": False, "signed": False}
     tensor = {"weights": {"bit_width": 3, "per_channel": True}, "activation": unsigned, "input": unsigned}

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from quantizer.algorithms.adjustment import Adjustment
 from quantizer.algorithms.gptq import gptq
 from quantizer.algorithms.gram import Gram
-from quantizer.algorithms.round_to_nearest import on_grid, output_error, plain_grid
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, output_error
 from quantizer.config.algorithms import Gptq
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
@@ -108,7 +108,7 @@ def test_six_weights_come_near_to_the_best_of_all_choices() -> None:
         draw = torch.Generator().manual_seed(seed)
         weight = torch.randn(1, 6, generator=draw)
         x = autoregressive(512, 6, seed)
-        scale = plain_grid(spec, weight).scale
+        scale = nearest_qparams(spec, weight).scale
         low = (weight / scale).floor()
         choices = torch.tensor(list(itertools.product((0.0, 1.0), repeat=6)))
         best = (((low + choices) * scale - weight) @ x.T).square().sum(1).min()
@@ -126,7 +126,7 @@ def test_every_grid_gains_and_keeps_its_values(spec: QuantizationSpec) -> None:
     x = autoregressive(2048, 64, seed=1)
     rounded, found = solved(WEIGHT[:32, :64], x, spec)
     assert not found.remarks
-    assert torch.equal(on_grid(rounded.weight, spec, rounded.qparams), rounded.weight)
+    assert torch.equal(nearest(rounded.weight, spec, rounded.qparams), rounded.weight)
     assert gain(WEIGHT[:32, :64], rounded.weight, x, spec) > 1.5
     difference = rounded.weight - WEIGHT[:32, :64]
     error = (difference @ x.T).square().sum() / (WEIGHT[:32, :64] @ x.T).square().sum()
@@ -141,12 +141,14 @@ def test_scales_found_on_the_way_fit_the_weights_as_they_are_then(group_size: in
     x = autoregressive(2048, 64, seed=1)
     weight = WEIGHT[:32, :64]
     moving, _ = solved(weight, x, spec, Gptq(desc_act=False, static_groups=False))
-    assert torch.equal(on_grid(moving.weight, spec, moving.qparams), moving.weight)
-    assert moving.qparams.scale.shape == plain_grid(spec, weight).scale.shape
-    assert torch.equal(moving.qparams.scale[:, 0], plain_grid(spec, weight).scale[:, 0])  # no error before the first
+    assert torch.equal(nearest(moving.weight, spec, moving.qparams), moving.weight)
+    assert moving.qparams.scale.shape == nearest_qparams(spec, weight).scale.shape
+    assert torch.equal(
+        moving.qparams.scale[:, 0], nearest_qparams(spec, weight).scale[:, 0]
+    )  # no error before the first
     assert gain(weight, moving.weight, x, spec) > 2
     if group_size == 16:
-        assert not torch.equal(moving.qparams.scale, plain_grid(spec, weight).scale)
+        assert not torch.equal(moving.qparams.scale, nearest_qparams(spec, weight).scale)
 
 
 def test_scales_found_on_the_way_are_those_of_the_papers_algorithm() -> None:
@@ -160,9 +162,9 @@ def test_scales_found_on_the_way_are_those_of_the_papers_algorithm() -> None:
     for column in range(64):
         group = slice(column // size * size, column // size * size + size)
         if column % size == 0:
-            grid = plain_grid(replace(spec, group_size=size), left[:, group].float())
+            grid = nearest_qparams(replace(spec, group_size=size), left[:, group].float())
             expected.append(grid.scale)
-        on = on_grid(left[:, group].float(), replace(spec, group_size=size), grid)[:, column % size].double()
+        on = nearest(left[:, group].float(), replace(spec, group_size=size), grid)[:, column % size].double()
         error = (left[:, column] - on) / inverse[column, column]
         left[:, column:] -= error[:, None] * inverse[column, column:]
     moving, _ = solved(weight, x, replace(spec, group_size=size), Gptq(desc_act=False, static_groups=False))
@@ -174,11 +176,11 @@ def test_grids_that_were_found_before_are_used_as_they_are() -> None:
     x, weight = autoregressive(2048, 64, seed=1), WEIGHT[:32, :64]
     task = task_of(linear(weight), torch.split(x, 512), GROUPS)
     (name,) = layer_names(task.graph)
-    grid = plain_grid(GROUPS, 0.8 * weight)
+    grid = nearest_qparams(GROUPS, 0.8 * weight)
     for each in (Gptq(), Gptq(desc_act=False, static_groups=False)):
         found = gptq(task, each, Adjustment(grids={name: grid})).rounded[name]
         assert torch.equal(found.qparams.scale, grid.scale)
-        assert torch.equal(on_grid(found.weight, GROUPS, grid), found.weight)
+        assert torch.equal(nearest(found.weight, GROUPS, grid), found.weight)
 
 
 def test_block_size_decides_on_speed_alone() -> None:
@@ -303,7 +305,7 @@ def test_convolutions_gain_on_smooth_images(name: str) -> None:
     task = task_of(model, torch.split(images, 2), spec)
     (layer,) = layer_names(task.graph)
     rounded = gptq(task, Gptq(), Adjustment()).rounded[layer]
-    assert torch.equal(on_grid(rounded.weight, spec, rounded.qparams), rounded.weight)
+    assert torch.equal(nearest(rounded.weight, spec, rounded.qparams), rounded.weight)
     assert rounded.after < 0.8 * rounded.before
     with torch.no_grad():
         expected = model(images)
@@ -315,8 +317,8 @@ def test_convolutions_gain_on_smooth_images(name: str) -> None:
 @pytest.mark.parametrize(
     ("zero", "said"),
     [
-        ([3], "1 input channel was zero on the calibration data; its weights are rounded plainly"),
-        ([3, 40], "2 input channels were zero on the calibration data; their weights are rounded plainly"),
+        ([3], "1 input channel was zero on the calibration data; its weights stay at round-to-nearest"),
+        ([3, 40], "2 input channels were zero on the calibration data; their weights stay at round-to-nearest"),
     ],
 )
 def test_channels_that_were_zero_are_rounded_plainly(zero: list[int], said: str) -> None:
@@ -359,7 +361,7 @@ def test_what_no_damping_helps_is_rounded_plainly(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Gram, "matrix", property(lambda gram: negative))
     rounded, found = solved(WEIGHT, independent(64, 256, seed=0))
     assert torch.equal(rounded.weight, plainly(WEIGHT, CHANNELS))
-    assert "not positive definite even with damping 1; it is rounded plainly" in found.remarks[0].text
+    assert "not positive definite even with damping 1; it stays at round-to-nearest" in found.remarks[0].text
 
 
 def test_a_layer_that_no_token_reached_is_left_out() -> None:
@@ -370,7 +372,7 @@ def test_a_layer_that_no_token_reached_is_left_out() -> None:
     found = gptq(task, Gptq(), Adjustment())
     assert not found.rounded
     assert [remark.text for remark in found.remarks] == [
-        "no token of the calibration data reached it; it is rounded plainly"
+        "no token of the calibration data reached it; it stays at round-to-nearest"
     ]
 
 
@@ -409,7 +411,7 @@ def test_half_precision_weights_stay_on_their_grid() -> None:
     task = task_of(linear(weight), torch.split(x.bfloat16(), 512), GROUPS)
     (rounded,) = gptq(task, Gptq(), Adjustment()).rounded.values()
     assert rounded.weight.dtype == torch.bfloat16
-    assert torch.equal(on_grid(rounded.weight, GROUPS, rounded.qparams), rounded.weight)
+    assert torch.equal(nearest(rounded.weight, GROUPS, rounded.qparams), rounded.weight)
     assert rounded.after < 0.5 * rounded.before
 
 
@@ -443,11 +445,11 @@ def layers(draw: st.DrawFn) -> tuple[Tensor, Tensor, QuantizationSpec, Gptq]:
 def test_whatever_comes_in_results_are_finite_on_the_grid_and_no_worse(
     case: tuple[Tensor, Tensor, QuantizationSpec, Gptq],
 ) -> None:
-    """Rounding again changes nothing, and plain rounding is the worst that comes out."""
+    """Rounding again changes nothing, and round-to-nearest is the worst that comes out."""
     weight, x, spec, options = case
     rounded, _ = solved(weight, x, spec, options)
     assert rounded.weight.isfinite().all()
-    assert torch.equal(on_grid(rounded.weight, spec, rounded.qparams), rounded.weight)
+    assert torch.equal(nearest(rounded.weight, spec, rounded.qparams), rounded.weight)
     assert 0 <= rounded.after <= rounded.before
     gram = Gram(linear(weight))
     gram.add(x)

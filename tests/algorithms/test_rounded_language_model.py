@@ -1,4 +1,4 @@
-"""E12: what GPTQ and its kin leave of plain rounding's harm to a trained language model, on text it has not seen."""
+"""E12: what GPTQ and its kin leave of round-to-nearest's harm to a trained language model, on text it has not seen."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ def test_what_was_done_is_told(model: str, tmp_path: Path, capsys: Capture) -> N
     assert run_command([*words, config(tmp_path, "smoothquant", "gptq")]) == 0
     said = capsys.readouterr().err
     assert "smoothquant: 25 layers rescaled, 7 layers inserted" in said
-    assert "gptq: 19 layers settled, the median layer keeps 50% of plain rounding's error" in said
+    assert "gptq: 19 layers settled, the median layer keeps 50% of round-to-nearest's error" in said
     assert "head]/linear: it is in no block" in said
     assert "the rescaled float network's outputs differ by" in said
 

@@ -138,7 +138,7 @@ def test_a_layer_that_would_end_worse_keeps_plain_rounding_and_the_report_says_s
     report = json.loads((tmp_path / "out" / "algorithms.json").read_text())
     [(layer, row)] = report["rounded"].items()
     assert row["plain"] is True
-    assert row["error"] == row["error_plain"]
+    assert row["error"] == row["error_rtn"]
     told = "promises no smaller errors"
     assert any(remark["layer"] == layer and told in remark["text"] for remark in report["remarks"])
     assert told in capsys.readouterr().err

@@ -163,7 +163,7 @@ def test_finetuning_leaves_groups_and_floats_as_they_are_and_says_so() -> None:
     made = finetune(plan.graph, found, lambda: [batch()], "adaround", seed=0, done={}, after_layer=lambda _: None)
     assert set(made.layers) == {FC} and made.plain == 4
     if not made.undone:
-        assert "4 with weights in groups or other formats keep plain rounding" in made.summary
+        assert "4 with weights in groups or other formats keep round-to-nearest" in made.summary
 
 
 @pytest.mark.parametrize("weights", [GROUPS, {"dtype": "fp4"}, {"qscheme": "per_channel", "bit_width": 3}], ids=str)

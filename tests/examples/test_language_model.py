@@ -25,7 +25,7 @@ GATES = {
     "int8 weights, per channel": 1.01,
     "int8 weights per channel, inputs per token, dynamic": 1.03,
     "fp8_e4m3 weights per tensor, inputs per token, dynamic": 1.04,
-    "int4 weights, groups of 64": 1.6,  # plain rounding, nothing learned
+    "int4 weights, groups of 64": 1.6,  # round-to-nearest, nothing learned
 }
 WINDOWS = 3  # of the eight that the float model's figure takes
 

@@ -1,4 +1,4 @@
-"""SmolLM2 at 4 and 3 bits: how much of what plain rounding loses algorithms win back."""
+"""SmolLM2 at 4 and 3 bits: how much of what round-to-nearest loses algorithms win back."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LEAST = {
     ("int4 per channel", "gptq"): 0.5,
     ("int3 per channel", "gptq"): 0.65,
 }
-"""Share of the gap in perplexity between plain rounding and the float model that is to be closed at least; the example
-itself prints the rest."""
+"""Share of the gap in perplexity between round-to-nearest and the float model that is to be closed at least; the
+example itself prints the rest."""
 WINDOWS = 4  # of the eight that the README's figures take
 
 
@@ -34,7 +34,7 @@ def example() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def perplexities(example: ModuleType) -> dict[str, float]:
-    """Of the float model, and of plain rounding at each width."""
+    """Of the float model, and of round-to-nearest at each width."""
     network = example.smollm2.model()
     found = {"float": example.smollm2.perplexity(network, WINDOWS)}
     for width in example.WIDTHS:
