@@ -19,7 +19,7 @@ from torch import nn
 from workloads import llama, tokens
 
 from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
-from quantizer.algorithms.round_to_nearest import nearest_qparams, nearest
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.algorithms import Algorithm, Awq, Gptaq, Gptq, Qronos, SmoothQuant
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.run_algorithms import RUNS, load_run

@@ -15,7 +15,7 @@ from workloads import images, resnet18
 
 from quantizer.algorithms.bias_correction import correct_biases
 from quantizer.algorithms.sequential_runner import SequentialRunner
-from quantizer.config.model import ROLES, Config, Rule, Selector, Settings, Sourced
+from quantizer.config.model import ROLES, Config, ConfigRule, Selector, Settings, Sourced
 from quantizer.engine import calibrate
 from quantizer.engine.attach import quantized_network
 from quantizer.graph.ir import Graph
@@ -92,7 +92,7 @@ def plan(graph: Graph, original: Graph, settings: Settings = SETTINGS, **fields:
     if fields.get("method") == "diffs":
         fields |= {"scale_type": "poweroftwo", "statistic": "modal"}
     values = {name: Sourced(value) for name, value in fields.items()}
-    rule = Rule(Selector("all"), "overall", frozenset(ROLES), fields=dict.fromkeys(ROLES, values))
+    rule = ConfigRule(Selector("all"), "overall", frozenset(ROLES), fields=dict.fromkeys(ROLES, values))
     return resolve(Config(settings, (rule,)), graph, original)
 
 

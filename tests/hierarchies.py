@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quantizer.config.model import Config, Role, Rule, Selector, Settings, Sourced
+from quantizer.config.model import Config, ConfigRule, Role, Selector, Settings, Sourced
 
 Fields = Mapping[Role, Mapping[str, Any]]
 
 
-def block(selector: Selector, label: str, fields: Fields) -> Rule:
+def block(selector: Selector, label: str, fields: Fields) -> ConfigRule:
     """One QuantizationConfig: the tensors it has a spec for, and what these set."""
     sourced = {role: {key: Sourced(value) for key, value in spec.items()} for role, spec in fields.items()}
-    return Rule(selector, label, fields=sourced, adds=frozenset(fields))
+    return ConfigRule(selector, label, fields=sourced, adds=frozenset(fields))
 
 
 def hierarchy(
@@ -24,10 +24,10 @@ def hierarchy(
 ) -> Config:
     """The config that a file with these blocks becomes."""
     rules = [
-        Rule(Selector("all"), "default", roles=frozenset()),
+        ConfigRule(Selector("all"), "default", roles=frozenset()),
         block(Selector("weighted"), "global_quant_config", everywhere),
         *(block(Selector("type", key), f"layer_type_quant_config[{key}]", f) for key, f in (types or {}).items()),
         *(block(Selector("name", key), f"layer_quant_config[{key}]", f) for key, f in (names or {}).items()),
-        *(Rule(Selector("exclude", key), f"exclude[{i}]", roles=frozenset()) for i, key in enumerate(exclude)),
+        *(ConfigRule(Selector("exclude", key), f"exclude[{i}]", roles=frozenset()) for i, key in enumerate(exclude)),
     ]
     return Config(Settings(), tuple(rules), document={"global_quant_config": {}}, form="hierarchical")

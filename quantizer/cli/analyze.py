@@ -23,7 +23,7 @@ from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
-from quantizer.config.patch import patched
+from quantizer.config.weight_widths import patched
 from quantizer.engine import analyze as engine
 from quantizer.engine.analyze import Analysis, Budget, Width, width_bits
 from quantizer.engine.events import Stage

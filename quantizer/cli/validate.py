@@ -2,59 +2,85 @@
 
 from __future__ import annotations
 
+from difflib import unified_diff
+
 import click
 
 from quantizer.cli.options import SETTINGS
 from quantizer.cli.render import RENDERERS
 from quantizer.cli.write_text import write_text
-from quantizer.config.completion import completed
-from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.load import LoadResult, load_config
+from quantizer.config.diagnostics import ConfigError, Diagnostic
+from quantizer.config.load import fixed, load_config
+from quantizer.config.read import read_text
 
 
 @click.command(context_settings=SETTINGS)
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
 @click.option(
-    "--format", type=click.Choice(list(RENDERERS)), default="text", show_default=True, help="How findings are printed."
+    "--format",
+    "form",
+    type=click.Choice(list(RENDERERS)),
+    default="text",
+    show_default=True,
+    help="How findings are printed.",
 )
-@click.option("--fix", is_flag=True, help="Write missing keys into the files; nothing else in them changes.")
+@click.option("--fix", is_flag=True, help="Write into the files what has one known answer; the rest stays as it is.")
+@click.option("--diff", is_flag=True, help="Show what --fix would write, and write nothing.")
 @click.option("--strict", is_flag=True, help="Count warnings as errors.")
-def validate(files: tuple[str, ...], format: str, fix: bool, strict: bool) -> int:  # noqa: A002 - the option
+def validate(files: tuple[str, ...], form: str, fix: bool, diff: bool, strict: bool) -> int:
     """Check config files; show all errors at once.
 
     Exit code 0: all are valid; 1: some are not; 2: some are not readable JSON.
 
     \b
     quantizer validate net.json
+    quantizer validate --fix net.json
     quantizer validate --format sarif net.json > net.sarif
     """
-    results = {name: _load(name, fix=fix) for name in dict.fromkeys(files)}
+    names = tuple(dict.fromkeys(files))
+    if diff:
+        click.echo("".join(map(_difference, names)), nl=False)
+    counts = {name: _fix(name) if fix and not diff else 0 for name in names}
+    results = {name: load_config(name) for name in names}
     diagnostics = [found for result in results.values() for found in result.diagnostics]
     sources = {name: text for result in results.values() for name, text in result.sources.items()}
-    if diagnostics or format in ("json", "sarif"):
-        click.echo(RENDERERS[format](diagnostics, sources))
-    if format == "text":
+    if not diff and (diagnostics or form in ("json", "sarif")):
+        click.echo(RENDERERS[form](diagnostics, sources))
+    if form == "text":
         for name, result in results.items():
-            click.echo(f"{name}: {_verdict(result.diagnostics)}")
+            click.echo(f"{name}: {_verdict(result.diagnostics, counts[name])}")
     return max(_exit_code(result.diagnostics, strict) for result in results.values())
 
 
-def _load(name: str, *, fix: bool) -> LoadResult:
-    result = load_config(name)
-    if not fix or result.document is None:
-        return result
-    source = result.document.source
-    text = completed(result.document)
-    if text == source.text:
-        return result
-    write_text(name, text, encoding=source.encoding)
-    return load_config(name)
+def _fix(name: str) -> int:
+    """Write every known fix into the file; how many there were."""
+    try:
+        text, count = fixed(read_text(name))
+    except ConfigError:  # it cannot be read, which the check says
+        return 0
+    if count:
+        write_text(name, text.text, encoding=text.encoding)
+    return count
 
 
-def _verdict(diagnostics: tuple[Diagnostic, ...]) -> str:
+def _difference(name: str) -> str:
+    """What the fixes would change, as a unified diff."""
+    try:
+        source = read_text(name)
+    except ConfigError:
+        return ""
+    before, after = (text.split("\n") for text in (source.text, fixed(source)[0].text))
+    return "".join(f"{line}\n" for line in unified_diff(before, after, name, name, lineterm=""))
+
+
+def _verdict(diagnostics: tuple[Diagnostic, ...], fixes: int) -> str:
+    """In a few words: what was fixed, whether the file is valid, what is left, and how much of it --fix would fix."""
     counts = {kind: sum(found.severity == kind for found in diagnostics) for kind in ("error", "warning")}
-    told = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count]
-    return ", ".join(told if counts["error"] else ["valid", *told])
+    found = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count]
+    words = [f"{fixes} fixed"] if fixes else []
+    words += found if counts["error"] else ["valid", *found]
+    fixable = sum(bool(finding.fixes) for finding in diagnostics)
+    return ", ".join(words) + (f" ({fixable} fixable with --fix)" if fixable else "")
 
 
 def _exit_code(diagnostics: tuple[Diagnostic, ...], strict: bool) -> int:

@@ -11,7 +11,7 @@ from quantizer.config.algorithms import ALGORITHMS, Algorithm, Awq, Gptq, Names,
 from quantizer.config.diagnostics import Place
 from quantizer.config.model import Sourced
 from quantizer.config.resources import load_resource
-from quantizer.config.valid_document import View
+from quantizer.config.valid_document import ValidDocument
 
 NAME_KEYS: Mapping[str, str] = {
     "model_decoder_layers": "blocks",
@@ -73,7 +73,7 @@ class Entry:
         return self.kind(**typed, names=self.names, label=self.label, place=self.place)
 
 
-def read_algorithms(view: View, *blocks: str) -> tuple[Entry, ...]:
+def read_algorithms(view: ValidDocument, *blocks: str) -> tuple[Entry, ...]:
     """The entries of the blocks in order; one algorithm may stand without a list. Unknown ones are left out."""
     return tuple(entry for block in blocks for path in _paths(view, block) if (entry := _entry(view, path)))
 
@@ -98,7 +98,7 @@ def defaults(name: str) -> Mapping[str, Any]:
     return {key: entry["default"] for key, entry in keys.items() if key in known}
 
 
-def _paths(view: View, block: str) -> Iterator[Path]:
+def _paths(view: ValidDocument, block: str) -> Iterator[Path]:
     value = view.get(block)
     if isinstance(value, dict):
         yield (block,)
@@ -106,7 +106,7 @@ def _paths(view: View, block: str) -> Iterator[Path]:
         yield from ((block, at) for at in range(len(value)))
 
 
-def _entry(view: View, path: Path) -> Entry | None:
+def _entry(view: ValidDocument, path: Path) -> Entry | None:
     name = view.get(*path, "name")
     if not isinstance(name, str) or name not in ALGORITHMS:
         return None
@@ -118,7 +118,7 @@ def _entry(view: View, path: Path) -> Entry | None:
     return Entry(ALGORITHMS[name], path, stated, _names(view, path, names), view.place(*path, "name"), unread)
 
 
-def _unread(view: View, path: Path) -> Iterator[tuple[str, Place | None]]:
+def _unread(view: ValidDocument, path: Path) -> Iterator[tuple[str, Place | None]]:
     """Each key of UNREAD that says something (-1 does not), and where."""
     layers = view.get(*path, "scaling_layers")
     entries = ((*path, "scaling_layers", at) for at in range(len(layers) if isinstance(layers, list) else 0))
@@ -126,7 +126,7 @@ def _unread(view: View, path: Path) -> Iterator[tuple[str, Place | None]]:
         yield from ((key, view.place(*where, key)) for key in UNREAD if view.get(*where, key) not in (None, -1))
 
 
-def _names(view: View, path: Path, stated: Mapping[str, Any]) -> Names:
+def _names(view: ValidDocument, path: Path, stated: Mapping[str, Any]) -> Names:
     """What is stated; an empty name or list, as older files have it, states nothing."""
     values: dict[str, Any] = {
         NAME_KEYS[key]: tuple(value) if isinstance(value, list) else value for key, value in stated.items()
@@ -138,7 +138,7 @@ def _names(view: View, path: Path, stated: Mapping[str, Any]) -> Names:
     return Names(**values, places=places)
 
 
-def _sound(view: View, *path: str | int) -> Any:
+def _sound(view: ValidDocument, *path: str | int) -> Any:
     """A value; of a list the items that are not wrong."""
     value = view.get(*path)
     return (
@@ -148,7 +148,7 @@ def _sound(view: View, *path: str | int) -> Any:
     )
 
 
-def _scaling_layer(view: View, path: Path) -> ScalingLayer:
+def _scaling_layer(view: ValidDocument, path: Path) -> ScalingLayer:
     layers, prev_op, inp = (view.get(*path, key) for key in ("layers", "prev_op", "inp"))
     return ScalingLayer(tuple(layers or ()), prev_op or "", inp or "", view.place(*path))
 

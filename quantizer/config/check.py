@@ -1,230 +1,65 @@
-"""Checks what a file means: the rules on every merged spec, with the places of the values in conflict; idle keys."""
+"""All findings on a document of either form: what differs from its schema, then what the sound part of it means."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from quantizer.config.diagnostics import Diagnostic, Place
-from quantizer.config.document import pointer_to
-from quantizer.config.layered import Block, Layered, Level
-from quantizer.config.model import ROLES, QuantizationSpec, Role, Settings, Sourced
-from quantizer.config.rules import Conflict, conflicts
+from quantizer.config import hierarchical, layered
+from quantizer.config.check_algorithms import check_algorithms
+from quantizer.config.check_hierarchical import check_hierarchical
+from quantizer.config.check_layered import check_layered
+from quantizer.config.check_structure import check_structure
+from quantizer.config.diagnostics import Diagnostic, in_order
+from quantizer.config.document import Document
+from quantizer.config.form import Form, form_of
+from quantizer.config.model import Config, ConfigRule
+from quantizer.config.spellings import canonical
 
-DPU_ONLY = frozenset({"change_concat_input_fix", "change_pool_input_fix"})
-"""Settings about fix positions, which other devices do not have."""
+MANY = 200
+"""From so many structural errors on, what the file means is not looked at: most of it is not there."""
 
-LEAST_PERCENTAGE = 50
-"""A smaller percentage is taken for a slip."""
-
-
-def check_meaning(layered: Layered) -> Iterator[Diagnostic]:
-    """Findings on a file whose structure is sound, or on the sound part of it."""
-    scopes = list(_scopes(layered))
-    device = layered.settings.places.get("target_device")
-    for scope in scopes:
-        found = conflicts(scope.spec(), scope.role, layered.settings.target_device if device else "")
-        yield from filter(None, (_conflict(conflict, scope.merged(), device) for conflict in found))
-        yield from filter(None, (refused_under_float(block, dtype) for block, dtype in under_float(scope.blocks)))
-        yield from _small_percentage(scope)
-    yield from _dpu_only(layered.settings)
-    yield from _unused(layered, scopes)
-    for level in (layered.top, *layered.layers):
-        yield from _overall_per_channel(level)
-        yield from _unlisted(layered, level)
-        yield from _pattern(level)
-    yield from _repeated(layered.layers)
+Findings = tuple[Diagnostic, ...]
 
 
-@dataclass(frozen=True)
-class _Scope:
-    """What the file says about one tensor role of all layers, or of the layers of one entry: blocks, weakest first."""
-
-    role: Role
-    blocks: tuple[Block, ...]
-
-    def merged(self) -> dict[str, Sourced]:
-        return {name: sourced for block in self.blocks for name, sourced in block.items()}
-
-    def spec(self) -> QuantizationSpec:
-        return QuantizationSpec(**{name: sourced.value for name, sourced in self.merged().items()})
-
-
-def _scopes(layered: Layered) -> Iterator[_Scope]:
-    top = layered.top
-    for role in _roles(top):
-        yield _Scope(role, top.blocks(role))
-    for level in layered.layers:
-        for role in _roles(level):
-            yield _Scope(role, (*top.blocks(role), *level.blocks(role)))
+def checked(document: Document) -> tuple[Config | None, Findings]:
+    """The config, if the document makes one, and every finding, by place; proposed fixes are not tried."""
+    form = form_of(document.value)
+    known, notes = canonical(document) if form == "hierarchical" else (document, ())
+    structure = [*notes, *check_structure(known)]
+    if len(structure) > MANY:
+        return None, in_order(structure)
+    wrong = {found.place.pointer for found in structure if found.place and found.code not in _NO_VALUE}
+    config, meaning = _READERS[form](known, wrong)
+    found = in_order([*structure, *meaning, *_wrong_patterns(config.rules)])
+    return (None if any(finding.severity == "error" for finding in found) else config), found
 
 
-def _roles(level: Level) -> Iterable[Role]:
-    return [role for role in ROLES if level.roles is None or role in level.roles]
+def _layered(document: Document, wrong: Collection[str]) -> tuple[Config, Findings]:
+    levels = layered.translate(document, wrong)
+    config = levels.config()
+    return config, (*check_layered(levels), *check_algorithms(levels.algorithms, config))
 
 
-def _conflict(conflict: Conflict, merged: Mapping[str, Sourced], device: Place | None) -> Diagnostic | None:
-    """An error at the value written last, a warning at the idle value; None if one is missing, told elsewhere."""
-    named = [merged[name].place for name in conflict.fields if name in merged]
-    places = [place for place in named if place]
-    if len(places) < len(conflict.fields):
-        return None
-    idle = conflict.severity == "warning"
-    at, *others = places if idle else sorted(places, reverse=True)
-    related = [(place, "because of this" if idle else "in conflict with this") for place in sorted(others)]
-    if conflict.on_device and device:
-        related.append((device, "for this device"))
-    return Diagnostic(
-        conflict.code, conflict.message, at, conflict.severity, help=conflict.help, related=tuple(related)
-    )
+def _hierarchical(document: Document, wrong: Collection[str]) -> tuple[Config, Findings]:
+    levels = hierarchical.translate(document, wrong)
+    config = levels.config()
+    return config, (*check_hierarchical(levels), *check_algorithms(levels.algorithms, config))
 
 
-def under_float(blocks: Sequence[Block]) -> Iterator[tuple[Block, Sourced]]:
-    """The blocks that inherit a floating-point datatype from a wider one, and that datatype; the widest comes first."""
-    stating = [at for at, block in enumerate(blocks) if "dtype" in block]
-    if stating and (dtype := blocks[stating[-1]]["dtype"]).value != "int":
-        yield from ((block, dtype) for block in blocks[stating[-1] + 1 :])
+_READERS: Mapping[Form, Callable[[Document, Collection[str]], tuple[Config, Findings]]] = {
+    "layered": _layered,
+    "hierarchical": _hierarchical,
+}
+_NO_VALUE = ("QZ105", "QZ106", "QZ116")
+"""Findings that leave the value at their place as it is."""
 
 
-def refused_under_float(block: Block, dtype: Sourced) -> Diagnostic | None:
-    """The finding for a block's parameters that an inherited floating-point datatype makes dead, if it has any."""
-    place = min((sourced.place for sourced in block.values() if sourced.place), default=None)
-    if not place or not dtype.place:
-        return None
-    return Diagnostic(
-        "QZ306",
-        f"these parameters would have no effect: the datatype is {dtype.value}",
-        place,
-        help='write "datatype": "int" beside them, or remove them',
-        related=((dtype.place, "inherited from here"),),
-    )
-
-
-def _small_percentage(scope: _Scope) -> Iterator[Diagnostic]:
-    """A percentage that clips more than half of the values: most likely a fraction was meant."""
-    spec, sourced = scope.spec(), scope.merged().get("percentage")
-    if spec.dtype != "int" or spec.method != "percentile" or sourced is None or spec.percentage >= LEAST_PERCENTAGE:
-        return
-    as_percent = f"{spec.percentage * 100:.10g}"
-    meant = LEAST_PERCENTAGE <= spec.percentage * 100 <= 100
-    yield Diagnostic(
-        "QZ113",
-        f"this keeps {spec.percentage:.10g} % of the values and clips the rest",
-        sourced.place,
-        "warning",
-        help=f'did you mean "percentage": {as_percent}?' if meant else 'for example "percentage": 99.9',
-    )
-
-
-def _dpu_only(settings: Settings) -> Iterator[Diagnostic]:
-    device = settings.places.get("target_device")
-    if device is None or settings.target_device == "DPU":
-        return
-    for name, place in settings.places.items():
-        if name in DPU_ONLY and getattr(settings, name):
-            yield Diagnostic(
-                "QZ115",
-                f"{name} has no effect: it is about the DPU",
-                place,
-                "warning",
-                help="remove it, or set it to false",
-                related=((device, "for this device"),),
-            )
-
-
-def _unused(layered: Layered, scopes: list[_Scope]) -> Iterator[Diagnostic]:
-    """Parameters that no spec reads, one finding per block; an overall block has to be complete, read or not."""
-    told = {sourced.place for scope in scopes for block, _ in under_float(scope.blocks) for sourced in block.values()}
-    used = {sourced.place for scope in scopes for sourced in _read(scope)} | told
-    for level in (layered.top, *layered.layers):
-        blocks = [
-            (level.overall["weights"], True),
-            *((level.tensor[role], False) for role in level.tensor if role in _roles(level)),
-        ]
-        for block, complete in blocks:
-            floating = "dtype" in block and block["dtype"].value != "int"
-            idle = [
-                (name, sourced.place)
-                for name, sourced in block.items()
-                if sourced.place
-                and sourced.place not in used
-                and (name == "percentage" or not complete or (floating and name != "dtype"))
-            ]
-            yield from _idle(idle, floating)
-
-
-def _read(scope: _Scope) -> Iterator[Sourced]:
-    merged, spec = scope.merged(), scope.spec()
-    for name, sourced in merged.items():
-        if name == "dtype" or (spec.dtype == "int" and (name != "percentage" or spec.method == "percentile")):
-            yield sourced
-
-
-def _idle(idle: list[tuple[str, Place]], floating: bool) -> Iterator[Diagnostic]:
-    if not idle:
-        return
-    words = [place.pointer.rpartition("/")[2] for _, place in idle]
-    message = f"{', '.join(words)} {'has' if len(words) == 1 else 'have'} no effect"
-    reason = (
-        "a floating-point datatype reads no other parameter"
-        if floating
-        else "`percentage` is read by the percentile method only"
-    )
-    yield Diagnostic("QZ111", message, min(place for _, place in idle), "warning", help=f"remove: {reason}")
-
-
-def _overall_per_channel(level: Level) -> Iterator[Diagnostic]:
-    qscheme = level.overall["weights"].get("qscheme")
-    others = [role for role in _roles(level) if role != "weights"]
-    if qscheme and qscheme.value == "per_channel" and others:
-        yield Diagnostic(
-            "QZ112",
-            f"per_channel holds for weights only; {', '.join(others)} stay per tensor",
-            qscheme.place,
-            "warning",
-            help='write "weights": {"per_channel": true} in tensor_quantize_config',
-        )
-
-
-def _unlisted(layered: Layered, level: Level) -> Iterator[Diagnostic]:
-    """Tensor blocks for roles that the level does not quantize; at the top a layer entry may still quantize them."""
-    listing = [level] if level.pointer else [level, *layered.layers]
-    listed = {role for each in listing for role in _roles(each)}
-    for role in level.tensor:
-        if role not in listed:
-            place = layered.document.place(pointer_to(*level.pointer, "tensor_quantize_config", role), key=True)
-            related = ((level.roles_place, "not listed here"),) if level.roles_place else ()
-            yield Diagnostic(
-                "QZ108",
-                f"{role} is not quantized, so nothing reads these parameters",
-                place,
-                help=f'add "{role}" to quantizable_data_type, or remove the block',
-                related=related,
-            )
-
-
-def _pattern(level: Level) -> Iterator[Diagnostic]:
-    text = level.selector.text
-    if level.selector.kind == "name" and text.startswith("re:"):
-        try:
-            re.compile(text[3:])
-        except (re.error, RecursionError, OverflowError) as error:
-            message = f"this is not a regular expression: {error}"
-            yield Diagnostic("QZ104", message, level.selector.place, help="the syntax is that of Python's re module")
-
-
-def _repeated(levels: Iterable[Level]) -> Iterator[Diagnostic]:
-    first: dict[tuple[str, str], Level] = {}
-    for level in levels:
-        selector = level.selector
-        earlier = first.setdefault((selector.kind, selector.text), level)
-        if earlier is not level and selector.place and earlier.selector.place:
-            yield Diagnostic(
-                "QZ109",
-                f'a second entry for "{selector.text[:60]}"; key by key the later one wins',
-                selector.place,
-                "warning",
-                help="make one entry of the two",
-                related=((earlier.selector.place, "first here"),),
-            )
+def _wrong_patterns(rules: Iterable[ConfigRule]) -> Iterator[Diagnostic]:
+    for selector in (rule.selector for rule in rules):
+        if selector.kind in ("name", "exclude") and selector.text.startswith("re:"):
+            try:
+                re.compile(selector.text[3:])
+            except (re.error, RecursionError, OverflowError) as error:
+                message = f"this is not a regular expression: {error}"
+                yield Diagnostic("QZ104", message, selector.place, help="the syntax is that of Python's re module")

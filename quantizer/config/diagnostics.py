@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -29,8 +29,38 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Edit:
+    """`text`, to be written in place of the characters `start` to `end` of a file."""
+
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Fix:
+    """Edits that may remove a finding, and the sentence that offers them.
+
+    `is_known`: it is the one known answer, which `--fix` writes; otherwise it is an example. `touches` are the pointers
+    of the members that it writes. What is inside the block at `uncovers`, which nothing could read before, was wrong
+    before, too. A fix of a later `turn` depends on what those of earlier ones write.
+    """
+
+    help: str
+    edits: tuple[Edit, ...]
+    touches: tuple[str, ...] = ()
+    is_known: bool = True
+    uncovers: str | None = None
+    turn: int = 0
+
+
+@dataclass(frozen=True)
 class Diagnostic:
-    """One finding. `related` are the other places of the same conflict, each with its own remark."""
+    """One finding. `related` are the other places of the same conflict, each with its own remark.
+
+    `fixes` are candidates, the best first. In a loaded file they have been tried: one that is known and holds is left,
+    and `help` offers it, or an example that holds.
+    """
 
     code: str
     message: str
@@ -39,6 +69,7 @@ class Diagnostic:
     remark: str | None = None
     help: str | None = None
     related: tuple[tuple[Place, str], ...] = field(default=())
+    fixes: Iterable[Fix] = field(default=(), compare=False, repr=False)
 
 
 class ConfigError(UsageError):
@@ -54,7 +85,7 @@ class ConfigError(UsageError):
 
 
 def in_order(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """The findings sorted by place, those of one cause (same code, same place) told once, with all related places."""
+    """The findings sorted by place, those of one cause (same code, same place) once, with all related places."""
     once: dict[tuple[str, Place | None, Severity], Diagnostic] = {}
     for found in diagnostics:
         first = once.setdefault((found.code, found.place, found.severity), found)

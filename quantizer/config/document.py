@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -78,6 +78,17 @@ def pointer_to(*path: str | int) -> str:
     '/layer_quantize_config/0/a~1b'
     """
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
+
+
+def value_at(value: Any, path: Iterable[str | int]) -> Any:
+    """The member of a JSON value at a path that is there.
+
+    >>> value_at({"exclude": ["stem", "fc"]}, ("exclude", 1))
+    'fc'
+    """
+    for part in path:
+        value = value[part]
+    return value
 
 
 def _paths(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
-from quantizer.config.document import Document
 from quantizer.config.wording import closest
 
 Form = Literal["layered", "hierarchical"]
@@ -27,22 +26,13 @@ LAYERED_BLOCKS = frozenset({"overall_quantize_config", "tensor_quantize_config",
 """Source: Vitis AI, quantization configuration."""
 
 
-def form_of(document: Document) -> Form:
-    """The form of a file.
+def form_of(value: Mapping[str, Any]) -> Form:
+    """The form of a file: hierarchical with a key of that form, or its required one misspelt, and no overall block.
 
-    >>> form_of(Document.of({"global_quant_config": {}}, "Config"))
-    'hierarchical'
+    >>> form_of({"exclude": []}), form_of({"global_quant_confg": {}}), form_of({})
+    ('hierarchical', 'hierarchical', 'layered')
     """
-    return "hierarchical" if is_hierarchical(document.value) else "layered"
-
-
-def is_hierarchical(value: Mapping[str, Any]) -> bool:
-    """Whether the file has a key of the hierarchical form, or its required one misspelt, and no overall block.
-
-    >>> is_hierarchical({"exclude": []}), is_hierarchical({"global_quant_confg": {}}), is_hierarchical({})
-    (True, True, False)
-    """
-    return _form_of(frozenset(value)) == "hierarchical"
+    return _form_of(frozenset(value))
 
 
 @lru_cache(maxsize=64)

@@ -8,9 +8,9 @@ from typing import Literal
 
 from quantizer.config.algorithm_words import Entry, read_algorithms
 from quantizer.config.document import Document
-from quantizer.config.model import Config, QuantizationSpec, Role, Rule, Selector, Settings, Sourced
-from quantizer.config.spec_words import Block, normalized, over
-from quantizer.config.valid_document import View
+from quantizer.config.hierarchical_spec import normalized, over
+from quantizer.config.model import Config, ConfigRule, Fields, QuantizationSpec, Role, Selector, Settings, Sourced
+from quantizer.config.valid_document import ValidDocument
 
 ROLE_OF: Mapping[str, Role] = {
     "input_tensors": "input",
@@ -47,7 +47,7 @@ class Level:
     selector: Selector
     label: str
     pointer: tuple[str | int, ...]
-    specs: Mapping[Role, Block]
+    specs: Mapping[Role, Fields]
 
     def over(self, wider: Level | None, role: Role) -> dict[str, Sourced]:
         """What holds for the role where this level and a wider one are merged, key by key."""
@@ -76,10 +76,10 @@ class Hierarchical:
     def config(self) -> Config:
         """The rules: nothing is quantized; then what each level adds; then what is excluded."""
         rules = (
-            Rule(Selector("all"), "default", roles=frozenset()),
+            ConfigRule(Selector("all"), "default", roles=frozenset()),
             *map(self._rule, self.levels),
             *(
-                Rule(selector, f"exclude[{at}]", frozenset(), selector.place)
+                ConfigRule(selector, f"exclude[{at}]", frozenset(), selector.place)
                 for at, selector in enumerate(self.excludes)
             ),
         )
@@ -87,9 +87,9 @@ class Hierarchical:
         source = self.document.source.name
         return Config(self.settings, rules, source, self.document.value, "hierarchical", algorithms)
 
-    def _rule(self, level: Level) -> Rule:
+    def _rule(self, level: Level) -> ConfigRule:
         stated = {role: dict(self._fields(level, role)) for role in level.specs}
-        return Rule(level.selector, level.label, fields=stated, adds=frozenset(level.specs))
+        return ConfigRule(level.selector, level.label, fields=stated, adds=frozenset(level.specs))
 
     def _fields(self, level: Level, role: Role) -> Iterator[tuple[str, Sourced]]:
         """The fields that the level's own keys decide, and those that change with them."""
@@ -115,7 +115,7 @@ def translate(document: Document, ignored: Collection[str] = ()) -> Hierarchical
     return Hierarchical(document, translator.settings(), levels, excludes, algorithms, translator.ignored)
 
 
-class _Translator(View):
+class _Translator(ValidDocument):
     """Each method reads one part of the document."""
 
     def settings(self) -> Settings:
@@ -153,7 +153,7 @@ class _Translator(View):
         }
         return Level(selector, label, path, specs)
 
-    def _block(self, *path: str | int) -> Block:
+    def _block(self, *path: str | int) -> Fields:
         found = {key: value for key in SPEC_KEYS if (value := self.get(*path, key)) is not None}
         return {key: Sourced(value, self.place(*path, key)) for key, value in found.items()}
 

@@ -1,4 +1,4 @@
-"""Translates the layered form (overall, tensor, layer blocks) into `Config`. The form's own words end here."""
+"""Translates the layered form (overall, tensor, layer blocks) into `Config`, and specs back into its words."""
 
 from __future__ import annotations
 
@@ -9,8 +9,19 @@ from typing import Any
 from quantizer.config.algorithm_words import Entry, read_algorithms
 from quantizer.config.diagnostics import Place
 from quantizer.config.document import Document
-from quantizer.config.model import ROLES, Config, Role, Rule, Selector, Settings, Sourced
-from quantizer.config.valid_document import View
+from quantizer.config.model import (
+    CAST_ONLY,
+    ROLES,
+    Config,
+    ConfigRule,
+    Fields,
+    QuantizationSpec,
+    Role,
+    Selector,
+    Settings,
+    Sourced,
+)
+from quantizer.config.valid_document import ValidDocument
 
 FIELDS = {
     "datatype": "dtype",
@@ -34,8 +45,6 @@ _VALUES: Mapping[str, Callable[[Any], Any]] = {
 }
 _SETTINGS = frozenset(field.name for field in fields(Settings)) - {"places"}
 
-Block = Mapping[str, Sourced]
-
 
 @dataclass(frozen=True)
 class Level:
@@ -46,11 +55,11 @@ class Level:
     pointer: tuple[str | int, ...]
     roles: frozenset[Role] | None
     roles_place: Place | None
-    overall: Mapping[Role, Block]
-    tensor: Mapping[Role, Block]
+    overall: Mapping[Role, Fields]
+    tensor: Mapping[Role, Fields]
 
-    def blocks(self, role: Role) -> tuple[Block, Block]:
-        """What the level says about `role`, the weaker block first."""
+    def blocks(self, role: Role) -> tuple[Fields, Fields]:
+        """What the level says about `role`, the wider block first."""
         return self.overall[role], self.tensor.get(role, {})
 
 
@@ -68,10 +77,10 @@ class Layered:
         """The rules in the file's order."""
         top = self.top
         rules = [
-            Rule(top.selector, "overall_quantize_config", top.roles, top.roles_place, top.overall),
-            Rule(top.selector, "tensor_quantize_config", fields=top.tensor),
+            ConfigRule(top.selector, "overall_quantize_config", top.roles, top.roles_place, top.overall),
+            ConfigRule(top.selector, "tensor_quantize_config", fields=top.tensor),
             *(
-                Rule(level.selector, level.label, level.roles, level.roles_place, _merged(level))
+                ConfigRule(level.selector, level.label, level.roles, level.roles_place, _merged(level))
                 for level in self.layers
             ),
         ]
@@ -92,7 +101,7 @@ def translate(document: Document, ignored: Collection[str] = ()) -> Layered:
     return Layered(document, translator.settings(), translator.top(), layers, algorithms)
 
 
-class _Translator(View):
+class _Translator(ValidDocument):
     """Each method reads one part of the document."""
 
     def settings(self) -> Settings:
@@ -123,6 +132,8 @@ class _Translator(View):
         overall = self._block(*path, "overall_quantize_config")
         for_others = {name: sourced for name, sourced in overall.items() if sourced.value != "per_channel"}
         roles = self.get(*path, "quantizable_data_type")
+        if roles and None in (self.get(*path, "quantizable_data_type", at) for at in range(len(roles))):
+            roles = None  # with one of them misspelt, nothing is known of those that are not there
         return Level(
             selector=selector,
             label=label,
@@ -133,7 +144,7 @@ class _Translator(View):
             tensor={role: block for role in ROLES if (block := self._block(*path, "tensor_quantize_config", role))},
         )
 
-    def _block(self, *path: str | int) -> Block:
+    def _block(self, *path: str | int) -> Fields:
         found = {word: value for word in FIELDS if (value := self.get(*path, word)) is not None}
         return {
             FIELDS[word]: Sourced(_VALUES.get(FIELDS[word], _same)(value), self.place(*path, word))
@@ -141,10 +152,37 @@ class _Translator(View):
         }
 
 
+def parameters(spec: QuantizationSpec) -> dict[str, Any]:
+    """A complete block that says the same as a spec of integers, or one without a scale."""
+    if spec.dtype in CAST_ONLY:
+        return {"datatype": spec.dtype}
+    values = {**spec.to_json(), "qscheme": spec.qscheme == "per_channel"}
+    idle = {"datatype", *(("percentage",) if spec.method != "percentile" else ())}
+    return {word: values[field] for word, field in FIELDS.items() if word not in idle}
+
+
+def entry(selector: Mapping[str, Any], specs: Mapping[Role, QuantizationSpec]) -> dict[str, Any]:
+    """A complete layer entry: an overall block, and what differs from it for single roles."""
+    by_role = {role: parameters(specs[role]) for role in ROLES if role in specs}
+    overall = dict(next((block for block in by_role.values() if "datatype" not in block), next(iter(by_role.values()))))
+    overall.pop("percentage", None)  # the roles that have one say so themselves
+    overall |= {"per_channel": False} if "per_channel" in overall else {}
+    tensors = {
+        role: {word: value for word, value in block.items() if overall.get(word) != value}
+        for role, block in by_role.items()
+    }
+    return {
+        **selector,
+        "quantizable_data_type": list(by_role),
+        "overall_quantize_config": overall,
+        "tensor_quantize_config": {role: block for role, block in tensors.items() if block},
+    }
+
+
 def _same(value: Any) -> Any:
     return value
 
 
-def _merged(level: Level) -> dict[Role, Block]:
+def _merged(level: Level) -> dict[Role, Fields]:
     roles = ROLES if level.roles is None else level.roles
     return {role: {**level.overall[role], **level.tensor.get(role, {})} for role in ROLES if role in roles}

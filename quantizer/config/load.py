@@ -1,27 +1,20 @@
-"""From a path to a checked `Config`: the door of this room. Raises nothing but what `LoadResult.require` says."""
+"""From a path to a checked `Config`, or to a fixed text: the door of this room. What is in a file never raises."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from quantizer.config import hierarchical
-from quantizer.config.check import check_meaning
-from quantizer.config.check_algorithms import check_algorithms
-from quantizer.config.check_levels import check_levels
-from quantizer.config.diagnostics import ConfigError, Diagnostic, in_order
+from quantizer.config.check import Findings, checked
+from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document import Document, Text
-from quantizer.config.form import Form, form_of
+from quantizer.config.fixes import applied, tried
 from quantizer.config.layered import translate
 from quantizer.config.model import ROLES, Config
-from quantizer.config.read import read_document
-from quantizer.config.schema import check_structure
-from quantizer.config.spellings import canonical
-
-MANY = 200
-"""From so many structural errors on, what the file means is not looked at: most of it is not there."""
+from quantizer.config.read import parse_document, read_text
 
 
 @dataclass(frozen=True)
@@ -41,48 +34,60 @@ class LoadResult:
 
 
 def load_config(path: str | os.PathLike[str]) -> LoadResult:
-    """Read and check the file at `path`. Never raises for what is in the file: all of that is in `diagnostics`."""
+    """Read and check the file at `path`; all that is wrong with it is in `diagnostics`."""
     try:
-        document = read_document(path)
+        return load_text(read_text(path))
     except ConfigError as error:
         return LoadResult(None, error.diagnostics, error.sources)
-    return check_document(document)
+
+
+def load_text(source: Text) -> LoadResult:
+    """Check text that is already read."""
+    try:
+        return check_document(parse_document(source))
+    except ConfigError as error:
+        return LoadResult(None, error.diagnostics, error.sources)
 
 
 def check_document(document: Document) -> LoadResult:
     """Check a parsed document; the part of it that is sound is checked for conflicts even if another part is not."""
-    form = form_of(document)
-    known, notes = canonical(document) if form == "hierarchical" else (document, ())
-    structure = [*notes, *check_structure(known)]
-    sources = {document.source.name: document.source.text}
-    if len(structure) > MANY:
-        return LoadResult(None, in_order(structure), sources, document)
-    wrong = {found.place.pointer for found in structure if found.place and found.code not in _NO_VALUE}
-    config, meaning = _READERS[form](known, wrong)
-    diagnostics = in_order([*structure, *meaning])
-    usable = not any(found.severity == "error" for found in diagnostics)
-    return LoadResult(config if usable else None, diagnostics, sources, document)
+    config, found = checked(document)
+    sources = {} if document.dotted else {document.source.name: document.source.text}
+    return LoadResult(config, _with_fixes(document, found), sources, document)
 
 
-def _layered(document: Document, wrong: Collection[str]) -> Reading:
-    layered = translate(document, wrong)
-    config = layered.config()
-    return config, (*check_meaning(layered), *check_algorithms(layered.algorithms, config))
+def fixed(source: Text) -> tuple[Text, int]:
+    """The text with every known fix in it, and how many there were; a second call finds none.
+
+    A fix may uncover errors that nothing could read before, and with them further fixes.
+    """
+    count = 0
+    while fixes := [fix for finding in load_text(source).diagnostics for fix in finding.fixes]:
+        first = min(fix.turn for fix in fixes)
+        due = [fix for fix in fixes if fix.turn == first]
+        source, count = applied(source, due), count + len(due)
+    return source, count
 
 
-def _hierarchical(document: Document, wrong: Collection[str]) -> Reading:
-    levels = hierarchical.translate(document, wrong)
-    config = levels.config()
-    return config, (*check_levels(levels), *check_algorithms(levels.algorithms, config))
+def _with_fixes(document: Document, found: Findings) -> Findings:
+    """The findings with the fixes that hold. A document without text is written as one to try them."""
+    if not document.dotted:
+        return tried(document.source, found, _findings)
+    if not any(finding.fixes for finding in found):
+        return found
+    source = Text(document.source.name, json.dumps(document.value, default=str))
+    helps = {(other.code, other.place and other.place.pointer): other.help for other in load_text(source).diagnostics}
+    return tuple(
+        replace(finding, help=helps.get((finding.code, finding.place and finding.place.pointer)), fixes=())
+        for finding in found
+    )
 
 
-Reading = tuple[Config, tuple[Diagnostic, ...]]
-_READERS: Mapping[Form, Callable[[Document, Collection[str]], Reading]] = {
-    "layered": _layered,
-    "hierarchical": _hierarchical,
-}
-_NO_VALUE = ("QZ105", "QZ106", "QZ116")
-"""Findings that leave the value at their place as it is."""
+def _findings(source: Text) -> Findings:
+    try:
+        return checked(parse_document(source))[1]
+    except ConfigError as error:
+        return error.diagnostics
 
 
 def default_config() -> Config:

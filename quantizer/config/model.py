@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from quantizer.config.algorithms import Algorithm
 from quantizer.config.diagnostics import Place
+from quantizer.config.form import Form
 
 Role = Literal["input", "weights", "bias", "activation"]
-ROLES: tuple[Role, ...] = ("input", "weights", "bias", "activation")
+ROLES: tuple[Role, ...] = get_args(Role)
+Device = Literal["DPU", "CPU", "GPU", "IPU"]
+QScheme = Literal["per_tensor", "per_channel", "per_group", "per_token"]
+RangeMethod = Literal["maxmin", "percentile", "entropy", "mse", "diffs"]
+RoundMode = Literal["half_even", "half_up", "half_down", "std_round", "floor"]
+ScaleKind = Literal["float", "poweroftwo", "e8m0"]
+ScaleMode = Literal["floor", "even", "ceil"]
+Statistic = Literal["modal", "max", "mean", "median"]
+
 CAST_ONLY = frozenset({"float16", "bfloat16", "float32"})
 """Formats that need no scale: a value is cast to them and back."""
 
@@ -19,10 +28,11 @@ CAST_ONLY = frozenset({"float16", "bfloat16", "float32"})
 class QuantizationSpec:
     """How one tensor is quantized; every axis is independent of the others.
 
-    `dtype` is "int" (then `bit_width`, `signed`, `symmetric` and `narrow_range` give the integer grid) or the name of a
+    `dtype` is "int" (then `bit_width`, `signed`, `symmetric` and `narrow_range` give its codes) or the name of a
     floating-point format, with a scale ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16") or
-    without one (`CAST_ONLY`; "float32" = left alone). `method` finds the range, `percentage` is read by the percentile
-    method only, `statistic` reduces the batches' ranges to one; a dynamic tensor's range is found each time it is made.
+    without one (`CAST_ONLY`; "float32" = left alone); formats may be registered at run time, so it is any string.
+    `method` finds the range, `percentage` is read by the percentile method only, `statistic` reduces the batches'
+    ranges to one; a dynamic tensor's range is found each time it is made.
 
     `ch_axis` goes with `qscheme`: the axis whose indices have a scale each ("per_channel"), the axis that groups of
     `group_size` values run along ("per_group"; the last group may be shorter in block formats only), the axis that one
@@ -36,28 +46,33 @@ class QuantizationSpec:
     signed: bool = True
     symmetric: bool = True
     narrow_range: bool = False
-    scale_type: str = "float"
-    round_mode: str = "half_even"
-    qscheme: str = "per_tensor"
+    scale_type: ScaleKind = "float"
+    round_mode: RoundMode = "half_even"
+    qscheme: QScheme = "per_tensor"
     ch_axis: int | None = None
     group_size: int | None = None
     is_dynamic: bool = False
-    scale_mode: str = "floor"
-    method: str = "maxmin"
+    scale_mode: ScaleMode = "floor"
+    method: RangeMethod = "maxmin"
     percentage: float = 99.99
-    statistic: str = "max"
+    statistic: Statistic = "max"
     finest_position: int | None = None
+
+    @classmethod
+    def of(cls, fields: Fields) -> QuantizationSpec:
+        """The spec that has these fields, and defaults for the rest."""
+        return cls(**{name: sourced.value for name, sourced in fields.items()})
 
     @property
     def quant_min(self) -> int:
-        """Smallest code: -2^(b-1) (+1 if narrow) for signed symmetric grids, else 0."""
+        """Smallest code: -2^(b-1) (+1 if narrow) for signed symmetric integers, else 0."""
         if self.signed and self.symmetric:
             return -(1 << (self.bit_width - 1)) + int(self.narrow_range)
         return 0
 
     @property
     def quant_max(self) -> int:
-        """Largest code: 2^(b-1)-1 for signed symmetric grids, else 2^b-1."""
+        """Largest code: 2^(b-1)-1 for signed symmetric integers, else 2^b-1."""
         return (1 << (self.bit_width - int(self.signed and self.symmetric))) - 1
 
     @property
@@ -83,6 +98,10 @@ class Sourced:
         return str(self.place) if self.place else "default"
 
 
+Fields = Mapping[str, Sourced]
+"""Some fields of a `QuantizationSpec`, or keys of a file, with their values."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """The global switches; `places` maps a field's name to where the file sets it."""
@@ -96,7 +115,7 @@ class Settings:
     change_concat_input_fix: bool = False
     change_pool_input_fix: bool = False
     onnx_opset_version: int = -1
-    target_device: str = "CPU"
+    target_device: Device = "CPU"
     places: Mapping[str, Place] = field(default_factory=dict, compare=False)
 
 
@@ -115,11 +134,11 @@ class Selector:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ConfigRule:
     """One block of a config: for the selected layers, which roles are quantized and which spec fields are set.
 
     `label` is the block's path in the file (`layer_quantize_config[1]`). `roles` None means that this block does not
-    say; `adds` are roles that it quantizes besides those that weaker blocks do. `fields[role][field]` uses the field
+    say; `adds` are roles that it quantizes besides those that wider blocks do. `fields[role][field]` uses the field
     names of `QuantizationSpec`, `ch_axis` only where the file has it (a layer knows the axis of its output channels).
     """
 
@@ -127,7 +146,7 @@ class Rule:
     label: str
     roles: frozenset[Role] | None = None
     roles_place: Place | None = None
-    fields: Mapping[Role, Mapping[str, Sourced]] = field(default_factory=dict)
+    fields: Mapping[Role, Fields] = field(default_factory=dict)
     adds: frozenset[Role] = frozenset()
 
 
@@ -135,13 +154,13 @@ class Rule:
 class Config:
     """A validated config: settings, and rules in the file's order (overall first, then tensor, then layers).
 
-    `source` is the file as it was shown to the user; `document` the parsed JSON, for `config.resolved.json`; `form` is
-    "layered" or "hierarchical"; `algorithms` change the weights, in this order.
+    `source` is the file as it was shown to the user, `document` the parsed JSON, for `config.resolved.json`;
+    `algorithms` change the weights, in this order.
     """
 
     settings: Settings
-    rules: tuple[Rule, ...]
+    rules: tuple[ConfigRule, ...]
     source: str = "<built-in default>"
     document: Mapping[str, Any] = field(default_factory=dict)
-    form: str = "layered"
+    form: Form = "layered"
     algorithms: tuple[Algorithm, ...] = ()

@@ -11,11 +11,11 @@ from quantizer.config.algorithm_words import FIND_CODES
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.codes import CODES, all_codes
 from quantizer.config.form import Form
-from quantizer.config.hints import TYPE_WORDS
+from quantizer.config.hierarchical_spec import FIELDS_OF_KEYS
 from quantizer.config.layered import FIELDS
 from quantizer.config.resources import load_resource
 from quantizer.config.rules import spec_rules
-from quantizer.config.spec_words import FIELDS_OF_KEYS
+from quantizer.config.suggestions import TYPE_WORDS
 
 FORMS: tuple[Form, ...] = ("layered", "hierarchical")
 

@@ -8,7 +8,7 @@ import math
 import re
 from typing import Any, NoReturn
 
-from quantizer.config.diagnostics import Diagnostic
+from quantizer.config.diagnostics import Diagnostic, Edit, Fix
 from quantizer.config.document import Span, Text, pointer_to
 
 MAX_DEPTH = 64
@@ -19,6 +19,8 @@ _COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 _NUMBER_LIKE = re.compile(r"[-+.0-9](?:[-+.0-9A-Za-z_])*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
+_SINGLE_QUOTED = re.compile(r"'([^'\"\\\x00-\x1f]*)'(?=\s*[:,}\]])")
+_BARE_KEY = re.compile(r"([A-Za-z_][A-Za-z_0-9]*)(?=\s*:)")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LITERALS = {"true": True, "false": False, "null": None}
 _FOREIGN_LITERALS = {
@@ -54,27 +56,43 @@ class Parser:
             self.start = self._space(0)
             if self.start == len(self.text):
                 self._fail(
-                    "the file is empty", self.start, code="QZ009", help="`quantizer init` writes a config to start from"
+                    "the file is empty",
+                    self.start,
+                    code="QZ009",
+                    remedy="`quantizer init` writes a config to start from",
                 )
             value, at = self._value(self.start, (), 0)
             at = self._space(at)
             if at < len(self.text):
-                self._fail("there is text after the end of the JSON value", at, help="check the brackets above")
+                self._fail("there is text after the end of the JSON value", at, remedy="check the brackets above")
         except _StopError:
             return None
         return value
 
-    def report(self, code: str, message: str, span: Span, *, help: str | None = None) -> None:  # noqa: A002
-        """Note a problem and go on, unless there are so many that the file is something else."""
-        self._note(Diagnostic(code, message, self.source.place(span), help=help))
+    def report(self, code: str, message: str, span: Span, *, remedy: str, instead: str | None = None) -> None:
+        """Note a problem and go on, unless there are so many that the file is something else.
+
+        `instead` is the text that is meant, where only one can be.
+        """
+        fixes = (Fix(remedy, (Edit(*span, instead),)),) if instead is not None else ()
+        self._note(Diagnostic(code, message, self.source.place(span), help=remedy, fixes=fixes))
 
     def _note(self, problem: Diagnostic) -> None:
         self.problems.append(problem)
         if len(self.problems) >= MAX_PROBLEMS:
             raise _StopError
 
-    def _fail(self, message: str, at: int, *, end: int = 0, code: str = "QZ004", help: str) -> NoReturn:  # noqa: A002
-        self.report(code, message, (at, end or at + 1), help=help)
+    def _fail(
+        self,
+        message: str,
+        at: int,
+        *,
+        remedy: str,
+        end: int = 0,
+        code: str = "QZ004",
+        instead: str = "",
+    ) -> NoReturn:
+        self.report(code, message, (at, end or at + 1), remedy=remedy, instead=instead or None)
         raise _StopError
 
     def _space(self, at: int) -> int:
@@ -84,7 +102,10 @@ class Parser:
             if not comment:
                 return at
             self.report(
-                "QZ005", "JSON has no comments", comment.span(), help='remove it, or write it as a key: "// note": "…"'
+                "QZ005",
+                "JSON has no comments",
+                comment.span(),
+                remedy='remove it, or write it as a key: "// note": "…"',
             )
             at = comment.end()
 
@@ -95,7 +116,10 @@ class Parser:
     def _value(self, at: int, path: tuple[str | int, ...], depth: int) -> tuple[Any, int]:
         if depth > MAX_DEPTH:
             self._fail(
-                f"the nesting is deeper than {MAX_DEPTH} levels", at, code="QZ003", help="no config nests deeper than 5"
+                f"the nesting is deeper than {MAX_DEPTH} levels",
+                at,
+                code="QZ003",
+                remedy="no config nests deeper than 5",
             )
         value: Any
         match self.text[at : at + 1]:
@@ -124,7 +148,7 @@ class Parser:
                 self.keys[pointer] = (key_at, at)
             at = self._space(at)
             if self.text[at : at + 1] != ":":
-                self._fail("a colon is missing after this key", key_at, end=at, help='write "key": value')
+                self._fail("a colon is missing after this key", key_at, end=at, remedy='write "key": value')
             members[key], at = self._value(self._space(at + 1), (*path, key), depth + 1)
             at = self._separator(at, "}", start)
         return members, at + 1
@@ -146,23 +170,35 @@ class Parser:
             return at
         if self.text[at] != ",":
             self._fail(
-                f'there is neither a comma nor a "{close}" after this value', value_end - 1, help="is a comma missing?"
+                f'there is neither a comma nor a "{close}" after this value',
+                value_end - 1,
+                remedy="is a comma missing?",
             )
         following = self._space(at + 1)
         if self.text[following : following + 1] == close:
-            self.report("QZ006", "JSON has no trailing commas", (at, at + 1), help=f'remove the comma before "{close}"')
+            remedy = f'remove the comma before "{close}"'
+            self.report("QZ006", "JSON has no trailing commas", (at, at + 1), remedy=remedy, instead="")
         return following
 
     def _not_ended(self, at: int, start: int, close: str) -> None:
         if at >= len(self.text):
-            self._fail(f'this bracket is never closed: a "{close}" is missing', start, help="is the file cut off?")
+            self._fail(f'this bracket is never closed: a "{close}" is missing', start, remedy="is the file cut off?")
 
     def _key(self, at: int) -> tuple[str, int]:
+        if self.text[at] == "'":
+            self._single_quoted(at)
         if self.text[at] != '"':
             end = max(self._match(_WORD, at), at + 1)
             remedy = "remove it" if self.text[at] == "," else "put the key in double quotes"
-            self._fail(f"a key in double quotes is expected, not {self.text[at:end][:40]}", at, end=end, help=remedy)
+            message = f"a key in double quotes is expected, not {self.text[at:end][:40]}"
+            instead = f'"{self.text[at:end]}"' if _BARE_KEY.match(self.text, at) else ""
+            self._fail(message, at, end=end, remedy=remedy, instead=instead)
         return self._string(at)
+
+    def _single_quoted(self, at: int) -> NoReturn:
+        text = _SINGLE_QUOTED.match(self.text, at)
+        end, instead = (text.end(), f'"{text[1]}"') if text else (0, "")
+        self._fail("JSON strings are in double quotes", at, end=end, remedy='write "…"', instead=instead)
 
     def _duplicate(self, key: str, first: Span, second: Span) -> None:
         place, again = self.source.place(first), self.source.place(second)
@@ -179,13 +215,13 @@ class Parser:
                 (text for start, text in reason.items() if error.msg.startswith(start)),
                 "this string is not closed on its line, or holds a control character",
             )
-            self._fail(message, error.pos, help='inside a string write \\n, \\t, \\\\ and \\"')
+            self._fail(message, error.pos, remedy='inside a string write \\n, \\t, \\\\ and \\"')
         if _SURROGATE.search(value):
             self._fail(
                 "this string has half of a surrogate pair",
                 at,
                 end=end,
-                help="write the character itself, or both halves",
+                remedy="write the character itself, or both halves",
             )
         return str(value), end
 
@@ -196,24 +232,24 @@ class Parser:
         if number:
             return self._number(number, (at, end)), end
         if word[:1].isdecimal() or word[:1] == ".":
-            self._fail(f"{word[:40]} is not a JSON number", at, end=end, help="write it like 8, -1 or 99.99")
+            self._fail(f"{word[:40]} is not a JSON number", at, end=end, remedy="write it like 8, -1 or 99.99")
         if word in _LITERALS:
             return _LITERALS[word], end
         if word in _NOT_FINITE:
-            self.report("QZ008", f"JSON has no {word}", (at, end), help="write a finite number")
-        elif word in _FOREIGN_LITERALS:
-            self.report("QZ004", f"JSON has no {word}", (at, end), help=f"write {_FOREIGN_LITERALS[word]}")
+            self.report("QZ008", f"JSON has no {word}", (at, end), remedy="write a finite number")
+        elif literal := _FOREIGN_LITERALS.get(word):
+            self.report("QZ004", f"JSON has no {word}", (at, end), remedy=f"write {literal}", instead=literal)
         elif self.text[at : at + 1] == "'":
-            self._fail("JSON strings are in double quotes", at, help='write "…"')
+            self._single_quoted(at)
         else:
             shown = word[:40] or self.text[at : at + 1] or "the end of the file"
-            self._fail(f"a value is expected, not {shown}", at, end=end, help='text goes in double quotes: "…"')
+            self._fail(f"a value is expected, not {shown}", at, end=end, remedy='text goes in double quotes: "…"')
         return None, end
 
     def _number(self, number: re.Match[str], span: Span) -> int | float | None:
         if not math.isfinite(float(number.group())):
             self.report(
-                "QZ008", f"the number {number.group()[:20]}… is out of range", span, help="write a smaller number"
+                "QZ008", f"the number {number.group()[:20]}… is out of range", span, remedy="write a smaller number"
             )
             return None
         fraction, exponent = number.groups()

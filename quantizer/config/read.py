@@ -14,17 +14,21 @@ MAX_BYTES = 1_000_000
 
 
 def read_document(path: str | os.PathLike[str]) -> Document:
-    """Read the JSON object in the file `path`.
+    """Read the JSON object in the file `path`: `read_text`, then `parse_document`."""
+    return parse_document(read_text(path))
 
-    The file is UTF-8 (a byte order mark is accepted), at most 1 MB, nested at most 64 deep, and has no duplicate keys,
-    no comments, no trailing commas and no NaN or Infinity. `ConfigError` lists all that is wrong.
-    """
-    source = _decode(os.fspath(path), _read_bytes(path))
-    return parse_document(source)
+
+def read_text(path: str | os.PathLike[str]) -> Text:
+    """The text of the file `path`, in UTF-8 (a byte order mark is accepted), at most 1 MB; or a `ConfigError`."""
+    return _decode(os.fspath(path), _read_bytes(path))
 
 
 def parse_document(source: Text) -> Document:
-    """Parse text that is already read; errors as in `read_document`."""
+    """Parse a JSON object that is nested at most 64 deep.
+
+    It has no duplicate keys, no comments, no trailing commas and no NaN or Infinity. `ConfigError` lists all that is
+    wrong.
+    """
     parser = Parser(source)
     value = parser.parse()
     if not parser.problems and not isinstance(value, dict):
@@ -32,7 +36,7 @@ def parse_document(source: Text) -> Document:
             "QZ009",
             f"the file holds {'an array' if isinstance(value, list) else 'a single value'}, not an object",
             (parser.start, parser.start + 1),
-            help="a config begins with { and ends with }",
+            remedy="a config begins with { and ends with }",
         )
     if parser.problems:
         raise ConfigError(in_order(parser.problems), {source.name: source.text})

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 from quantizer.config.algorithm_words import written
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.hierarchical import ROLE_OF
-from quantizer.config.model import CAST_ONLY, ROLES, Config, QuantizationSpec, Role, Rule, Settings, Sourced
-from quantizer.config.spec_words import INTEGERS, METHODS
+from quantizer.config.hierarchical_spec import METHODS, dtype_word
+from quantizer.config.model import CAST_ONLY, ROLES, Config, ConfigRule, Fields, QuantizationSpec, Role, Settings
 from quantizer.config.to_layered import WEIGHTED
 from quantizer.config.types import RoundType, ScaleType
 from quantizer.config.wording import listed
@@ -18,8 +18,6 @@ from quantizer.config.wording import listed
 _KEY_OF = {role: key for key, role in ROLE_OF.items()}
 _BLOCKS = {"type": "layer_type_quant_config", "name": "layer_quant_config"}
 _HELP = "change it, or keep the layered form"
-
-Fields = Mapping[str, Sourced]
 
 
 def to_hierarchical(config: Config) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
@@ -69,7 +67,7 @@ def _settings(settings: Settings) -> Iterator[Diagnostic]:
         yield Diagnostic("QZ124", text, settings.places.get("target_device"), help=_HELP)
 
 
-def _network(overall: Rule, roles: list[Role]) -> Iterator[Diagnostic]:
+def _network(overall: ConfigRule, roles: list[Role]) -> Iterator[Diagnostic]:
     """What the top of the file says of tensors that are no layer's own."""
     flowing = [role for role in roles if role not in ("weights", "bias")]
     if flowing:
@@ -82,7 +80,7 @@ trained tensors in expressions, stay in float"
         yield Diagnostic("QZ125", text, overall.roles_place, "warning", help="look at `quantizer plan` with both files")
 
 
-def _for_all_weighted(layers: list[Rule]) -> list[Rule]:
+def _for_all_weighted(layers: list[ConfigRule]) -> list[ConfigRule]:
     """The entries that say the same of each operator with weights, present or not: together they are a global block."""
     optional = {
         rule.selector.text: rule for rule in layers if rule.selector.kind == "type" and not rule.selector.required
@@ -92,11 +90,11 @@ def _for_all_weighted(layers: list[Rule]) -> list[Rule]:
     return entries if alike and len(entries) == len(WEIGHTED) else []
 
 
-def _values(rule: Rule) -> dict[Role, QuantizationSpec]:
-    return {role: _of(rule.fields[role]) for role in rule.roles or ()}
+def _values(rule: ConfigRule) -> dict[Role, QuantizationSpec]:
+    return {role: QuantizationSpec.of(rule.fields[role]) for role in rule.roles or ()}
 
 
-def _entry(rule: Rule) -> Iterator[Diagnostic]:
+def _entry(rule: ConfigRule) -> Iterator[Diagnostic]:
     """What a layer's entry says that a level cannot."""
     if not rule.selector.required:
         text = f'{rule.label} has "required": false, and in the hierarchical form every selector has to match'
@@ -114,7 +112,7 @@ class _Limit:
 def _limits(spec: QuantizationSpec) -> Iterator[_Limit]:
     if spec.dtype != "int":
         return
-    if _dtype(spec) is None:
+    if dtype_word(spec) is None:
         yield _Limit("bit_width", f"{'' if spec.signed else 'un'}signed codes of {spec.bit_width} bits")
     if spec.narrow_range and spec.signed and spec.symmetric:
         yield _Limit("narrow_range", "narrow_range")
@@ -125,7 +123,7 @@ def _limits(spec: QuantizationSpec) -> Iterator[_Limit]:
 
 
 def _unsayable(role: Role, values: Fields) -> Iterator[Diagnostic]:
-    for limit in _limits(_of(values)):
+    for limit in _limits(QuantizationSpec.of(values)):
         place: Place | None = values[limit.field].place if limit.field in values else None
         text = f"the hierarchical form cannot say {limit.what} ({role})"
         yield Diagnostic("QZ124", text, place, help=_HELP)
@@ -133,11 +131,11 @@ def _unsayable(role: Role, values: Fields) -> Iterator[Diagnostic]:
 
 def _spec(values: Fields) -> dict[str, Any]:
     """The spec in the form's words, every key written, so that nothing of a wider level shows through."""
-    spec = _of(values)
+    spec = QuantizationSpec.of(values)
     if spec.dtype in CAST_ONLY:
         return {"dtype": spec.dtype}
     return {
-        "dtype": _dtype(spec),
+        "dtype": dtype_word(spec),
         "observer_cls": _observer(spec),
         "symmetric": spec.symmetric,
         "scale_type": ScaleType(spec.scale_type).name,
@@ -146,18 +144,6 @@ def _spec(values: Fields) -> dict[str, Any]:
         "is_dynamic": False,
         **({"percentage": spec.percentage} if spec.method == "percentile" else {}),
     }
-
-
-def _of(values: Fields) -> QuantizationSpec:
-    return QuantizationSpec(**{name: sourced.value for name, sourced in values.items()})
-
-
-def _dtype(spec: QuantizationSpec) -> str | None:
-    """The word for an integer grid; codes from 0 to 2^b-1 have the unsigned one, where there is one."""
-    signed = spec.signed and spec.symmetric
-    words = [f"int{spec.bit_width}"] if signed else [f"uint{spec.bit_width}"]
-    words += [f"int{spec.bit_width}"] if not spec.symmetric else []
-    return next((word for word in words if word in INTEGERS), None)
 
 
 def _observer(spec: QuantizationSpec) -> str | None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from quantizer.config.algorithm_words import written
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.layered import FIELDS
-from quantizer.config.model import CAST_ONLY, ROLES, Config, QuantizationSpec, Role, Rule, Settings, Sourced
+from quantizer.config.layered import entry, parameters
+from quantizer.config.model import CAST_ONLY, ROLES, Config, ConfigRule, Fields, QuantizationSpec, Role, Settings
 from quantizer.config.wording import listed
 
 WEIGHTED = (
@@ -23,8 +23,6 @@ WEIGHTED = (
 )
 """The operators with weights of their own, which is whom a global configuration is about."""
 
-Fields = Mapping[str, Sourced]
-
 _SAYABLE: Mapping[str, Callable[[Any, Role], bool]] = {
     "dtype": lambda value, _: value == "int" or value in CAST_ONLY,
     "round_mode": lambda value, _: value != "floor",
@@ -33,8 +31,6 @@ _SAYABLE: Mapping[str, Callable[[Any, Role], bool]] = {
     "is_dynamic": lambda value, _: not value,
 }
 """For each field of a spec that has values the layered form lacks, whether it can say one."""
-
-_WORDS = {field: word for word, field in FIELDS.items()}
 
 
 def to_layered(config: Config) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
@@ -49,11 +45,12 @@ def to_layered(config: Config) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
         *_ambiguous(layers),
         *_weaker(layers, excluded),
     ]
+    integers = parameters(QuantizationSpec())
     entries = [
         *(_entry({"layer_type": word, "required": False}, everywhere, everywhere) for word in WEIGHTED),
         *(_entry({f"layer_{rule.selector.kind}": rule.selector.text}, everywhere, rule) for rule in layers),
         *(
-            {"layer_name": rule.selector.text, "quantizable_data_type": [], "overall_quantize_config": _parameters({})}
+            {"layer_name": rule.selector.text, "quantizable_data_type": [], "overall_quantize_config": integers}
             for rule in excluded
         ),
     ]
@@ -62,7 +59,7 @@ def to_layered(config: Config) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
         **switches,
         "target_device": config.settings.target_device,
         "quantizable_data_type": [],
-        "overall_quantize_config": _parameters({}),
+        "overall_quantize_config": integers,
         "layer_quantize_config": [entry for entry in entries if entry],
     }
     algorithms = [written(algorithm) for algorithm in config.algorithms]
@@ -78,40 +75,23 @@ _SWITCHES = (
 )
 
 
-def _sorted(config: Config) -> tuple[Rule, list[Rule], list[Rule]]:
+def _sorted(config: Config) -> tuple[ConfigRule, list[ConfigRule], list[ConfigRule]]:
     """The global rule, those for types and names, and those that exclude."""
     kinds = {"weighted": 0, "type": 1, "name": 1, "exclude": 2}
-    groups: tuple[list[Rule], ...] = ([], [], [])
+    groups: tuple[list[ConfigRule], ...] = ([], [], [])
     for rule in config.rules:
         if rule.selector.kind in kinds:
             groups[kinds[rule.selector.kind]].append(rule)
     return groups[0][0], groups[1], groups[2]
 
 
-def _entry(selector: Mapping[str, Any], everywhere: Rule, rule: Rule) -> dict[str, Any] | None:
+def _entry(selector: Mapping[str, Any], everywhere: ConfigRule, rule: ConfigRule) -> dict[str, Any] | None:
     """An entry for one level with all that it inherits; None if it quantizes nothing."""
-    merged = _merged(everywhere, rule)
-    if not merged:
-        return None
-    integers = [role for role in merged if merged[role].get("dtype", Sourced("int")).value == "int"]
-    overall = _parameters(merged[integers[0]] if integers else next(iter(merged.values())))
-    overall.pop("percentage", None)  # the roles that have one say so themselves
-    if "per_channel" in overall:
-        overall["per_channel"] = False
-    tensors = {role: _differing(_parameters(fields), overall) for role, fields in merged.items()}
-    return {
-        **selector,
-        "quantizable_data_type": list(merged),
-        "overall_quantize_config": overall,
-        "tensor_quantize_config": {role: block for role, block in tensors.items() if block},
-    }
+    specs = {role: QuantizationSpec.of(fields) for role, fields in _merged(everywhere, rule).items()}
+    return entry(selector, specs) if specs else None
 
 
-def _differing(block: Mapping[str, Any], overall: Mapping[str, Any]) -> dict[str, Any]:
-    return {word: value for word, value in block.items() if overall.get(word) != value}
-
-
-def _merged(everywhere: Rule, rule: Rule) -> dict[Role, dict[str, Sourced]]:
+def _merged(everywhere: ConfigRule, rule: ConfigRule) -> dict[Role, Fields]:
     """The fields of each role that the level quantizes, with what it inherits."""
     return {
         role: {**everywhere.fields.get(role, {}), **rule.fields.get(role, {})}
@@ -120,17 +100,7 @@ def _merged(everywhere: Rule, rule: Rule) -> dict[Role, dict[str, Sourced]]:
     }
 
 
-def _parameters(fields: Fields) -> dict[str, Any]:
-    """A complete block in the layered form's words."""
-    spec = QuantizationSpec(**{name: sourced.value for name, sourced in fields.items()})
-    if spec.dtype in CAST_ONLY:
-        return {"datatype": spec.dtype}
-    values = {**spec.to_json(), "qscheme": spec.qscheme == "per_channel"}
-    idle = {"dtype", *(("percentage",) if spec.method != "percentile" else ())}
-    return {word: values[field] for field, word in _WORDS.items() if field not in idle}
-
-
-def _unsayable(everywhere: Rule, rule: Rule) -> Iterator[Diagnostic]:
+def _unsayable(everywhere: ConfigRule, rule: ConfigRule) -> Iterator[Diagnostic]:
     for role, fields in _merged(everywhere, rule).items():
         for name, sayable in _SAYABLE.items():
             if name in fields and not sayable(fields[name].value, role):
@@ -148,7 +118,7 @@ def _device(settings: Settings) -> Iterator[Diagnostic]:
         yield Diagnostic("QZ124", text, settings.places.get("target_device"), help="write CPU or GPU")
 
 
-def _ambiguous(layers: list[Rule]) -> Iterator[Diagnostic]:
+def _ambiguous(layers: list[ConfigRule]) -> Iterator[Diagnostic]:
     """Named layers that inherit from their type, which the file alone does not tell."""
     types = [rule for rule in layers if rule.selector.kind == "type"]
     for rule in layers:
@@ -166,7 +136,7 @@ def _ambiguous(layers: list[Rule]) -> Iterator[Diagnostic]:
                 yield Diagnostic("QZ124", text, rule.selector.place, help=help_)
 
 
-def _weaker(layers: list[Rule], excluded: list[Rule]) -> Iterator[Diagnostic]:
+def _weaker(layers: list[ConfigRule], excluded: list[ConfigRule]) -> Iterator[Diagnostic]:
     """Excluded patterns, which in the layered form are weaker than an exact name."""
     for rule in excluded:
         strength = _strength(rule.selector.text)

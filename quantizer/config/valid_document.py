@@ -10,7 +10,7 @@ from quantizer.config.document import Document, pointer_to
 
 
 @dataclass(frozen=True)
-class View:
+class ValidDocument:
     """A document, and the pointers of values that are wrong: they are left out, so that the rest can be checked."""
 
     document: Document
@@ -21,7 +21,7 @@ class View:
         value: Any = self.document.value
         for depth, part in enumerate(path):
             reached = isinstance(value, list) if isinstance(part, int) else isinstance(value, dict) and part in value
-            if not reached or pointer_to(*path[: depth + 1]) in self.ignored:
+            if not reached or (self.ignored and pointer_to(*path[: depth + 1]) in self.ignored):
                 return None
             value = value[part]
         return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -58,3 +59,45 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     by_lower = {name.lower(): name for name in known}
     matches = difflib.get_close_matches(word.lower()[:100], by_lower, n=1, cutoff=0.6)
     return by_lower[matches[0]] if matches else None
+
+
+def misspelt(word: str, known: Iterable[str]) -> str | None:
+    """The one known word that differs from `word` in case and punctuation, or in a slip of typing; None if none does.
+
+    A slip is a letter added, left out, replaced or swapped with its neighbour; a long word may have two. Another digit
+    is another word.
+
+    >>> misspelt("bit_widht", ["bit_width"]), misspelt("cpu", ["CPU", "GPU"]), misspelt("int7", ["int8"])
+    ('bit_width', 'CPU', None)
+    """
+    letters = _letters(word[:100])
+    slips = {name: _slips(letters, _letters(name)) for name in known if _digits(name) == _digits(word)}
+    least = min(slips.values(), default=math.inf)
+    near = [name for name, count in slips.items() if count == least]
+    may_have = (len(letters) >= _SHORT) + (len(letters) >= _LONG)
+    return near[0] if len(near) == 1 and least <= may_have else None
+
+
+_SHORT, _LONG = 4, 8
+"""Words of so many letters may have one slip, and two."""
+
+
+def _letters(word: str) -> str:
+    return "".join(filter(str.isalnum, word)).lower()
+
+
+def _digits(word: str) -> str:
+    return "".join(filter(str.isdigit, word))
+
+
+def _slips(word: str, known: str) -> int:
+    """Letters to add, leave out, replace or swap with a neighbour (the optimal string alignment distance)."""
+    rows = [list(range(len(known) + 1))]
+    for i, letter in enumerate(word):
+        row = [i + 1]
+        for j, other in enumerate(known):
+            row.append(min(rows[i][j + 1] + 1, row[j] + 1, rows[i][j] + (letter != other)))
+            if i and j and (letter, word[i - 1]) == (known[j - 1], other):
+                row[-1] = min(row[-1], rows[i - 1][j - 1] + 1)
+        rows.append(row)
+    return rows[-1][-1]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from quantizer.config import check
+from quantizer.config.check_layered import inherits_float, refused_under_float
 from quantizer.config.diagnostics import Diagnostic, Place
-from quantizer.config.model import Config, QuantizationSpec, Role, Rule, Sourced
+from quantizer.config.model import Config, ConfigRule, QuantizationSpec, Role, Sourced
 from quantizer.config.rules import conflicts
 from quantizer.graph.ir import Graph
 from quantizer.plan.match import RANKS, Match, closest
@@ -93,7 +93,7 @@ def conflicting(
     spec: QuantizationSpec,
     sources: Mapping[str, Sourced],
     config: Config,
-    rules: Sequence[Rule],
+    rules: Sequence[ConfigRule],
 ) -> Iterator[Diagnostic]:
     """The rule book on a merged spec, for values that a file set: the built-in default is exempt.
 
@@ -118,8 +118,8 @@ def conflicting(
         )
 
 
-def under_float(role: Role, spec: QuantizationSpec, rules: Sequence[Rule]) -> Iterator[Diagnostic]:
+def under_float(role: Role, spec: QuantizationSpec, rules: Sequence[ConfigRule]) -> Iterator[Diagnostic]:
     """Integer values of a rule that inherits a floating-point datatype from a weaker one; `rules` are weakest first."""
     if spec.dtype != "int":
         blocks = [rule.fields.get(role, {}) for rule in rules]
-        yield from filter(None, (check.refused_under_float(*inherited) for inherited in check.under_float(blocks)))
+        yield from filter(None, (refused_under_float(*inherited) for inherited in inherits_float(blocks)))

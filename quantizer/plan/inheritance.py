@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from quantizer.config.model import Role, Rule, Sourced
-from quantizer.config.spec_words import is_foreign, turned
+from quantizer.config.hierarchical_spec import is_foreign, turned
+from quantizer.config.model import ConfigRule, Fields, Role, Sourced
 
 KINDRED = frozenset({"bit_width", "signed", "symmetric", "narrow_range", "round_mode", "scale_mode"})
 """Fields that integers do not inherit from floating-point formats, and the other way round."""
 
 _AXES = {"per_channel", "per_group"}
-Fields = Mapping[str, Sourced]
 
 
 def merged(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
@@ -40,7 +39,7 @@ def merged(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
     return values
 
 
-def says(rule: Rule, role: Role, before: bool) -> bool:
+def says(rule: ConfigRule, role: Role, before: bool) -> bool:
     """Whether the role is quantized after a rule, which may not say."""
     return (before if rule.roles is None else role in rule.roles) or role in rule.adds
 

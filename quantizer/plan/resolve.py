@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.model import Config, QuantizationSpec, Role, Rule, Sourced
+from quantizer.config.model import Config, ConfigRule, QuantizationSpec, Role, Sourced
 from quantizer.config.roles import base_role, is_parameter, parameter_role
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
@@ -229,7 +229,7 @@ def _scales(spec: QuantizationSpec, view: View) -> int:
     return math.prod(scale_shape(sizes, spec.qscheme, spec.ch_axis, spec.group_size)) if spec.is_scaled else 0
 
 
-def _rules_for(state: _Resolver, members: Iterable[str], role: Role, minimum: int = 0) -> list[tuple[int, Rule]]:
+def _rules_for(state: _Resolver, members: Iterable[str], role: Role, minimum: int = 0) -> list[tuple[int, ConfigRule]]:
     """The rules that speak about any of the layers, weakest first; equal ranks in the file's order."""
     wanted = set(members)
     found = [
@@ -247,7 +247,7 @@ def _rules_for(state: _Resolver, members: Iterable[str], role: Role, minimum: in
 
 
 def _merge(
-    state: _Resolver, rules: list[tuple[int, Rule]], role: Role
+    state: _Resolver, rules: list[tuple[int, ConfigRule]], role: Role
 ) -> tuple[QuantizationSpec, dict[str, Sourced]] | None:
     """The effective spec, each field from the strongest rule that sets it; None when the strongest word is "float"."""
     quantized = True
@@ -256,11 +256,11 @@ def _merge(
     if not quantized:
         return None
     values = inheritance.merged([rule.fields.get(role, {}) for _, rule in rules], role)
-    spec = QuantizationSpec(**{name: sourced.value for name, sourced in values.items()})
+    spec = QuantizationSpec.of(values)
     return with_finest_position(spec, state.config.settings.target_device), values
 
 
-def _count_silenced(state: _Resolver, rules: list[tuple[int, Rule]], role: Role) -> None:
+def _count_silenced(state: _Resolver, rules: list[tuple[int, ConfigRule]], role: Role) -> None:
     """Note for each rule for some layers that it leaves this tensor float, which weaker ones do not."""
     quantized = True
     for index, rule in rules:
@@ -273,7 +273,7 @@ def _is_excluded(state: _Resolver, members: Iterable[str]) -> bool:
     return any(RANKS[state.matches[index].rank] == "exclude" for index, _ in _rules_for(state, members, "weights"))
 
 
-def _count(state: _Resolver, rules: list[tuple[int, Rule]], role: Role) -> None:
+def _count(state: _Resolver, rules: list[tuple[int, ConfigRule]], role: Role) -> None:
     """Note for each rule that it set something for this tensor."""
     for index, rule in rules:
         state.effects[index] += bool(rule.fields.get(role))

@@ -15,7 +15,7 @@ from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document, Text
 from quantizer.config.hierarchical import ROLE_OF, SPEC_KEYS
 from quantizer.config.load import LoadResult, check_document, load_config
-from quantizer.config.model import Config, QuantizationSpec, Rule, Settings
+from quantizer.config.model import Config, ConfigRule, QuantizationSpec, Settings
 from quantizer.config.read import parse_document
 from quantizer.config.resolved import resolved_document
 from quantizer.config.resources import load_resource
@@ -39,7 +39,7 @@ def codes(**blocks: Any) -> list[str]:
     return [found.code for found in check(blocks).diagnostics]
 
 
-def rule(config: Config, label: str) -> Rule:
+def rule(config: Config, label: str) -> ConfigRule:
     return next(rule for rule in config.rules if rule.label.startswith(label))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from toys import shake
 
-from quantizer.config.model import Config, Rule, Selector, Settings, Sourced
+from quantizer.config.model import Config, ConfigRule, Selector, Settings, Sourced
 from quantizer.engine import calibrate
 from quantizer.engine.attach import quantized_network
 from quantizer.graph.ir import Graph
@@ -46,7 +46,7 @@ def mobile() -> dict[str, Any]:
 def with_weights_only(original: Graph, graph: Graph, **fields: object) -> Network:
     """The network with its weights quantized per tensor, which needs no data."""
     values = {name: Sourced(value) for name, value in fields.items()}
-    rule = Rule(Selector("all"), "overall", frozenset(("weights",)), fields={"weights": values})
+    rule = ConfigRule(Selector("all"), "overall", frozenset(("weights",)), fields={"weights": values})
     plan = resolve(Config(PLAIN, (rule,)), graph, original)
     return quantized_network(graph, calibrate.solution(calibrate.start(plan)))
 

@@ -10,7 +10,7 @@ from toys import traced
 
 from configs import config, document, layer
 from quantizer.config.diagnostics import Diagnostic, Place
-from quantizer.config.model import Config, QuantizationSpec, Rule, Selector, Settings, Sourced
+from quantizer.config.model import Config, ConfigRule, QuantizationSpec, Selector, Settings, Sourced
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
@@ -224,11 +224,11 @@ def test_matches_are_counted(planned: Any) -> None:
     ]
 
 
-def rule(text: str, line: int, **fields: Any) -> Rule:
+def rule(text: str, line: int, **fields: Any) -> ConfigRule:
     """A partial rule about activations, each field on a line of its own."""
     places = {name: Place("net.json", line + at, 7) for at, name in enumerate(fields)}
     values = {name: Sourced(value, places[name]) for name, value in fields.items()}
-    return Rule(Selector("name", text), f"rule at {line}", fields={"activation": values})
+    return ConfigRule(Selector("name", text), f"rule at {line}", fields={"activation": values})
 
 
 def test_a_conflict_that_only_merging_shows_points_at_both_lines() -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quantizer.config.model import CAST_ONLY, Role, Sourced
+from quantizer.config.model import CAST_ONLY, Fields, QuantizationSpec, Role, Sourced
 from quantizer.config.types import RoundType, ScaleType
-
-Block = Mapping[str, Sourced]
 
 FIELDS_OF_KEYS: Mapping[str, str] = {
     "round_method": "round_mode",
@@ -24,6 +22,19 @@ INTEGERS = {
     for bits in widths
 }
 """Bits and sign of each integer dtype."""
+
+
+def dtype_word(spec: QuantizationSpec) -> str | None:
+    """The word for integer codes, if there is one; codes from 0 to 2^b-1 have the unsigned one where it exists.
+
+    >>> dtype_word(QuantizationSpec(bit_width=3, symmetric=False)), dtype_word(QuantizationSpec(bit_width=5))
+    ('int3', None)
+    """
+    is_signed = spec.signed and spec.symmetric
+    words = [f"int{spec.bit_width}"] if is_signed else [f"uint{spec.bit_width}"]
+    words += [f"int{spec.bit_width}"] if not spec.symmetric else []
+    return next((word for word in words if word in INTEGERS), None)
+
 
 GROUP_SIZES = {"mx": 32, "bfp16": 8}
 """The block formats, and the values that share an exponent where the file does not say. Source of 32: OCP
@@ -46,36 +57,36 @@ KINDRED = frozenset({"symmetric", "round_method", "mx_element_dtype", "scale_cal
 """Keys that mean something for integers only, or for floating-point formats only, or not the same for both."""
 
 
-def said(raw: Block, key: str, default: Any = None) -> Any:
+def said(raw: Fields, key: str, default: Any = None) -> Any:
     """The value of a key, or what holds where the file does not say."""
     return raw[key].value if key in raw else default
 
 
-def is_block(raw: Block) -> bool:
+def is_block(raw: Fields) -> bool:
     """Whether groups of values share a power-of-two exponent."""
     return said(raw, "dtype") in GROUP_SIZES or said(raw, "scale_format") == "e8m0"
 
 
-def scheme(raw: Block) -> str:
+def scheme(raw: Fields) -> str:
     """The granularity as the file says it, or as its observer or block format implies it."""
     observer = said(raw, "observer_cls")
     implied = METHODS[observer][1][0] if observer in METHODS else "per_tensor"
     return str(said(raw, "qscheme", "per_group" if is_block(raw) else implied))
 
 
-def is_per_token(raw: Block, role: Role) -> bool:
+def is_per_token(raw: Fields, role: Role) -> bool:
     """Whether each row of an activation has a scale; "per_channel" means this too where it is dynamic."""
     found = scheme(raw)
     dynamic_channels = found == "per_channel" and said(raw, "is_dynamic") is True and role not in PARAMETERS
     return found == "per_token" or dynamic_channels
 
 
-def is_channel_axis(raw: Block, role: Role) -> bool:
+def is_channel_axis(raw: Fields, role: Role) -> bool:
     """Whether `ch_axis` names the channels that are cut into groups, not the axis along which groups run."""
     return role in PARAMETERS and said(raw, "observer_cls") == "PerChannelMinMaxObserver"
 
 
-def over(own: Block, wider: Block, role: Role) -> dict[str, Sourced]:
+def over(own: Fields, wider: Fields, role: Role) -> dict[str, Sourced]:
     """What holds where a level states `own`, key by key over a wider one.
 
     Words about another kind of format are not inherited, and an inherited axis stays the axis that the wider level
@@ -109,12 +120,12 @@ def turned(axis: Sourced, role: Role) -> Sourced | None:
     return Sourced(1 - axis.value, axis.place) if known else None
 
 
-def _kind(raw: Block) -> str | None:
+def _kind(raw: Fields) -> str | None:
     dtype = said(raw, "dtype")
     return "int" if dtype in INTEGERS else dtype
 
 
-def _axis_of(raw: Block, role: Role) -> str | None:
+def _axis_of(raw: Fields, role: Role) -> str | None:
     """What `ch_axis` names: the "channels", or the axis "along" which groups run; None where nothing reads it."""
     found = scheme(raw)
     if found not in ("per_channel", "per_group") or is_per_token(raw, role):
@@ -122,14 +133,14 @@ def _axis_of(raw: Block, role: Role) -> str | None:
     return "channels" if found == "per_channel" or is_channel_axis(raw, role) else "along"
 
 
-def normalized(raw: Block, role: Role) -> dict[str, Sourced]:
+def normalized(raw: Fields, role: Role) -> dict[str, Sourced]:
     """The fields that differ from the defaults of `QuantizationSpec`, or that the file states, each from its key."""
     if said(raw, "dtype") in CAST_ONLY:
         return {"dtype": raw["dtype"]}
     return {**_number(raw), **_scale(raw), **_granularity(raw, role), **_range(raw, role)}
 
 
-def _number(raw: Block) -> dict[str, Sourced]:
+def _number(raw: Fields) -> dict[str, Sourced]:
     """Number format and rounding."""
     fields: dict[str, Sourced] = {}
     dtype = said(raw, "dtype")
@@ -150,9 +161,9 @@ def _number(raw: Block) -> dict[str, Sourced]:
     return fields
 
 
-def _scale(raw: Block) -> dict[str, Sourced]:
+def _scale(raw: Fields) -> dict[str, Sourced]:
     if is_block(raw):
-        fields = {"scale_type": _mapped(raw.get("scale_format", raw["dtype"]), "e8m0")}
+        fields = {"scale_type": _mapped(raw.get("scale_format") or raw["dtype"], "e8m0")}
         if "scale_calculation_mode" in raw:
             fields["scale_mode"] = raw["scale_calculation_mode"]
         elif said(raw, "dtype") == "bfp16":  # its exponent is one up where the largest value would round beyond it
@@ -162,7 +173,7 @@ def _scale(raw: Block) -> dict[str, Sourced]:
     return {"scale_type": _mapped(stated, ScaleType[stated.value].value)} if stated else {}
 
 
-def _granularity(raw: Block, role: Role) -> dict[str, Sourced]:
+def _granularity(raw: Fields, role: Role) -> dict[str, Sourced]:
     found = scheme(raw)
     cause = next((raw[key] for key in ("qscheme", "observer_cls", "dtype") if key in raw), Sourced(None))
     if is_per_token(raw, role):
@@ -179,7 +190,7 @@ def _granularity(raw: Block, role: Role) -> dict[str, Sourced]:
     return fields
 
 
-def _range(raw: Block, role: Role) -> dict[str, Sourced]:
+def _range(raw: Fields, role: Role) -> dict[str, Sourced]:
     """How the range is found; parameters do not change, so theirs is found once, whatever `is_dynamic` says."""
     fields = {}
     if "is_dynamic" in raw and role not in PARAMETERS:

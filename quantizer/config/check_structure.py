@@ -1,6 +1,6 @@
 """Checks a file against its schema and says what is wrong in sentences: types, options, unknown and missing keys.
 
-Restrictions and conflicts are also in it, for editors; here they are left to `check`, which sees merged specs."""
+The rules in it are for editors; here they are left to `check_layered`, which sees merged specs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from quantizer.config.algorithms import ALGORITHMS
-from quantizer.config.completion import missing_keys, paste
-from quantizer.config.diagnostics import Diagnostic
+from quantizer.config.diagnostics import Diagnostic, Edit, Fix
 from quantizer.config.document import Document, pointer_to
 from quantizer.config.form import Form, form_of
-from quantizer.config.hints import TYPE_WORDS, help_for_key, help_for_value
+from quantizer.config.missing_keys import HELP_FOR_MISSING, Path, completions, missing_keys
 from quantizer.config.resources import load_resource
 from quantizer.config.spellings import other_spelling
+from quantizer.config.suggestions import TYPE_WORDS, help_for_key, help_for_value, key_fixes, value_fixes
 from quantizer.config.wording import listed, quoted
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ _BY_KEYWORD = {
 def check_structure(document: Document) -> list[Diagnostic]:
     """What in the file differs from the schema of its form: at most one finding per value, key or block."""
     found: dict[tuple[str, str], Diagnostic] = {}
-    errors = _validator(form_of(document)).iter_errors(document.value)
+    errors = _validator(form_of(document.value)).iter_errors(document.value)
     diagnostics = (diagnostic for error in errors for diagnostic in _explain(document, error))
     for diagnostic in islice(diagnostics, MAX_FINDINGS):
         family = diagnostic.code if diagnostic.code in ("QZ102", "QZ105") else "value"
@@ -58,7 +57,8 @@ def _validator(form: Form) -> Validator:
     from jsonschema.validators import extend
 
     checker: type[Validator] = extend(Draft7Validator, {"uniqueItems": _unique_items})  # type: ignore[no-untyped-call]
-    return checker(load_resource("schemas", f"{form}.schema.json"))
+    schema = load_resource("schemas", f"{form}.schema.json")
+    return checker({key: entry for key, entry in schema.items() if key != "allOf"})  # the rules
 
 
 def _unique_items(_: Validator, wanted: bool, items: Any, schema: Any) -> Iterator[ValidationError]:
@@ -76,22 +76,19 @@ def _unique_items(_: Validator, wanted: bool, items: Any, schema: Any) -> Iterat
 def _explain(document: Document, error: ValidationError) -> Iterator[Diagnostic]:
     schema = error.schema if isinstance(error.schema, dict) else {}
     pointer = pointer_to(*error.absolute_path)
-    code = schema.get("code", "")
-    if code.startswith(("QZ2", "QZ3")):
-        return
-    if code:
+    if code := schema.get("code"):
         remedy = schema.get("help") or _selector_help(error.instance)
         yield Diagnostic(code, schema["errorMessage"], document.place(pointer), help=remedy)
     elif error.validator == "additionalProperties":
         yield from _unknown_keys(document, error, schema)
     elif error.validator == "required":
-        yield from _missing(document, pointer)
+        yield from _missing(document, tuple(error.absolute_path))
     else:
         yield _wrong_value(document, error, schema)
 
 
 def _wrong_value(document: Document, error: ValidationError, schema: dict[str, Any]) -> Diagnostic:
-    path = list(error.absolute_path)
+    path = tuple(error.absolute_path)
     key = next((part for part in reversed(path) if isinstance(part, str)), "")
     keyword, value = str(error.validator), error.instance
     title = schema.get("title", key)
@@ -101,43 +98,55 @@ def _wrong_value(document: Document, error: ValidationError, schema: dict[str, A
         remark = f"one of: {listed(word for word in schema['enum'] if word is not None)}"
     elif keyword == "type":
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        name = f'"{key}"' if isinstance(path[-1] if path else "", str) else f'an item of "{key}"'
+        name = f'"{key}"' if path[-1:] == (key,) else f'an item of "{key}"'
         message = f"{name} is {' or '.join(TYPE_WORDS[word] for word in types)}, not {_kind(value)}"
     elif keyword == "uniqueItems":
-        message = f"{quoted(value)} is listed twice"
+        return _repeated_item(document, path, value, schema)
     else:
         message = f"{quoted(value)} is out of range for {key}"
         remark = "not empty" if keyword in ("minLength", "minItems") else _range(schema)
-    remedy = schema.get("help")
-    if keyword == "uniqueItems":
-        remedy = f"name each {schema['items']['title']} once"
-    remedy = remedy or help_for_value(key, value, schema, form_of(document))
-    return Diagnostic(_BY_KEYWORD[keyword], message, document.place(pointer_to(*path)), remark=remark, help=remedy)
+    place, remedy = document.place(pointer_to(*path)), schema.get("help")
+    if remedy:
+        return Diagnostic(_BY_KEYWORD[keyword], message, place, remark=remark, help=remedy)
+    remedy, fixes = help_for_value(key, value, form_of(document.value)), value_fixes(document, path, schema)
+    return Diagnostic(_BY_KEYWORD[keyword], message, place, remark=remark, help=remedy, fixes=fixes)
+
+
+def _repeated_item(document: Document, path: Path, item: Any, schema: dict[str, Any]) -> Diagnostic:
+    pointer = pointer_to(*path)
+    before, end = document.values[pointer_to(*path[:-1], int(path[-1]) - 1)][1], document.values[pointer][1]
+    remedy = f"name each {schema['items']['title']} once"
+    fixes = (Fix(remedy, (Edit(before, end, ""),), (pointer,)),)
+    message = f"{quoted(item)} is listed twice"
+    return Diagnostic("QZ107", message, document.place(pointer), help=remedy, fixes=fixes)
 
 
 def _unknown_keys(document: Document, error: ValidationError, schema: dict[str, Any]) -> Iterator[Diagnostic]:
     members: dict[str, Any] = error.instance if isinstance(error.instance, dict) else {}
     for key in members:
         if key not in schema["properties"] and not key.startswith("//"):
-            place = document.place(pointer_to(*error.absolute_path, key), key=True)
-            word = other_spelling(key, error.absolute_path) if form_of(document) == "hierarchical" else key
+            path = (*error.absolute_path, key)
+            place = document.place(pointer_to(*path), key=True)
+            word = other_spelling(key, error.absolute_path) if form_of(document.value) == "hierarchical" else key
             if word != key and word in members:
-                text = f"{quoted(key)} is another spelling of {quoted(word)}: the key is said twice"
+                text = f"{quoted(key)} is another spelling of {quoted(word)}, which is here, too"
                 first = document.place(pointer_to(*error.absolute_path, word), key=True)
-                yield Diagnostic("QZ102", text, place, help="remove one of the two", related=((first, "here, too"),))
+                yield Diagnostic("QZ102", text, place, help="remove one of the two", related=((first, "the same key"),))
                 continue
-            help_ = help_for_key(key, tuple(schema["properties"]), form_of(document))
-            yield Diagnostic("QZ102", f"unknown key {quoted(key)}", place, help=help_)
+            known = [
+                name for name, entry in schema["properties"].items() if "code" not in entry
+            ]  # those that do a thing
+            remedy, fixes = help_for_key(key, known, members, form_of(document.value)), key_fixes(document, path, known)
+            yield Diagnostic("QZ102", f"unknown key {quoted(key)}", place, help=remedy, fixes=fixes)
 
 
-def _missing(document: Document, pointer: str) -> Iterator[Diagnostic]:
-    missing = missing_keys(document.value, pointer)
-    if not missing:
-        return
-    count = "a key is" if len(missing) == 1 else f"{len(missing)} keys are"
-    message = f"{count} missing here: {listed(missing)}"
-    choice = f"; the algorithms are {listed(ALGORITHMS)}" if "name" in missing else ""
-    yield Diagnostic("QZ105", message, document.place(pointer, key=True), help=f"paste {paste(missing)}{choice}")
+def _missing(document: Document, path: Path) -> Iterator[Diagnostic]:
+    missing = missing_keys(document.value, path)
+    if missing:
+        count = "a key is" if len(missing) == 1 else f"{len(missing)} keys are"
+        message = f"{count} missing here: {listed(missing)}"
+        place, fixes = document.place(pointer_to(*path), key=True), completions(document, path)
+        yield Diagnostic("QZ105", message, place, help=HELP_FOR_MISSING, fixes=fixes)
 
 
 def _kind(value: Any) -> str:

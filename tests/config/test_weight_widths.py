@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.config.patch import patched
+from quantizer.config.weight_widths import patched
 
 GLOBAL = {"weight": {"dtype": "int8"}}
 

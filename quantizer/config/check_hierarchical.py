@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +9,7 @@ from typing import Any
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.document import pointer_to
 from quantizer.config.hierarchical import ROLE_OF, Hierarchical, Level
-from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role, Sourced
-from quantizer.config.rules import Conflict, conflicts
-from quantizer.config.spec_words import (
+from quantizer.config.hierarchical_spec import (
     GROUP_SIZES,
     METHODS,
     PARAMETERS,
@@ -23,11 +20,13 @@ from quantizer.config.spec_words import (
     said,
     scheme,
 )
+from quantizer.config.model import CAST_ONLY, Device, Fields, QuantizationSpec, Role
+from quantizer.config.rules import Conflict, conflicts
 
 _LEVELS = ("global_quant_config", "layer_type_quant_config", "layer_quant_config")
 
 
-def check_levels(levels: Hierarchical) -> Iterator[Diagnostic]:
+def check_hierarchical(levels: Hierarchical) -> Iterator[Diagnostic]:
     """Findings on a file whose structure is sound, or on the sound part of it."""
     scopes = list(_scopes(levels))
     for scope in scopes:
@@ -37,7 +36,6 @@ def check_levels(levels: Hierarchical) -> Iterator[Diagnostic]:
         yield from _read_otherwise(scope)
     yield from _idle(scopes)
     yield from _devices(levels)
-    yield from _patterns(levels)
     yield from _nothing(levels)
 
 
@@ -46,9 +44,9 @@ class _Scope:
     """What holds for one role at one level, in the form's words: what it states over what it inherits."""
 
     role: Role
-    raw: Mapping[str, Sourced]
-    own: Mapping[str, Sourced]
-    wider: Mapping[str, Sourced]
+    raw: Fields
+    own: Fields
+    wider: Fields
 
     def place(self, *keys: str) -> Place | None:
         """Where the first of the keys that is stated stands."""
@@ -82,9 +80,8 @@ def _broken_rules(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
             yield _conflict(conflict, scope, named)
 
 
-def _conflicts(merged: Mapping[str, Sourced], role: Role, device: str) -> tuple[Conflict, ...]:
-    spec = QuantizationSpec(**{name: sourced.value for name, sourced in merged.items()})
-    return conflicts(spec, role, device, "hierarchical")
+def _conflicts(merged: Fields, role: Role, device: Device) -> tuple[Conflict, ...]:
+    return conflicts(QuantizationSpec.of(merged), role, device, "hierarchical")
 
 
 def _conflict(conflict: Conflict, scope: _Scope, named: list[Place | None]) -> Diagnostic:
@@ -221,16 +218,6 @@ def _devices(levels: Hierarchical) -> Iterator[Diagnostic]:
 def _at(value: Mapping[str, Mapping[str, Mapping[str, object]]], level: Level) -> Mapping[str, object]:
     block, text = level.pointer
     return value[str(block)][str(text)]
-
-
-def _patterns(levels: Hierarchical) -> Iterator[Diagnostic]:
-    for selector in (*(level.selector for level in levels.levels), *levels.excludes):
-        if selector.kind in ("name", "exclude") and selector.text.startswith("re:"):
-            try:
-                re.compile(selector.text[3:])
-            except (re.error, RecursionError, OverflowError) as error:
-                message = f"this is not a regular expression: {error}"
-                yield Diagnostic("QZ104", message, selector.place, help="the syntax is that of Python's re module")
 
 
 def _nothing(levels: Hierarchical) -> Iterator[Diagnostic]:

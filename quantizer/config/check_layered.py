@@ -1,0 +1,218 @@
+"""Checks what a file of the layered form means: the rules on every merged spec, and parameters that nothing reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from quantizer.config.diagnostics import Diagnostic, Place
+from quantizer.config.document import pointer_to
+from quantizer.config.layered import Layered, Level
+from quantizer.config.model import ROLES, Fields, QuantizationSpec, Role, Settings, Sourced
+from quantizer.config.rules import Conflict, conflicts
+
+DPU_ONLY = frozenset({"change_concat_input_fix", "change_pool_input_fix"})
+"""Settings about fix positions, which other devices do not have."""
+
+LEAST_PERCENTAGE = 50
+"""A smaller percentage is most likely a slip."""
+
+
+def check_layered(layered: Layered) -> Iterator[Diagnostic]:
+    """Findings on a file whose structure is sound, or on the sound part of it."""
+    scopes = list(_scopes(layered))
+    device = layered.settings.places.get("target_device")
+    for scope in scopes:
+        found = conflicts(scope.spec(), scope.role, layered.settings.target_device if device else "")
+        yield from filter(None, (_conflict(conflict, scope.merged(), device) for conflict in found))
+        yield from filter(None, (refused_under_float(block, dtype) for block, dtype in inherits_float(scope.blocks)))
+        yield from _small_percentage(scope)
+    yield from _dpu_only(layered.settings)
+    yield from _unused(layered, scopes)
+    for level in (layered.top, *layered.layers):
+        yield from _overall_per_channel(level)
+        yield from _unlisted(layered, level)
+    yield from _repeated(layered.layers)
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """What the file says about one tensor role of all layers, or of the layers of one entry: blocks, widest first."""
+
+    role: Role
+    blocks: tuple[Fields, ...]
+
+    def merged(self) -> dict[str, Sourced]:
+        return {name: sourced for block in self.blocks for name, sourced in block.items()}
+
+    def spec(self) -> QuantizationSpec:
+        return QuantizationSpec.of(self.merged())
+
+
+def _scopes(layered: Layered) -> Iterator[_Scope]:
+    top = layered.top
+    for role in _roles(top):
+        yield _Scope(role, top.blocks(role))
+    for level in layered.layers:
+        for role in _roles(level):
+            yield _Scope(role, (*top.blocks(role), *level.blocks(role)))
+
+
+def _roles(level: Level) -> Iterable[Role]:
+    return [role for role in ROLES if level.roles is None or role in level.roles]
+
+
+def _conflict(conflict: Conflict, merged: Mapping[str, Sourced], device: Place | None) -> Diagnostic | None:
+    """An error at the value written last, a warning at the idle value; None if one is missing, which is reported."""
+    named = [merged[name].place for name in conflict.fields if name in merged]
+    places = [place for place in named if place]
+    if len(places) < len(conflict.fields):
+        return None
+    idle = conflict.severity == "warning"
+    at, *others = places if idle else sorted(places, reverse=True)
+    related = [(place, "because of this" if idle else "in conflict with this") for place in sorted(others)]
+    if conflict.on_device and device:
+        related.append((device, "for this device"))
+    return Diagnostic(
+        conflict.code, conflict.message, at, conflict.severity, help=conflict.help, related=tuple(related)
+    )
+
+
+def inherits_float(blocks: Sequence[Fields]) -> Iterator[tuple[Fields, Sourced]]:
+    """The blocks that inherit a floating-point datatype from a wider one, and that datatype; the widest comes first."""
+    stating = [at for at, block in enumerate(blocks) if "dtype" in block]
+    if stating and (dtype := blocks[stating[-1]]["dtype"]).value != "int":
+        yield from ((block, dtype) for block in blocks[stating[-1] + 1 :])
+
+
+def refused_under_float(block: Fields, dtype: Sourced) -> Diagnostic | None:
+    """The finding for a block's parameters that an inherited floating-point datatype makes dead, if it has any."""
+    place = min((sourced.place for sourced in block.values() if sourced.place), default=None)
+    if not place or not dtype.place:
+        return None
+    return Diagnostic(
+        "QZ306",
+        f"these parameters would have no effect: the datatype is {dtype.value}",
+        place,
+        help='write "datatype": "int" beside them, or remove them',
+        related=((dtype.place, "inherited from here"),),
+    )
+
+
+def _small_percentage(scope: _Scope) -> Iterator[Diagnostic]:
+    """A percentage that clips more than half of the values: most likely a fraction was meant."""
+    spec, sourced = scope.spec(), scope.merged().get("percentage")
+    if spec.dtype != "int" or spec.method != "percentile" or sourced is None or spec.percentage >= LEAST_PERCENTAGE:
+        return
+    as_percent = f"{spec.percentage * 100:.10g}"
+    meant = LEAST_PERCENTAGE <= spec.percentage * 100 <= 100
+    yield Diagnostic(
+        "QZ113",
+        f"this keeps {spec.percentage:.10g} % of the values and clips the rest",
+        sourced.place,
+        "warning",
+        help=f'did you mean "percentage": {as_percent}?' if meant else 'for example "percentage": 99.9',
+    )
+
+
+def _dpu_only(settings: Settings) -> Iterator[Diagnostic]:
+    device = settings.places.get("target_device")
+    if device is None or settings.target_device == "DPU":
+        return
+    for name, place in settings.places.items():
+        if name in DPU_ONLY and getattr(settings, name):
+            yield Diagnostic(
+                "QZ115",
+                f"{name} has no effect: it is about the DPU",
+                place,
+                "warning",
+                help="remove it, or set it to false",
+                related=((device, "for this device"),),
+            )
+
+
+def _unused(layered: Layered, scopes: list[_Scope]) -> Iterator[Diagnostic]:
+    """Parameters that no spec reads, one finding per block; an overall block has to be complete, read or not."""
+    refused = {found.place for scope in scopes for block, _ in inherits_float(scope.blocks) for found in block.values()}
+    used = {sourced.place for scope in scopes for sourced in _read(scope)} | refused
+    for level in (layered.top, *layered.layers):
+        blocks = [
+            (level.overall["weights"], True),
+            *((level.tensor[role], False) for role in level.tensor if role in _roles(level)),
+        ]
+        for block, complete in blocks:
+            floating = "dtype" in block and block["dtype"].value != "int"
+            idle = [
+                (name, sourced.place)
+                for name, sourced in block.items()
+                if sourced.place
+                and sourced.place not in used
+                and (name == "percentage" or not complete or (floating and name != "dtype"))
+            ]
+            yield from _idle(idle, floating)
+
+
+def _read(scope: _Scope) -> Iterator[Sourced]:
+    merged, spec = scope.merged(), scope.spec()
+    for name, sourced in merged.items():
+        if name == "dtype" or (spec.dtype == "int" and (name != "percentage" or spec.method == "percentile")):
+            yield sourced
+
+
+def _idle(idle: list[tuple[str, Place]], floating: bool) -> Iterator[Diagnostic]:
+    if not idle:
+        return
+    words = [place.pointer.rpartition("/")[2] for _, place in idle]
+    message = f"{', '.join(words)} {'has' if len(words) == 1 else 'have'} no effect"
+    reason = (
+        "a floating-point datatype reads no other parameter"
+        if floating
+        else "`percentage` is read by the percentile method only"
+    )
+    yield Diagnostic("QZ111", message, min(place for _, place in idle), "warning", help=f"remove: {reason}")
+
+
+def _overall_per_channel(level: Level) -> Iterator[Diagnostic]:
+    qscheme = level.overall["weights"].get("qscheme")
+    others = [role for role in _roles(level) if role != "weights"]
+    if qscheme and qscheme.value == "per_channel" and others:
+        yield Diagnostic(
+            "QZ112",
+            f"per_channel holds for weights only; {', '.join(others)} stay per tensor",
+            qscheme.place,
+            "warning",
+            help='write "weights": {"per_channel": true} in tensor_quantize_config',
+        )
+
+
+def _unlisted(layered: Layered, level: Level) -> Iterator[Diagnostic]:
+    """Tensor blocks for roles that the level does not quantize; at the top a layer entry may still quantize them."""
+    listing = [level] if level.pointer else [level, *layered.layers]
+    listed = {role for each in listing for role in _roles(each)}
+    for role in level.tensor:
+        if role not in listed:
+            place = layered.document.place(pointer_to(*level.pointer, "tensor_quantize_config", role), key=True)
+            related = ((level.roles_place, "not listed here"),) if level.roles_place else ()
+            yield Diagnostic(
+                "QZ108",
+                f"{role} is not quantized, so nothing reads these parameters",
+                place,
+                help=f'add "{role}" to quantizable_data_type, or remove the block',
+                related=related,
+            )
+
+
+def _repeated(levels: Iterable[Level]) -> Iterator[Diagnostic]:
+    first: dict[tuple[str, str], Level] = {}
+    for level in levels:
+        selector = level.selector
+        earlier = first.setdefault((selector.kind, selector.text), level)
+        if earlier is not level and selector.place and earlier.selector.place:
+            yield Diagnostic(
+                "QZ109",
+                f'a second entry for "{selector.text[:60]}"; key by key the later one wins',
+                selector.place,
+                "warning",
+                help="make one entry of the two",
+                related=((earlier.selector.place, "first here"),),
+            )

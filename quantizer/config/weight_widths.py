@@ -1,0 +1,71 @@
+"""A config file's document with other widths for the weights of single layers, in the file's own form. No tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from quantizer.config.form import form_of
+from quantizer.config.hierarchical_spec import INTEGERS, dtype_word
+from quantizer.config.layered import entry
+from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
+from quantizer.errors import UsageError
+
+Specs = Mapping[Role, QuantizationSpec]
+
+
+def patched(document: Mapping[str, Any], layers: Mapping[str, Specs]) -> dict[str, Any]:
+    """The document with an entry for each of `layers`, which maps a layer's name to the specs of all its tensors that
+    are quantized, that of "weights" as it shall be.
+
+    The layered form needs complete entries, so there the other tensors are said again; in the hierarchical form an
+    entry says the weights' dtype alone. Comments ("//" keys) stay.
+
+    Raises:
+        UsageError: the form has no word for a width.
+    """
+    changed = copy.deepcopy(dict(document))
+    if not layers:
+        return changed
+    if form_of(document) == "hierarchical":
+        named = changed.setdefault("layer_quant_config", {})
+        for name, specs in layers.items():
+            own = named.pop(name, {})  # and to the end: of equally specific entries the last one holds
+            named[name] = {**own, "weight": _weight(own.get("weight") or {}, specs["weights"])}
+        return changed
+    entries = changed.get("layer_quantize_config") or []
+    old = {each.get("layer_name"): each for each in entries}
+    others = [each for each in entries if each.get("layer_name") not in layers]
+    changed["layer_quantize_config"] = [
+        *others,
+        *(_comments(old.get(name, {})) | _entry(name, specs) for name, specs in layers.items()),
+    ]
+    return changed
+
+
+def _weight(own: Mapping[str, Any], spec: QuantizationSpec) -> dict[str, Any]:
+    """What a level says of a weight already, with another dtype."""
+    if spec.dtype in CAST_ONLY:
+        return {"dtype": spec.dtype}
+    return {**own, "dtype": _dtype(spec), "symmetric": spec.symmetric}
+
+
+def _dtype(spec: QuantizationSpec) -> str:
+    word = dtype_word(spec)
+    if word is None:
+        wanted = f"{'' if spec.signed and spec.symmetric else 'u'}int{spec.bit_width}"
+        known = ", ".join(INTEGERS)
+        raise UsageError(f"the hierarchical form has no dtype {wanted}", help=f"it has {known}: change --choices")
+    return word
+
+
+def _comments(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in own.items() if key.startswith("//")}
+
+
+def _entry(name: str, specs: Specs) -> dict[str, Any]:
+    """A complete entry of the layered form, which says of what kind its numbers are, whatever the top does."""
+    written = entry({"layer_type": None, "layer_name": name}, specs)
+    written["overall_quantize_config"].setdefault("datatype", "int")
+    return written
