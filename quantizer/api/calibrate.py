@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from quantizer.api.config import Config
 from quantizer.api.notebook import follower
+from quantizer.api.read_config import AnyConfig, read_config
 from quantizer.api.result import Result
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document
-from quantizer.config.load import LoadResult, check_document, default_config, load_config
+from quantizer.config.load import check_document, default_config
 from quantizer.config.model import Config as Rules
 from quantizer.config.resolved import resolved_document
-from quantizer.config.wording import a_kind
 from quantizer.engine import pipeline, results
 from quantizer.engine.calibrated import Calibrated, reopened, traced
 from quantizer.engine.checkpoint import Checkpoints
@@ -27,7 +26,7 @@ from quantizer.engine.job import Job
 from quantizer.engine.module_target import evaluating
 from quantizer.engine.result_files import read_json
 from quantizer.engine.target import TracedTarget
-from quantizer.errors import DataError, UsageError
+from quantizer.errors import DataError
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
 from quantizer.plan.resolve import resolve
@@ -40,7 +39,7 @@ Data = str | Iterable[Any] | Callable[[], Any]
 
 def calibrate(
     model: nn.Module,
-    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None,
+    config: AnyConfig | None,
     data: Data,
     *,
     batch_size: int | None = None,
@@ -118,25 +117,6 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data) -> Result
     plan = resolve(rules, calibrated.graph, original)
     results.check_plan(info, rules, plan.tensors)
     return Result(model, calibrated, plan, batches, follower(), folder=place)
-
-
-def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | Config | None) -> LoadResult:
-    """The checked config, whichever way it is given.
-
-    Raises:
-        UsageError: it is none of these.
-    """
-    if config is None:
-        return LoadResult(default_config(), (), {})
-    if isinstance(config, (str, os.PathLike)):
-        return load_config(config)
-    if isinstance(config, Config):
-        return check_document(Document.of(config.to_dict(), "Config"))
-    if isinstance(config, Mapping):
-        return check_document(Document.of(config, "config"))
-    raise UsageError(
-        f"config is {a_kind(config)}, not a config", help="give the path of a file, a dict or a quantizer.Config"
-    )
 
 
 def _batches(

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from quantizer.api.config import Config
 from quantizer.api.dataloader import batches_of
-from quantizer.config.document import Document
-from quantizer.config.load import check_document
+from quantizer.api.read_config import AnyConfig, read_config
 from quantizer.engine import pipeline
 from quantizer.engine.job import Job
 from quantizer.engine.module_target import ModuleTarget
@@ -17,10 +15,10 @@ from quantizer.nn.inplace import check_float
 from quantizer.nn.transaction import all_or_nothing
 
 
-def quantize(model: Any, config: Config, dataloader: Iterable[Any] | None) -> None:
+def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) -> None:
     """Quantize `model`; see `ModelQuantizer.quantize_model`."""
     check_float(model)
-    read = check_document(Document.of(config.to_dict(), "Config"))
+    read = read_config(config)
     rules = read.require()
     target = ModuleTarget(model)
 

@@ -6,9 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quantizer.api.config import Config
-from quantizer.config.wording import a_kind
-from quantizer.errors import UsageError
+from quantizer.api.read_config import AnyConfig, check_kind
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,9 +21,8 @@ class ModelQuantizer:
     what else has weights stays float and is logged. The command line does the same to a traced copy of the model.
     """
 
-    def __init__(self, config: Config) -> None:
-        if not isinstance(config, Config):
-            raise UsageError(f"config is {a_kind(config)}, not a Config", help="Config.load(path) reads a file")
+    def __init__(self, config: AnyConfig) -> None:
+        check_kind(config)
         self.config = config
 
     def quantize_model(self, model: Model, dataloader: Iterable[Any] | None = None) -> Model:

@@ -67,6 +67,14 @@ class ModuleTarget:
                     f"{name} {what}, which modules in place do not show: it needs a trace of the model",
                     help="set it to false, or use quantizer.calibrate, which traces the model",
                 )
+        for rule in config.rules:
+            between = sorted((rule.roles or frozenset()) & {"input", "activation"})
+            if between:
+                raise UsageError(
+                    f"{rule.roles_place}: quantizable_data_type has {' and '.join(between)}, which are quantized "
+                    "between operators, and modules in place do not show these",
+                    help='list "weights" and "bias" alone, or use quantizer.calibrate, which traces the model',
+                )
 
     def plan(self, config: Config) -> Plan:
         """Resolve the config on single layers."""

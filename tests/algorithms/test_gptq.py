@@ -178,7 +178,7 @@ def test_grids_that_were_found_before_are_used_as_they_are() -> None:
     (name,) = layer_names(task.graph)
     grid = nearest_qparams(GROUPS, 0.8 * weight)
     for each in (Gptq(), Gptq(desc_act=False, static_groups=False)):
-        found = gptq(task, each, Adjustment(grids={name: grid})).rounded[name]
+        found = gptq(task, each, Adjustment(qparams={name: grid})).rounded[name]
         assert torch.equal(found.qparams.scale, grid.scale)
         assert torch.equal(nearest(found.weight, GROUPS, grid), found.weight)
 
@@ -463,5 +463,5 @@ def test_a_group_that_is_given_scales_needs_no_range() -> None:
     task = task_of(linear(WEIGHT), [decaying(512, 256, seed=0)], spec)
     (name,) = layer_names(task.graph)
     grid = QParams(torch.full((128,), 0.05), torch.zeros(128, dtype=torch.int32))
-    found = gptq(task, Gptq(), Adjustment(grids={name: grid})).rounded[name]
+    found = gptq(task, Gptq(), Adjustment(qparams={name: grid})).rounded[name]
     assert found.qparams is grid and remarks(gptq(task, Gptq(), Adjustment())) == {}

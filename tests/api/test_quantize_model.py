@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from api.specs import TinyLM, per_token, quantized, same, spec, tiny_lm, tokens
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from configs import document
 from quantizer import (
     Config,
     DeviceType,
@@ -533,9 +536,9 @@ def test_a_replaced_forward_is_refused_where_it_would_pass_a_quantizer_by() -> N
     quantized(model, weight=spec())
 
 
-def test_what_is_no_config_or_no_model_is_told() -> None:
-    with pytest.raises(UsageError, match="config is a dict, not a Config"):
-        ModelQuantizer({})  # type: ignore[arg-type]
+def test_what_is_no_config_or_no_model_is_refused() -> None:
+    with pytest.raises(UsageError, match="config is an int, not a config"):
+        ModelQuantizer(3)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="model is a Tensor"):
         quantized(X, weight=spec())  # type: ignore[arg-type]
 
@@ -640,3 +643,29 @@ def test_channels_of_nothing_but_zeros_are_counted_and_stay_zero(caplog: pytest.
     assert "all weights of a scale are zero it is 1, and they stay zero: Sequential::" in caplog.text
     assert "Linear[2]/linear (3 of 4 scales)" in caplog.text and "Linear[0]" not in caplog.text
     assert not model[2].weight[:3].any() and model[2].weight[3:].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"include_cle": True}, "include_cle equalizes neighbouring layers, .* needs a trace"),
+        ({"include_bias_corr": True}, "include_bias_corr .* needs a trace"),
+        ({"quantizable_data_type": ["weights", "activation"]}, "has activation, which are quantized between operators"),
+    ],
+)
+def test_what_only_a_trace_shows_is_refused_in_place(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+    model, path = mlp(), tmp_path / "config.json"
+    before = snapshot(model)
+    path.write_text(json.dumps(document(**{"quantizable_data_type": ["weights"]} | settings)))
+    with pytest.raises(UsageError, match=said):
+        ModelQuantizer(path).quantize_model(model, [X])
+    assert equal(before, snapshot(model))
+
+
+def test_weights_of_the_layered_form_are_quantized_in_place() -> None:
+    content = document(quantizable_data_type=["weights"], tensor={"weights": {"bit_width": 4, "per_channel": True}})
+    model = ModelQuantizer(content).quantize_model(mlp())
+    int4 = spec(Dtype.int4, qscheme=QSchemeType.per_channel, ch_axis=0, observer_cls=None)
+    expected = quantized(mlp(), weight=int4)
+    assert torch.equal(model(X), expected(X))
+    assert not torch.equal(model(X), mlp()(X))
