@@ -32,6 +32,12 @@ class GateError(QuantizerError):
     exit_code = 1
 
 
+class VerificationError(QuantizerError):
+    """The answer is no: a deployed file does not compute what test mode does, so it is not kept."""
+
+    exit_code = 1
+
+
 class UsageError(QuantizerError):
     """The command line or the config cannot be used."""
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome
+from quantizer.cli.progress import BatchProgress
+from quantizer.cli.session import shows_bars
 from quantizer.engine.result_files import write_json
 from quantizer.engine.results import QuantInfo
-from quantizer.errors import ModelError, QuantizerError, ResultError, UsageError
+from quantizer.errors import ModelError, QuantizerError, ResultError, UsageError, VerificationError
 from quantizer.export import EXPORTERS, FOLDER, check, export
-from quantizer.export.deployment import Deployment, Verification
+from quantizer.export.agreement import Verification
+from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
+from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 
 logger = logging.getLogger(__name__)
@@ -36,31 +41,36 @@ def require_one(options: RunOptions, graph: Graph, info: QuantInfo) -> None:
 
 
 def deploy(options: RunOptions, outcome: Outcome, graph: Graph, info: QuantInfo, batches: Batches) -> Outcome:
-    """Write what `--deploy` asks for, verified on the first batch, and `verify.json` beside it; adds to the outcome.
+    """Write what `--deploy` asks for, verified, and `verify.json` beside it; adds to the outcome.
 
-    A target that is refused does not keep the others from being written; the refusal is raised after them.
+    A target that is refused does not keep the others from being written; the refusal is raised after them. It leaves no
+    file of an earlier run under its name either.
 
     Raises:
         UsageError: a target cannot express a layer of this config.
         ModelError: a target cannot translate a layer.
+        VerificationError: a file does not compute what test mode does.
         ResultError: the folder cannot be written, or leads out of the result folder.
     """
     folder = Path(options.output_dir) / FOLDER
     if folder.is_symlink():
         raise ResultError(f"{folder} is a link to another folder", help="remove the link")
     batch = next(iter(batches)).to("cpu")
-    deployment = Deployment(graph, info.solution, batch.args, batch.kwargs, info.settings.onnx_opset_version)
+    given = Deployment(graph, info.solution, batch.args, batch.kwargs, info.settings.onnx_opset_version)
+    given = replace(given, sqnr_db=outcome.metrics["sqnr_db"])
     files, lines = {}, []
     refusals: list[QuantizerError] = []
     for target in dict.fromkeys(options.deploy):
         path = folder / f"{graph.model}{EXPORTERS[target].suffix}"
         try:
-            verification = export(target, deployment, path)
-        except (UsageError, ModelError) as refusal:
+            with BatchProgress(f"verify {target}", batches.total, bar=shows_bars(), quiet=options.quiet) as progress:
+                found = export(target, replace(given, batches=_counted(batches, progress)), path)
+        except (UsageError, ModelError, VerificationError) as refusal:
+            path.unlink(missing_ok=True)
             refusals.append(refusal)
             continue
-        files[path.name] = asdict(verification)
-        lines.append(_line(path, verification))
+        files[path.name] = found.to_json()
+        lines += _lines(path, found)
     if files:
         write_json(folder / "verify.json", files)
     if refusals:  # the outcome is not shown then
@@ -70,8 +80,12 @@ def deploy(options: RunOptions, outcome: Outcome, graph: Graph, info: QuantInfo,
     return replace(outcome, content={**outcome.content, "deployed": files}, shown=[*outcome.shown, *lines])
 
 
-def _line(path: Path, found: Verification) -> str:
-    return (
-        f"deployed: {path}, {path.stat().st_size / 1024:.0f} kB; against test mode, {found.compared} differ by at most "
-        f"{found.max_difference:.3g}, {found.equal:.2%} are equal"
-    )
+def _counted(batches: Batches, progress: BatchProgress) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch.to("cpu")
+        progress.advance()
+
+
+def _lines(path: Path, found: Verification) -> list[str]:
+    lines = [f"deployed: {path}, {path.stat().st_size / 1024:.0f} kB; {found.figures()}"]
+    return lines + ([f"in a default session its {found.default_session.figures()}"] if found.default_session else [])

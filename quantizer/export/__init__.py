@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from quantizer.engine.solution import Solution
-    from quantizer.export.deployment import Deployment, Verification
+    from quantizer.export.agreement import Verification
+    from quantizer.export.deployment import Deployment
     from quantizer.graph.ir import Graph
 
 FOLDER = "export"

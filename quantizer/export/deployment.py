@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,16 +14,19 @@ from torch.utils import _pytree as pytree
 
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.solution import Solution
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, references
 from quantizer.nn.network import Network
+from quantizer.sources.batches import Batch
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A calibrated network and one call to verify files with; all on the CPU.
+    """A calibrated network and the data to verify files with; all on the CPU.
 
     `args` and `kwargs` are a call of the model, which no file keeps. `opset` is the ONNX operator set, -1 to let the
-    exporter choose.
+    exporter choose. `batches` are the evaluation data, which can be gone through once at least; without them the one
+    call stands for all. `sqnr_db` is what quantization costs the outputs in test mode, in dB: a runtime that rounds
+    otherwise should not cost more.
     """
 
     graph: Graph
@@ -30,6 +34,8 @@ class Deployment:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     opset: int = -1
+    batches: Iterable[Batch] = ()
+    sqnr_db: float = math.inf
 
     def network(self) -> Network:
         """The network as test mode runs it; a fresh one, which the exporter may change."""
@@ -40,6 +46,22 @@ class Deployment:
         """The tensors of test mode's output for the call, in order."""
         with torch.no_grad():
             return tensor_leaves(self.network()(*self.args, **self.kwargs))
+
+    def calls(self) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
+        """Positional and keyword arguments of each call to verify with."""
+        for batch in self.batches or [Batch(self.args, self.kwargs, None, None)]:
+            yield batch.args, batch.kwargs
+
+    @cached_property
+    def steps(self) -> list[float | None]:
+        """For each tensor of the output the distance of two codes, None where it is not on one grid of integers."""
+        return [self._step(name) for name in references(self.graph.output)]
+
+    def _step(self, name: str) -> float | None:
+        if (name, "activation") not in self.solution.tensors:
+            return None
+        spec, scale, _ = self.solution.tensors[name, "activation"]
+        return float(scale) if spec.dtype == "int" and scale.numel() == 1 and not spec.is_dynamic else None
 
     @cached_property
     def blank(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -56,36 +78,6 @@ class Deployment:
         ]
         args, kwargs = pytree.tree_unflatten(blanks, spec)
         return args, kwargs
-
-
-@dataclass(frozen=True)
-class Verification:
-    """A file against test mode: `compared` says what of it; differences are absolute, `equal` a share from 0 to 1."""
-
-    compared: str
-    max_difference: float
-    mean_difference: float
-    equal: float
-
-
-def verify(compared: str, expected: Sequence[Tensor], found: Sequence[Tensor]) -> Verification:
-    """Compare tensors pairwise; NaN and infinity equal themselves.
-
-    Raises:
-        ValueError: the number of tensors or a shape differs.
-    """
-    largest, total, equal, count = 0.0, 0.0, 0, 0
-    for want, got in zip(expected, found, strict=True):
-        if want.shape != got.shape:
-            raise ValueError(f"The file gives shape {tuple(got.shape)} where test mode gives {tuple(want.shape)}.")
-        want, got = want.double(), got.double()
-        same = (want == got) | (want.isnan() & got.isnan())
-        difference = torch.where(same, 0.0, (want - got).abs())
-        largest = max(largest, float(difference.max())) if difference.numel() else largest
-        total += float(difference.sum())
-        equal += int(same.sum())
-        count += want.numel()
-    return Verification(compared, largest, total / max(count, 1), equal / count if count else 1.0)
 
 
 def tensor_leaves(output: Any) -> list[Tensor]:

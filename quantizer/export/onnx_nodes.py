@@ -10,7 +10,7 @@ from onnx import NodeProto, TensorProto, helper
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.onnx_tensors import Carrier, carrier_of, codes_tensor, float_tensor
+from quantizer.export.onnx_tensors import Carrier, activation_carrier, codes_tensor, float_tensor
 from quantizer.graph.ir import Graph
 from quantizer.numerics.formats import FLOAT_FORMATS
 
@@ -89,7 +89,7 @@ def refusal(wanted: Quantization, graph: Graph, opset: int) -> tuple[str, str] |
         return "is quantized per channel", "set per_channel to false there"
     if spec.dtype == "int" and spec.bit_width > 16:
         return f"has {spec.bit_width} bits, and QuantizeLinear has 16 at most", "set its bit_width to 16 or less"
-    if spec.dtype == "int" and carrier_of(spec, opset) is None:
+    if spec.dtype == "int" and activation_carrier(spec, opset) is None:
         return f"has {spec.bit_width} bits, which operator set {opset} lacks", "set onnx_opset_version to 21 or -1"
     return None
 
@@ -107,18 +107,19 @@ def quantize_activation(wanted: Quantization, x: str, y: str, opset: int) -> Emi
     if spec.dtype != "int":
         _float(emission, wanted, x, y)
         return emission
-    carrier = carrier_of(spec, opset)
-    assert carrier is not None  # `refusal` saw to it
+    found = activation_carrier(spec, opset)
+    assert found is not None  # `refusal` saw to it
+    carrier, offset = found
     scale = emission.constant("scale", wanted.scale)
     low, high = spec.quant_min - int(wanted.zero_point), spec.quant_max - int(wanted.zero_point)
     if spec.round_mode != "half_even":
         x = emission.add("Div", x, scale)
         x = emission.add("Clip", x, emission.constant("low", low), emission.constant("high", high))
         x = emission.add("Mul", _rounded(emission, spec.round_mode, x), scale)
-    elif (spec.quant_min, spec.quant_max) != (carrier.low, carrier.high):
+    elif (spec.quant_min + offset, spec.quant_max + offset) != (carrier.low, carrier.high):
         bounds = emission.constant("low", low * wanted.scale), emission.constant("high", high * wanted.scale)
         x = emission.add("Clip", x, *bounds)
-    zero_point = emission.codes("zero_point", wanted.zero_point, carrier)
+    zero_point = emission.codes("zero_point", wanted.zero_point + offset, carrier)
     codes = emission.add("QuantizeLinear", x, scale, zero_point)
     emission.add("DequantizeLinear", codes, scale, zero_point, output=y)
     return emission

@@ -6,32 +6,36 @@ become codes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx
-import onnxruntime
 import torch
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto, NodeProto, TensorProto
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import quantizer
-from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.config.wording import shortened
 from quantizer.engine.result_files import write_bytes
 from quantizer.engine.solution import Solution
 from quantizer.errors import ModelError, UsageError
-from quantizer.export.deployment import Deployment, Verification, tensor_leaves, verify
+from quantizer.export.agreement import Verification
+from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.onnx_guards import keep_float_weights
 from quantizer.export.onnx_nodes import Emission, Quantization, quantize_activation, refusal
-from quantizer.export.onnx_weights import quantize_parameter
+from quantizer.export.onnx_sessions import verify_sessions
+from quantizer.export.onnx_tensors import activation_carrier, carrier_of
+from quantizer.export.onnx_weights import BLOCKS, quantize_weights
 from quantizer.export.program import exported
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import quiet
 from quantizer.nn.network import Network
 
-OPSET, OPSETS = 21, range(18, 24)
-"""Operator set 21 has 4-bit and 16-bit QuantizeLinear; torch.onnx writes those of the range."""
+OPSETS = range(18, 24)
+"""The operator sets that torch.onnx writes."""
 LARGEST = 2**31 - 2**20
 """Bytes of parameters, as float32, that fit one protobuf message."""
 _DOMAIN = "quantizer"
@@ -40,18 +44,25 @@ _DOMAIN = "quantizer"
 def export(deployment: Deployment, path: Path) -> Verification:
     """Write the model; its inputs and outputs are `input_0`, …, `output_0`, … in the order of the call's tensors.
 
-    The bytes depend on network and calibration alone. The file is run by ONNX Runtime, unoptimized, to verify it.
+    The bytes depend on network and calibration alone. ONNX Runtime runs them, without optimizations and as users do,
+    before they are written.
+
+    Raises:
+        UsageError: ONNX cannot say what the config asks for.
+        ModelError: torch.onnx does not know an operator of the network.
+        VerificationError: a session does not give test mode's outputs.
     """
     check(deployment.graph, deployment.solution, deployment.opset)
-    opset = OPSET if deployment.opset == -1 else deployment.opset
     wanted = _quantizations(deployment.solution)
+    opset = operator_set(wanted) if deployment.opset == -1 else deployment.opset
     network = deployment.network()
     model = _translate(deployment, _Flat(network, deployment, wanted), opset)
     _lower(model, network, wanted, opset)
+    keep_float_weights(model)
     _clean(model, deployment.graph.model)
     onnx.checker.check_model(model)
     content = model.SerializeToString(deterministic=True)
-    verification = verify("outputs", deployment.expected, _run(content, deployment))
+    verification = verify_sessions(content, deployment, path.name)
     write_bytes(path, content)
     return verification
 
@@ -62,7 +73,8 @@ def check(graph: Graph, solution: Solution, opset: int) -> None:
     Raises:
         UsageError: the reason, with the first tensors it holds for.
     """
-    opset = OPSET if opset == -1 else opset
+    everything = _quantizations(solution)
+    opset = operator_set(everything) if opset == -1 else opset
     if opset not in OPSETS:
         raise UsageError(
             f"--deploy onnx writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}",
@@ -75,7 +87,7 @@ def check(graph: Graph, solution: Solution, opset: int) -> None:
             help="use --deploy pt2 or safetensors",
         )
     reasons: dict[tuple[str, str], list[str]] = {}
-    for wanted in _quantizations(solution):
+    for wanted in everything:
         found = None if is_parameter(wanted.role) else refusal(wanted, graph, opset)
         if found is not None:
             reasons.setdefault(found, []).append(f"{wanted.role} of {wanted.layer}")
@@ -83,6 +95,23 @@ def check(graph: Graph, solution: Solution, opset: int) -> None:
         texts = [shortened(names) + (": each " if names[1:] else " ") + why for (why, _), names in reasons.items()]
         helps = dict.fromkeys(help_ for _, help_ in reasons)
         raise UsageError(f"--deploy onnx: {'; '.join(texts)}", help="; ".join(helps))
+
+
+def operator_set(wanted: Sequence[Quantization]) -> int:
+    """20, which every optimization of ONNX Runtime knows; 21 if a type or the blocks of a weight came only with it."""
+    return max([20, *(_oldest(each) for each in wanted if each.spec.dtype == "int")])
+
+
+def _oldest(wanted: Quantization) -> int:
+    """The first operator set with the type of a tensor's codes; floats, as biases are, need none."""
+    spec, newest = wanted.spec, OPSETS[-1]
+    if base_role(wanted.role) == "bias":
+        return 0
+    if not is_parameter(wanted.role):
+        found = activation_carrier(spec, newest)
+        return found[0].opset if found else 0
+    carrier = carrier_of(spec, newest)
+    return max(carrier.opset if carrier else 0, BLOCKS if spec.qscheme == "per_group" else 0)
 
 
 def _quantizations(solution: Solution) -> list[Quantization]:
@@ -108,29 +137,36 @@ class _Mark(nn.Module):
 
 
 class _Flat(nn.Module):
-    """The network with marks for its activations' quantizers, from a flat list of tensors to another."""
+    """The network with marks for its quantizers, from a flat list of tensors to another.
+
+    Weights are marked where they are used, so that torch.onnx does not fold them into something else.
+    """
 
     def __init__(self, network: Network, deployment: Deployment, wanted: list[Quantization]) -> None:
         super().__init__()
         self.network = network
         self.leaves, self.spec = pytree.tree_flatten(deployment.blank)
-        for index, quantization in enumerate(wanted):
-            if not is_parameter(quantization.role):
-                network.layers[quantization.layer].attach(quantization.role, _Mark(index))  # type: ignore[arg-type]
+        self.weights: dict[str, _Mark] = {}
+        for index, (layer, role) in enumerate((each.layer, each.role) for each in wanted):
+            if base_role(role) == "weights":
+                self.weights[f"{network.module_names[layer]}.{parameter_name(role)}"] = _Mark(index)
+            elif not is_parameter(role):
+                network.layers[layer].attach(role, _Mark(index))  # type: ignore[arg-type]
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        weights = {name: mark(self.network.get_parameter(name)) for name, mark in self.weights.items()}
         outputs: list[Tensor] = []
-        for output in tensor_leaves(self.network(*args, **kwargs)):
+        for output in tensor_leaves(torch.func.functional_call(self.network, weights, args, kwargs)):
             named_twice = any(output is other for other in (*tensors, *outputs))
             outputs.append(output.clone() if named_twice else output)
         return outputs
 
 
 def _translate(deployment: Deployment, flat: _Flat, opset: int) -> ModelProto:
-    """torch.onnx's translation, unoptimized.
+    """torch.onnx's translation.
 
     Raises:
         ModelError: it does not know an operator of the network.
@@ -145,7 +181,7 @@ def _translate(deployment: Deployment, flat: _Flat, opset: int) -> ModelProto:
                 output_names=[f"output_{index}" for index in range(len(deployment.expected))],
                 opset_version=opset,
                 dynamo=True,
-                optimize=False,
+                optimize=True,
                 verbose=False,
             )
     except torch.onnx.OnnxExporterError as error:
@@ -160,32 +196,35 @@ def _translate(deployment: Deployment, flat: _Flat, opset: int) -> ModelProto:
 
 
 def _lower(model: ModelProto, network: Network, wanted: list[Quantization], opset: int) -> None:
-    """Put the quantizations in: nodes for marks, codes for parameters."""
-    initializers = {tensor.name: tensor for tensor in model.graph.initializer}
-    parameters: list[NodeProto] = []
-    for quantization in wanted:
-        if is_parameter(quantization.role):
-            attribute = parameter_name(quantization.role)
-            name = f"network.{network.module_names[quantization.layer]}.{attribute}"
-            values = network.layers[quantization.layer].get_parameter(attribute).detach()
-            emission = quantize_parameter(quantization, values, name, opset)
-            if emission is not None:
-                model.graph.initializer.remove(initializers[name])
-                parameters += _entered(model, emission)
+    """Put the quantizations in where the marks are: nodes, and codes for weights."""
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     nodes: list[NodeProto] = []
     for node in model.graph.node:
         if node.domain != _DOMAIN:
             nodes.append(node)
             continue
-        quantization = wanted[node.attribute[0].i]
-        nodes += _entered(model, quantize_activation(quantization, node.input[0], node.output[0], opset))
+        (source,), (result,), quantization = node.input, node.output, wanted[node.attribute[0].i]
+        if not is_parameter(quantization.role):
+            emission = quantize_activation(quantization, source, result, opset)
+        else:
+            values = network.layers[quantization.layer].get_parameter(parameter_name(quantization.role)).detach()
+            emission = quantize_weights(quantization, values, result, opset) or _as_it_is(tensors[source], result)
+        model.graph.initializer.extend(emission.initializers)
+        nodes += emission.nodes
     del model.graph.node[:]
-    model.graph.node.extend([*parameters, *nodes])
+    model.graph.node.extend(nodes)
+    read = {name for node in nodes for name in node.input}
+    for index in reversed(range(len(model.graph.initializer))):
+        if model.graph.initializer[index].name not in read:
+            del model.graph.initializer[index]
 
 
-def _entered(model: ModelProto, emission: Emission) -> list[NodeProto]:
-    model.graph.initializer.extend(emission.initializers)
-    return emission.nodes
+def _as_it_is(tensor: TensorProto, name: str) -> Emission:
+    """A float initializer of the same values."""
+    copy = TensorProto()
+    copy.CopyFrom(tensor)
+    copy.name = name
+    return Emission(name, initializers=[copy])
 
 
 def _clean(model: ModelProto, name: str) -> None:
@@ -206,15 +245,3 @@ def _clean(model: ModelProto, name: str) -> None:
             if dimension.HasField("dim_param"):
                 new = "batch" if not symbols else f"size_{len(symbols)}"
                 dimension.dim_param = symbols.setdefault(dimension.dim_param, new)
-
-
-def _run(content: bytes, deployment: Deployment) -> list[Tensor]:
-    """What ONNX Runtime makes of the call."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    tensors = tensor_leaves((deployment.args, dict(deployment.kwargs)))
-    names = [f"input_{index}" for index in range(len(tensors))]
-    used = {value.name for value in session.get_inputs()}
-    feed = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True) if name in used}
-    return [torch.from_numpy(output) for output in session.run(None, feed)]

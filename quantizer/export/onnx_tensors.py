@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -23,11 +24,13 @@ class Carrier:
     storage: torch.dtype = torch.int64
 
 
+INT8 = Carrier(TensorProto.INT8, -128, 127, 13, torch.int8)
+UINT8 = Carrier(TensorProto.UINT8, 0, 255, 13, torch.uint8)
 CARRIERS = (
     Carrier(TensorProto.INT4, -8, 7, 21, torch.uint8),
     Carrier(TensorProto.UINT4, 0, 15, 21, torch.uint8),
-    Carrier(TensorProto.INT8, -128, 127, 13, torch.int8),
-    Carrier(TensorProto.UINT8, 0, 255, 13, torch.uint8),
+    INT8,
+    UINT8,
     Carrier(TensorProto.INT16, -(1 << 15), (1 << 15) - 1, 21, torch.int16),
     Carrier(TensorProto.UINT16, 0, (1 << 16) - 1, 21, torch.uint16),
 )
@@ -37,12 +40,31 @@ INT32 = Carrier(TensorProto.INT32, -(1 << 31), (1 << 31) - 1, 13, torch.int32)
 
 
 def carrier_of(spec: QuantizationSpec, opset: int) -> Carrier | None:
-    """The narrowest type that holds every code of the grid at this operator set, if there is one.
+    """The narrowest type that holds every code of a weight at this operator set, if there is one.
 
     >>> carrier_of(QuantizationSpec(bit_width=3), 21).high, carrier_of(QuantizationSpec(bit_width=3), 20).high
     (7, 127)
     """
-    fits = (c for c in CARRIERS if c.low <= spec.quant_min and spec.quant_max <= c.high and c.opset <= opset)
+    return _narrowest(CARRIERS, spec, opset)
+
+
+def activation_carrier(spec: QuantizationSpec, opset: int) -> tuple[Carrier, int] | None:
+    """The type for the codes of an activation, if there is one, and the number to add to them.
+
+    ONNX Runtime's optimizer drops a ReLU before 4-bit types whatever their zero point, so codes take 8 bits at least;
+    from operator set 21 on it cannot move a quantization to INT8 past a reshape, so UINT8 holds them, 128 up.
+
+    >>> activation_carrier(QuantizationSpec(), 20)[1], activation_carrier(QuantizationSpec(), 21)[1]
+    (0, 128)
+    """
+    carrier = _narrowest([row for row in CARRIERS if row.high > 15], spec, opset)
+    if carrier is INT8 and opset >= 21:
+        return UINT8, UINT8.low - INT8.low
+    return None if carrier is None else (carrier, 0)
+
+
+def _narrowest(carriers: Sequence[Carrier], spec: QuantizationSpec, opset: int) -> Carrier | None:
+    fits = (c for c in carriers if c.low <= spec.quant_min and spec.quant_max <= c.high and c.opset <= opset)
     return next(fits, None)
 
 

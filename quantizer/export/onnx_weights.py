@@ -1,4 +1,4 @@
-"""Weights and biases as integer codes with a DequantizeLinear. Knows no network."""
+"""Weights as integer codes with a DequantizeLinear. Knows no network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCKS = 21
 """The first operator set whose DequantizeLinear has a block_size."""
 
 
-def quantize_parameter(wanted: Quantization, values: Tensor, name: str, opset: int) -> Emission | None:
+def quantize_weights(wanted: Quantization, values: Tensor, name: str, opset: int) -> Emission | None:
     """Codes, scale, zero point and the node that makes `values` of them under `name`; None where floats have to stay.
 
     Floats stay, exact as they are, in floating-point formats, in groups before operator set 21, and where float32

@@ -14,7 +14,8 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.engine.result_files import read_tensors, write_tensors
 from quantizer.errors import ResultError
-from quantizer.export.deployment import Deployment, Verification, verify
+from quantizer.export.agreement import Verification, verify
+from quantizer.export.deployment import Deployment
 from quantizer.graph.edits import with_weights
 from quantizer.nn.network import Network
 from quantizer.numerics.fake_cast import float_kernel

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from quantizer.engine.result_files import write_bytes
-from quantizer.export.deployment import Deployment, Verification, tensor_leaves, verify
+from quantizer.export.agreement import Verification, verify
+from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.program import exported
 from quantizer.graph.trace import quiet
 

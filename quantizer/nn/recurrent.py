@@ -25,7 +25,7 @@ class _Recurrent(Layer, nn.RNNBase):
         """Outputs, then the last state (an LSTM's last cell state, too), as torch's operator returns them."""
         if self.quantizers:
             (input, hx), _ = self.quantize_inputs((input, hx), {})  # noqa: A001
-        weights = [self.get_parameter(name) for name in self._flat_weights_names]
+        weights = [getattr(self, name) for name in self._flat_weights_names]
         sizes = self.bias, self.num_layers, 0.0, False, self.bidirectional, self.batch_first
         return self.operator()(input, hx, weights, *sizes)
 

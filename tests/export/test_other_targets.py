@@ -16,7 +16,8 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.engine.result_files import write_tensors
 from quantizer.engine.solution import Solution
 from quantizer.errors import ResultError
-from quantizer.export.deployment import Deployment, tensor_leaves, verify
+from quantizer.export.agreement import verify
+from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.safetensors import export as export_safetensors
 from quantizer.export.safetensors import load
 from quantizer.export.torch_pt2 import export as export_pt2

@@ -1,0 +1,120 @@
+"""How far what a file computes is from test mode, over any number of batches. Judges nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantizer.engine.evaluate import Noise
+
+EDGE = 1.001
+"""One step of a scale, with room for the float arithmetic that multiplied it."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A file against test mode: `compared` says what of it; differences are absolute, shares go from 0 to 1.
+
+    `equal` is the share of equal values; `within_step` of those at most one step of their scale away, None unless all
+    have a scale or are integers; `sqnr_db` is of the floating-point tensors, infinite without a difference, None
+    without such tensors; `top1_agreement` is the share of samples with the same class, None if the first tensor has no
+    row of classes for each. `default_session` has the figures of a runtime as its users start it, where those beside
+    it are of one without optimizations.
+    """
+
+    compared: str
+    max_difference: float
+    mean_difference: float
+    equal: float
+    within_step: float | None = None
+    sqnr_db: float | None = None
+    top1_agreement: float | None = None
+    default_session: Verification | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures it has, infinite ones left out: without a difference there is no ratio to it."""
+        found = {name: value for name, value in vars(self).items() if value not in (None, math.inf, -math.inf)}
+        return found | ({"default_session": self.default_session.to_json()} if self.default_session else {})
+
+    def figures(self) -> str:
+        """The figures as part of a sentence."""
+        words = [f"{self.compared} differ from test mode's by at most {self.max_difference:.3g}"]
+        words += [f"{self.equal:.2%} are equal"]
+        words += [] if self.within_step is None else [f"{self.within_step:.2%} are within one step"]
+        words += [] if self.sqnr_db is None or self.sqnr_db == math.inf else [f"SQNR {self.sqnr_db:.1f} dB"]
+        words += [] if self.top1_agreement is None else [f"{self.top1_agreement:.2%} of the top-1 classes agree"]
+        return ", ".join(words)
+
+
+class Agreement:
+    """Adds up differences; `steps` has the distance of two codes for each tensor, or None."""
+
+    def __init__(self, compared: str, steps: Sequence[float | None] = ()) -> None:
+        self.compared, self.steps = compared, steps
+        self.noise = Noise()
+        self.largest, self.total, self.floating = 0.0, 0.0, False
+        self.count = self.equal = self.stepped = self.within = self.rows = self.agreeing = 0
+
+    def add(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+        """Take in one batch, pairwise; NaN and infinity equal themselves.
+
+        Raises:
+            ValueError: the number of tensors or a shape differs.
+        """
+        steps = self.steps if len(self.steps) == len(expected) else [None] * len(expected)
+        for index, (want, got, step) in enumerate(zip(expected, found, steps, strict=True)):
+            if want.shape != got.shape:
+                raise ValueError(f"The file gives shape {tuple(got.shape)} where test mode gives {tuple(want.shape)}.")
+            if index == 0 and want.dim() == 2 and want.shape[1] > 1:
+                self.rows += len(want)
+                self.agreeing += int((want.argmax(1) == got.argmax(1)).sum())
+            self._add(want, got, step)
+
+    def _add(self, want: Tensor, got: Tensor, step: float | None) -> None:
+        if not want.is_floating_point():
+            step = 0.0
+        signal, got = want.double(), got.double()
+        same = (signal == got) | (signal.isnan() & got.isnan())
+        difference = torch.where(same, 0.0, (signal - got).abs())
+        if difference.numel():
+            self.largest = max(self.largest, float(difference.nan_to_num(math.inf).max()))
+        self.total += float(difference.sum())
+        self.equal += int(same.sum())
+        self.count += want.numel()
+        if step is not None:
+            self.stepped += want.numel()
+            self.within += int((difference <= EDGE * step).sum())
+        if want.is_floating_point():
+            self.floating = True
+            self.noise.signal += float(torch.where(signal.isfinite(), signal, 0.0).square().sum())
+            self.noise.error += float(difference.square().sum())
+
+    def result(self) -> Verification:
+        """The figures of all batches."""
+        count = max(self.count, 1)
+        sqnr = self.noise.sqnr_db if math.isfinite(self.noise.error) else -math.inf
+        return Verification(
+            self.compared,
+            self.largest,
+            self.total / count,
+            self.equal / count if self.count else 1.0,
+            self.within / count if self.stepped == self.count else None,
+            sqnr if self.floating else None,
+            self.agreeing / self.rows if self.rows else None,
+        )
+
+
+def verify(compared: str, expected: Sequence[Tensor], found: Sequence[Tensor]) -> Verification:
+    """Compare tensors pairwise.
+
+    Raises:
+        ValueError: the number of tensors or a shape differs.
+    """
+    agreement = Agreement(compared)
+    agreement.add(expected, found)
+    return agreement.result()

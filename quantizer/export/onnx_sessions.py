@@ -1,0 +1,93 @@
+"""Runs a model in ONNX Runtime, without optimizations and as its users do, and refuses one that is not test mode's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import onnxruntime
+import torch
+from torch import Tensor
+
+from quantizer.errors import VerificationError
+from quantizer.export.agreement import Agreement, Verification
+from quantizer.export.deployment import Deployment, tensor_leaves
+
+PLAIN, DEFAULT = "ONNX Runtime without optimizations", "a default ONNX Runtime session"
+WITHIN = 0.999
+"""The share of values that may be a step off at most: kernels of integers round ties and biases otherwise."""
+MARGIN_DB = 3.0
+"""Of two roundings of one network, neither worse than the other, the difference has twice the energy of the error."""
+ENOUGH_DB = 40.0
+"""A difference of a hundredth is rounding, even where test mode loses less."""
+_HELP = "--deploy pt2 needs no such runtime; another onnx_opset_version may avoid what this one gets wrong"
+
+
+def verify_sessions(content: bytes, deployment: Deployment, name: str) -> Verification:
+    """Compare the outputs of a serialized model with test mode's over all calls.
+
+    A session agrees if nearly all values are within one step, or if its difference from test mode costs no more than
+    quantization itself: a code that falls otherwise in an early layer changes many in later ones.
+
+    Raises:
+        VerificationError: ONNX Runtime cannot load or run it, or gives other outputs; `name` stands for the file.
+    """
+    sessions = {label: _session(content, label, name) for label in (PLAIN, DEFAULT)}
+    agreements = {label: Agreement("outputs", deployment.steps) for label in sessions}
+    network = deployment.network()
+    for args, kwargs in deployment.calls():
+        with torch.no_grad():
+            expected = tensor_leaves(network(*args, **kwargs))
+        for label, session in sessions.items():
+            with _told(label, name):
+                found = _outputs(session, args, kwargs)
+            agreements[label].add(expected, found)
+    found = {label: agreement.result() for label, agreement in agreements.items()}
+    for label, verification in found.items():
+        if not _agrees(verification, deployment.sqnr_db):
+            raise _refusal(name, label, verification, deployment.sqnr_db)
+    return replace(found[PLAIN], default_session=found[DEFAULT])
+
+
+def _agrees(found: Verification, sqnr_db: float) -> bool:
+    """Whether a session computes what test mode does, whose outputs are `sqnr_db` from the float network's."""
+    if found.within_step is not None and found.within_step >= WITHIN:
+        return True
+    if found.sqnr_db is None:
+        return found.equal >= WITHIN
+    return found.sqnr_db >= min(ENOUGH_DB, sqnr_db - MARGIN_DB)
+
+
+def _refusal(name: str, label: str, found: Verification, sqnr_db: float) -> VerificationError:
+    return VerificationError(
+        f"{name} is not written: in {label} its {found.figures()}; quantization itself costs {sqnr_db:.1f} dB",
+        help=_HELP,
+    )
+
+
+def _session(content: bytes, label: str, name: str) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what goes wrong is an exception
+    if label == PLAIN:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    with _told(label, name):
+        return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+@contextmanager
+def _told(label: str, name: str) -> Iterator[None]:
+    """ONNX Runtime's own exceptions, which have no class in common, as a sentence about the file."""
+    try:
+        yield
+    except Exception as error:
+        why = str(error).strip().partition("\n")[0]
+        raise VerificationError(f"{name} is not written: {label} cannot run it: {why}", help=_HELP) from error
+
+
+def _outputs(session: onnxruntime.InferenceSession, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    used = {value.name for value in session.get_inputs()}
+    tensors = {f"input_{index}": tensor for index, tensor in enumerate(tensor_leaves((args, dict(kwargs))))}
+    feed = {name: tensor.numpy() for name, tensor in tensors.items() if name in used}
+    return [torch.from_numpy(output) for output in session.run(None, feed)]

@@ -1,0 +1,81 @@
+"""The shipped presets on the shipped examples, in an ONNX Runtime session as docs/deploy.md opens it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from generated import imported
+from runs import ROOT, calibrate
+from torch import Tensor
+
+from quantizer.cli.main import run_command
+from quantizer.sources.models import load_model
+
+ort = pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
+pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
+pytest.importorskip("sklearn", reason="the digits examples read scikit-learn's data (extra: examples)")
+
+slow = pytest.mark.slow
+CASES = [
+    ("digits_mobile", "cpu_int8"),
+    *(pytest.param(("digits", config), marks=slow) for config in ("example", "cpu_int8", "gpu", "dpu", "default")),
+]
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """What is in the result folder, and the outputs of test mode and of the file for all evaluation images."""
+
+    folder: Path
+    expected: Tensor
+    found: Tensor
+    labels: Tensor
+
+    def read(self, name: str) -> dict[str, Any]:
+        return dict(json.loads((self.folder / name).read_text()))
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def deployed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Deployed:
+    example, config = request.param
+    model, folder = str(ROOT / "examples" / f"{example}.py"), tmp_path_factory.mktemp(f"{example}_{config}")
+    given = ["--overwrite", "--config_file", str(ROOT / "configs" / f"{config}.json")]
+    assert calibrate(folder, *given, model=model, config=None) == 0
+    run = ["--quant_mode", "test", "--model", model, "--output_dir", str(folder), "-q", "--deploy", "onnx"]
+    assert run_command(run) == 0
+    (path,) = (folder / "export").glob("*.onnx")
+    session, network = ort.InferenceSession(str(path)), imported(folder / f"{path.stem}.py")
+    evaluation_data = load_model(model).evaluation_data
+    assert evaluation_data is not None
+    data = evaluation_data()
+    with torch.no_grad():
+        expected = torch.cat([network(images) for images, _ in data])
+    found = [torch.from_numpy(session.run(None, {"input_0": images.numpy()})[0]) for images, _ in data]
+    return Deployed(folder, expected, torch.cat(found), torch.cat([labels for _, labels in data]))
+
+
+def test_a_default_session_has_test_modes_accuracy(deployed: Deployed) -> None:
+    ours, theirs = ((each.argmax(1) == deployed.labels).float().mean() for each in (deployed.expected, deployed.found))
+    assert ours > 0.98
+    assert theirs >= ours - 0.002  # one image of 500
+    agreeing = (deployed.expected.argmax(1) == deployed.found.argmax(1)).float().mean()
+    assert agreeing >= 0.998
+
+
+def test_outputs_differ_by_less_than_quantization_costs(deployed: Deployed) -> None:
+    difference = deployed.expected - deployed.found
+    sqnr = 10 * float((deployed.expected.square().sum() / difference.square().sum().clamp_min(1e-12)).log10())
+    assert sqnr >= deployed.read("report.json")["metrics"]["sqnr_db"]
+
+
+def test_verify_json_has_the_figures_of_all_batches(deployed: Deployed) -> None:
+    (verified,) = deployed.read("export/verify.json").values()
+    same = (deployed.expected == deployed.found).float().mean()
+    assert verified["equal"] >= 0.99
+    assert verified["default_session"]["equal"] == pytest.approx(float(same), abs=1e-3)
+    assert verified["default_session"]["top1_agreement"] >= 0.998
