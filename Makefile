@@ -2,7 +2,7 @@
 PYTHON ?= python3
 CONFIG ?= configs/example.json
 # `make test-torch VERSION=2.8.0` alone reads VERSION, and has an environment of its own.
-TORCH  := $(if $(filter test-torch,$(MAKECMDGOALS)),$(VERSION))
+TORCH  := $(if $(filter test-torch,$(MAKECMDGOALS)),$(or $(VERSION),$(error say which: make test-torch VERSION=2.8.0)))
 VENV   ?= .venv$(addprefix -torch-,$(TORCH))
 BIN    := $(VENV)/bin
 PINNED := $(VENV)/constraints.txt
@@ -40,7 +40,6 @@ test: check
 
 # The suite with another version of torch.
 test-torch: $(VENV)/.test
-	@test -n '$(TORCH)' || { echo 'say which: make test-torch VERSION=2.8.0'; exit 2; }
 	$(PYTEST)
 
 # The wheel in an empty environment: what works without torch.
@@ -48,8 +47,8 @@ test-wheel:
 	rm -rf build dist/wheel && mkdir -p dist/wheel
 	$(PYTHON) -m pip wheel --disable-pip-version-check -q --no-deps -w dist/wheel .
 	$(PYTHON) -m venv dist/wheel/venv
-	dist/wheel/venv/bin/pip install --disable-pip-version-check -q -c constraints.txt dist/wheel/*.whl
-	dist/wheel/venv/bin/python tests/wheel.py
+	env -u PYTHONPATH dist/wheel/venv/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt dist/wheel/*.whl
+	env -u PYTHONPATH dist/wheel/venv/bin/python tests/wheel.py
 
 bench: $(VENV)/.run
 	for program in benchmarks/bench_*.py; do $(BIN)/python $$program || exit 1; done

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 WITHOUT_TORCH = (
-    "init --strategy static -o net.json",
+    "init --strategy weight_only -o net.json",
     "validate net.json",
     "convert net.json -o other.json",
     "validate other.json",

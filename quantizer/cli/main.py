@@ -147,7 +147,7 @@ def run_command(arguments: list[str]) -> int:
         error.show()
         return error.exit_code
     except click.Abort as error:
-        terminated = isinstance(error.__cause__, Terminated)
+        terminated = isinstance(error.__context__, Terminated)
         click.echo("terminated" if terminated else "interrupted", err=True)
         return 143 if terminated else 130
     except ConfigError as error:
