@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from quantizer.api.notebook import html_table
@@ -23,7 +22,8 @@ from quantizer.engine.result_files import locked
 from quantizer.engine.scores import Scores, score
 from quantizer.errors import GateError, UsageError
 from quantizer.export import EXPORTERS, check, export, require_extras
-from quantizer.export.deployment import Deployment, Verification
+from quantizer.export.agreement import Verification
+from quantizer.export.deployment import Deployment
 from quantizer.plan.model import Plan
 from quantizer.report import summary, tables
 from quantizer.sources.data import Batches, load_batches
@@ -152,18 +152,16 @@ class Result:
 
         Raises:
             UsageError: there is no such target, its packages are missing, or it cannot express this config.
+            VerificationError: the file does not compute what test mode does; it is not left there.
         """
         if target not in EXPORTERS:
             raise UsageError(f"there is no export target {target!r}", help=f"known are {', '.join(EXPORTERS)}")
         require_extras([target])
         calibrated = self._calibrated
         check(target, calibrated.graph, calibrated.solution, calibrated.settings.onnx_opset_version)
-        batch = next(iter(self._batches)).to("cpu")
-        deployment = Deployment(
-            calibrated.graph, calibrated.solution, batch.args, batch.kwargs, calibrated.settings.onnx_opset_version
-        )
-        with torch.no_grad():
-            return export(target, deployment, Path(path))
+        loss = score(calibrated, self._model, self._batches, self._events).comparison.output.sqnr_db
+        deployment = Deployment.of(calibrated, self._batches, loss)
+        return export(target, deployment, Path(path), self._events, self._batches.total)
 
     def __repr__(self) -> str:
         return f"Result({len(self._calibrated.solution.tensors)} tensors of {self._calibrated.graph.model} quantized)"

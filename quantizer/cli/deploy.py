@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from quantizer.cli.follow import progress
 from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome
-from quantizer.cli.progress import BatchProgress
-from quantizer.cli.session import shows_bars
+from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.result_files import write_json
 from quantizer.engine.results import QuantInfo
 from quantizer.errors import ModelError, QuantizerError, ResultError, UsageError, VerificationError
@@ -18,7 +17,6 @@ from quantizer.export import EXPORTERS, FOLDER, check, export
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
-from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 
 logger = logging.getLogger(__name__)
@@ -40,11 +38,10 @@ def require_one(options: RunOptions, graph: Graph, info: QuantInfo) -> None:
         raise refusals[0]
 
 
-def deploy(options: RunOptions, outcome: Outcome, graph: Graph, info: QuantInfo, batches: Batches) -> Outcome:
+def deploy(options: RunOptions, outcome: Outcome, calibrated: Calibrated, batches: Batches) -> Outcome:
     """Write what `--deploy` asks for, verified, and `verify.json` beside it; adds to the outcome.
 
-    A target that is refused does not keep the others from being written; the refusal is raised after them. It leaves no
-    file of an earlier run under its name either.
+    A target that is refused does not keep the others from being written; the refusal is raised after them.
 
     Raises:
         UsageError: a target cannot express a layer of this config.
@@ -55,18 +52,14 @@ def deploy(options: RunOptions, outcome: Outcome, graph: Graph, info: QuantInfo,
     folder = Path(options.output_dir) / FOLDER
     if folder.is_symlink():
         raise ResultError(f"{folder} is a link to another folder", help="remove the link")
-    batch = next(iter(batches)).to("cpu")
-    given = Deployment(graph, info.solution, batch.args, batch.kwargs, info.settings.onnx_opset_version)
-    given = replace(given, sqnr_db=outcome.metrics["sqnr_db"])
+    given = Deployment.of(calibrated, batches, outcome.metrics["sqnr_db"])
     files, lines = {}, []
     refusals: list[QuantizerError] = []
     for target in dict.fromkeys(options.deploy):
-        path = folder / f"{graph.model}{EXPORTERS[target].suffix}"
+        path = folder / f"{calibrated.graph.model}{EXPORTERS[target].suffix}"
         try:
-            with BatchProgress(f"verify {target}", batches.total, bar=shows_bars(), quiet=options.quiet) as progress:
-                found = export(target, replace(given, batches=_counted(batches, progress)), path)
+            found = export(target, given, path, progress(quiet=options.quiet), batches.total)
         except (UsageError, ModelError, VerificationError) as refusal:
-            path.unlink(missing_ok=True)
             refusals.append(refusal)
             continue
         files[path.name] = found.to_json()
@@ -78,12 +71,6 @@ def deploy(options: RunOptions, outcome: Outcome, graph: Graph, info: QuantInfo,
             logger.warning("%s", line)
         raise refusals[0]
     return replace(outcome, content={**outcome.content, "deployed": files}, shown=[*outcome.shown, *lines])
-
-
-def _counted(batches: Batches, progress: BatchProgress) -> Iterator[Batch]:
-    for batch in batches:
-        yield batch.to("cpu")
-        progress.advance()
 
 
 def _lines(path: Path, found: Verification) -> list[str]:

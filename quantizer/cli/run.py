@@ -112,7 +112,7 @@ def run_test(options: RunOptions) -> Outcome:
         outcome = _report(folder, info, scores, batches.stamp)
         if options.exact:
             outcome = run_exact(options, outcome, graph, info, batches)
-        return deploy(options, outcome, graph, info, batches) if options.deploy else outcome
+        return deploy(options, outcome, calibrated, batches) if options.deploy else outcome
 
 
 MODES: dict[str, Callable[[RunOptions], Outcome]] = {"float": run_float, "calib": run_calib, "test": run_test}

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quantizer.config.diagnostics import Diagnostic
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -122,3 +123,7 @@ class Forked:
         """To each, the last first."""
         for follower in reversed(self._followers):
             follower.stopped(stage, error)
+
+
+NOBODY = Forked()
+"""No follower."""

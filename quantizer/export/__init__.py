@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from quantizer.errors import UsageError, pip_line
+from quantizer.engine.events import NOBODY, Stage
+from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from quantizer.engine.events import Events
     from quantizer.engine.solution import Solution
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment
     from quantizer.graph.ir import Graph
+    from quantizer.sources.batches import Batch
 
 FOLDER = "export"
 
@@ -64,13 +67,32 @@ def check(target: str, graph: Graph, solution: Solution, opset: int) -> None:
         module.check(graph, solution, opset)
 
 
-def export(target: str, deployment: Deployment, path: Path) -> Verification:
-    """Write one file, read it back, and say how far it is from test mode.
+def export(
+    target: str, deployment: Deployment, path: Path, events: Events = NOBODY, total: int | None = None
+) -> Verification:
+    """Write one file, read it back, and say how far it is from test mode; a file that fails is not left there.
+
+    Args:
+        events: who follows; the units are batches, of which there are `total`.
 
     Raises:
         UsageError: the target cannot express what the config asks of a layer; nothing is written then.
+        ModelError: the target cannot translate a layer.
+        VerificationError: the file does not compute what test mode does.
         ResultError: the file cannot be written.
     """
     module, _, name = EXPORTERS[target].function.partition(":")
-    verification: Verification = getattr(importlib.import_module(module), name)(deployment, path)
+    write = getattr(importlib.import_module(module), name)
+    try:
+        with Stage(events, f"verify {target}", total) as stage:
+            verification: Verification = write(replace(deployment, batches=_counted(deployment.batches, stage)), path)
+    except (UsageError, ModelError, VerificationError):
+        path.unlink(missing_ok=True)
+        raise
     return verification
+
+
+def _counted(batches: Iterable[Batch], stage: Stage) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch.to("cpu")
+        stage.advance()

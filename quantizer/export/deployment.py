@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.engine.attach import quantized_network
+from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph, references
 from quantizer.nn.network import Network
@@ -37,6 +38,13 @@ class Deployment:
     batches: Iterable[Batch] = ()
     sqnr_db: float = math.inf
 
+    @classmethod
+    def of(cls, calibrated: Calibrated, batches: Iterable[Batch], sqnr_db: float) -> Deployment:
+        """What is given to exporters of a calibrated model, verified on all batches."""
+        first = next(iter(batches)).to("cpu")
+        opset = calibrated.settings.onnx_opset_version
+        return cls(calibrated.graph, calibrated.solution, first.args, first.kwargs, opset, batches, sqnr_db)
+
     def network(self) -> Network:
         """The network as test mode runs it; a fresh one, which the exporter may change."""
         return quantized_network(self.graph, self.solution)
@@ -60,8 +68,9 @@ class Deployment:
     def _step(self, name: str) -> float | None:
         if (name, "activation") not in self.solution.tensors:
             return None
-        spec, scale, _ = self.solution.tensors[name, "activation"]
-        return float(scale) if spec.dtype == "int" and scale.numel() == 1 and not spec.is_dynamic else None
+        tensor = self.solution.tensors[name, "activation"]
+        has_step = tensor.spec.dtype == "int" and tensor.scale.numel() == 1 and not tensor.spec.is_dynamic
+        return float(tensor.scale) if has_step else None
 
     @cached_property
     def blank(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -44,11 +44,11 @@ def verify_sessions(content: bytes, deployment: Deployment, name: str) -> Verifi
             with _told(label, name):
                 found = _outputs(session, args, kwargs)
             agreements[label].add(expected, found)
-    found = {label: agreement.result() for label, agreement in agreements.items()}
-    for label, verification in found.items():
+    verified = {label: agreement.result() for label, agreement in agreements.items()}
+    for label, verification in verified.items():
         if not _agrees(verification, deployment.sqnr_db):
             raise _refusal(name, label, verification, deployment.sqnr_db)
-    return replace(found[PLAIN], default_session=found[DEFAULT])
+    return replace(verified[PLAIN], default_session=verified[DEFAULT])
 
 
 def _agrees(found: Verification, sqnr_db: float) -> bool:
