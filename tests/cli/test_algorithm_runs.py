@@ -270,12 +270,12 @@ def test_weights_alone_need_data_too(model: str, tmp_path: Path, capsys: Capture
     assert "Missing option '--data'" in capsys.readouterr().err
 
 
-def test_what_was_done_is_told(model: str, tmp_path: Path, capsys: Capture) -> None:
+def test_what_was_done_is_reported(model: str, tmp_path: Path, capsys: Capture) -> None:
     words = ["--quant_mode", "calib", "--model", model, "--output_dir", str(tmp_path / "out"), "--config_file"]
     assert run_command([*words, config(tmp_path, "smoothquant", "gptq")]) == 0
     said = capsys.readouterr().err
     assert "smoothquant: 25 layers rescaled, 7 layers inserted" in said
-    assert "gptq: 19 layers settled, the median layer keeps 50% of round-to-nearest's error" in said
+    assert "gptq: 19 layers quantized; median output error 50% of round-to-nearest" in said
     assert "head]/linear: it is in no block" in said
     assert "the rescaled float network's outputs differ by" in said
 

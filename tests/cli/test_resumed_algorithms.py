@@ -123,7 +123,7 @@ def test_awq_behind_another_algorithm_goes_on_after_the_last_block(
     assert not differing(tmp_path / "whole", tmp_path / "out")
 
 
-def test_a_layer_that_would_end_worse_keeps_plain_rounding_and_the_report_says_so(
+def test_a_layer_that_would_end_worse_keeps_round_to_nearest_and_the_report_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Noise without any correlation, in which there is nothing that one weight could make up for another."""
@@ -137,7 +137,7 @@ def test_a_layer_that_would_end_worse_keeps_plain_rounding_and_the_report_says_s
     assert run_command([*command, "--output_dir", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "algorithms.json").read_text())
     [(layer, row)] = report["rounded"].items()
-    assert row["plain"] is True
+    assert row["is_rtn"] is True
     assert row["error"] == row["error_rtn"]
     told = "promises no smaller errors"
     assert any(remark["layer"] == layer and told in remark["text"] for remark in report["remarks"])
