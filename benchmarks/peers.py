@@ -29,7 +29,7 @@ SCALED = (
 HOW_TO_GET = """Public packages are measured where they are installed. They want an environment of
 their own, with older versions than constraints.txt has:
   pip install torch==2.13.0 transformers==5.17.0 llmcompressor==0.14.0.1 neural-compressor-pt==3.10 amd-quark==0.13
-  pip install -e .
+  pip install -e '.[torch]'
 """
 
 Quantize = Callable[[Any, list[Tensor]], Any]

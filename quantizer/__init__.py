@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from quantizer.errors import TORCH, pip_line
+
 if TYPE_CHECKING:
     from quantizer import nn as nn
     from quantizer.api.algorithms import (
@@ -90,7 +92,13 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for home in (_HEAVY[name],) if name in _HEAVY else _HOMES:
-        module = importlib.import_module(home)
+        try:
+            module = importlib.import_module(home)
+        except ModuleNotFoundError as error:
+            if error.name not in TORCH:
+                raise
+            sentence = f"quantizer.{name} needs {error.name}: {pip_line('torch')}"
+            raise ModuleNotFoundError(sentence, name=error.name) from None
         if hasattr(module, name):
             globals()[name] = getattr(module, name)
             break

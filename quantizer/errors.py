@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+TORCH = ("torch", "safetensors")
+"""The packages of the extra `torch`, which a plain install lacks."""
+
 
 def pip_line(extra: str) -> str:
     """The command that installs an optional part of the package; PyPI's `quantizer` is another project."""

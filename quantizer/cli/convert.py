@@ -6,6 +6,7 @@ import json
 
 import click
 
+from quantizer.cli.help import GroupedCommand
 from quantizer.cli.options import SETTINGS
 from quantizer.cli.render import print_diagnostics
 from quantizer.cli.write_text import write_text
@@ -19,10 +20,17 @@ from quantizer.errors import UsageError
 _WRITERS = {"layered": to_layered, "hierarchical": to_hierarchical}
 
 
-@click.command(context_settings=SETTINGS)
+@click.command(cls=GroupedCommand, context_settings=SETTINGS)
 @click.argument("file", type=click.Path())
 @click.option("--to", type=click.Choice(list(_WRITERS)), help="The form to write.  [default: the other one]")
-@click.option("--output", "-o", default="-", metavar="FILE", help="Write to FILE, not to standard output.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(readable=False),
+    default="-",
+    metavar="FILE",
+    help="Write to FILE, not to the screen.",
+)
 def convert(file: str, to: Form | None, output: str) -> int:
     """Write a config in the other form. If that form cannot express it, print why and write nothing.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from quantizer.cli.help import GroupedCommand
 from quantizer.cli.options import SETTINGS
 from quantizer.cli.write_text import write_text
 from quantizer.config.resources import resource
@@ -23,19 +24,32 @@ STRATEGIES = {
 """Files of the hierarchical form."""
 
 
-@click.command(context_settings=SETTINGS)
-@click.option("--device", type=click.Choice(list(PRESETS), case_sensitive=False), default="CPU", show_default=True)
+@click.command(cls=GroupedCommand, context_settings=SETTINGS)
+@click.option(
+    "--device",
+    type=click.Choice(list(PRESETS), case_sensitive=False),
+    default="CPU",
+    show_default=True,
+    help="What the network is to run on.",
+)
 @click.option(
     "--strategy",
     type=click.Choice(list(STRATEGIES)),
-    help="Write the hierarchical form: weights only, activations calibrated or as they come, or an algorithm.",
+    help="Write the hierarchical form: weights only, activations in calibrated (static) or run-time (dynamic) ranges, "
+    "or an algorithm.",
 )
 @click.option(
-    "--output", "-o", default="quantize_config.json", show_default=True, help="The file; - for standard output."
+    "--output",
+    "-o",
+    type=click.Path(readable=False),
+    default="quantize_config.json",
+    show_default=True,
+    metavar="FILE",
+    help="Where to write it; - for standard output.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
 def init(device: str, strategy: str | None, output: str, overwrite: bool) -> None:
-    """Write a config to start from: one that is valid for the device.
+    """Write a config to start from that is valid for the device.
 
     \b
     quantizer init --device DPU -o net.json

@@ -21,7 +21,7 @@ from quantizer.cli.options import QUANT_MODES, SETTINGS, RunOptions, run_options
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.wording import closest
-from quantizer.errors import QuantizerError, UsageError, pip_line
+from quantizer.errors import TORCH, QuantizerError, UsageError, pip_line
 
 COMMANDS = {
     "init": ("quantizer.cli.init:init", "Write a config to start from."),
@@ -36,9 +36,6 @@ COMMANDS = {
 """Each subcommand: where it is, and its help, so that `--help` imports none of them."""
 
 RUN = "quantizer.cli.run:run"
-
-TORCH_EXTRA = ("torch", "safetensors")
-"""Not there after a plain `pip install`, which is enough for the commands that only read and write configs."""
 
 EPILOG = """\b
 Exit codes: 0 done, 1 check failed (a config has errors, a --gate is not met),
@@ -157,7 +154,7 @@ def run_command(arguments: list[str]) -> int:
         _show(error.message, error.help)
         return error.exit_code
     except ModuleNotFoundError as error:
-        if error.name not in TORCH_EXTRA:
+        if error.name not in TORCH:
             return _internal_error(error, arguments)
         _show(f"this command needs {error.name}, which this Python does not have", pip_line("torch"))
         return UsageError.exit_code

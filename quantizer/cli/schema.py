@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import click
 
+from quantizer.cli.help import GroupedCommand
 from quantizer.cli.options import SETTINGS
 from quantizer.config.resources import resource
 
 NAMES = ("layered", "hierarchical", "quantization_spec")
 
 
-@click.command(context_settings=SETTINGS)
+@click.command(cls=GroupedCommand, context_settings=SETTINGS)
 @click.argument("name", type=click.Choice(NAMES), default="layered")
 @click.option("--print/--path", "as_text", default=True, help="Print the schema, or the path of its file.")
 def schema(name: str, as_text: bool) -> None:

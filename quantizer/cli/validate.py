@@ -6,6 +6,7 @@ from difflib import unified_diff
 
 import click
 
+from quantizer.cli.help import GroupedCommand
 from quantizer.cli.options import SETTINGS
 from quantizer.cli.render import RENDERERS
 from quantizer.cli.write_text import write_text
@@ -14,11 +15,10 @@ from quantizer.config.load import fixed, load_config
 from quantizer.config.read import read_text
 
 
-@click.command(context_settings=SETTINGS)
+@click.command(cls=GroupedCommand, context_settings=SETTINGS)
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
 @click.option(
     "--format",
-    "form",
     type=click.Choice(list(RENDERERS)),
     default="text",
     show_default=True,
@@ -27,8 +27,8 @@ from quantizer.config.read import read_text
 @click.option("--fix", is_flag=True, help="Write into the files what has one known answer; the rest stays as it is.")
 @click.option("--diff", is_flag=True, help="Show what --fix would write, and write nothing.")
 @click.option("--strict", is_flag=True, help="Count warnings as errors.")
-def validate(files: tuple[str, ...], form: str, fix: bool, diff: bool, strict: bool) -> int:
-    """Check config files; show all errors at once.
+def validate(files: tuple[str, ...], format: str, fix: bool, diff: bool, strict: bool) -> int:  # noqa: A002 - the option
+    """Check config files and list all their errors.
 
     Exit code 0: all are valid; 1: some are not; 2: some are not readable JSON.
 
@@ -44,9 +44,9 @@ def validate(files: tuple[str, ...], form: str, fix: bool, diff: bool, strict: b
     results = {name: load_config(name) for name in names}
     diagnostics = [found for result in results.values() for found in result.diagnostics]
     sources = {name: text for result in results.values() for name, text in result.sources.items()}
-    if not diff and (diagnostics or form in ("json", "sarif")):
-        click.echo(RENDERERS[form](diagnostics, sources))
-    if form == "text":
+    if not diff and (diagnostics or format in ("json", "sarif")):
+        click.echo(RENDERERS[format](diagnostics, sources))
+    if format == "text":
         for name, result in results.items():
             click.echo(f"{name}: {_verdict(result.diagnostics, counts[name])}")
     return max(_exit_code(result.diagnostics, strict) for result in results.values())

@@ -68,7 +68,7 @@ def test_a_variable_is_called_as_its_option(command: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("quantizer v", "plain,validate"),
+        ("quantizer p", "plain,plan"),
         ("quantizer --quant_mode c", "plain,calib"),
         ("quantizer --config_file ", "file,"),
         ("quantizer validate --form", "plain,--format"),
