@@ -20,9 +20,9 @@ from workloads import llama, tokens
 
 from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
-from quantizer.config.algorithms import Algorithm, Awq, Gptaq, Gptq, Qronos, SmoothQuant
+from quantizer.config.algorithms import AlgoConfig, AWQConfig, GPTAQConfig, GPTQConfig, QronosConfig, SmoothQuantConfig
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.run_algorithms import RUNS, load_run
+from quantizer.engine.run_algorithms import load_run
 from quantizer.graph.edits import with_weights
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
@@ -31,12 +31,12 @@ from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
 
 SPEC = QuantizationSpec(bit_width=4, symmetric=False, qscheme="per_group", ch_axis=1, group_size=128)
-ROWS: dict[str, tuple[Algorithm, float]] = {
-    "GPTQ": (Gptq(), 3.2),
-    "GPTAQ": (Gptaq(), 6.4),
-    "Qronos": (Qronos(), 6.4),
-    "AWQ": (Awq(), 5.0),
-    "SmoothQuant": (SmoothQuant(), 2.0),
+ROWS: dict[str, tuple[AlgoConfig, float]] = {
+    "GPTQ": (GPTQConfig(), 3.2),
+    "GPTAQ": (GPTAQConfig(), 6.4),
+    "Qronos": (QronosConfig(), 6.4),
+    "AWQ": (AWQConfig(), 5.0),
+    "SmoothQuant": (SmoothQuantConfig(alpha=0.5), 2.0),
 }
 """Settings, and the ratio that is not to be exceeded."""
 
@@ -50,22 +50,21 @@ def main() -> None:
     layers = [node.name for node in graph.nodes if node.op == "linear" and "lm_head" not in node.name]
     specs = {(name, "weights"): SPEC for name in layers}
     task = Task(graph, specs, find_structure(graph), lambda: batches)
-    rows = {name: row for name, row in ROWS.items() if row[0].name in RUNS}
-    parts: dict[str, Part] = {name: functools.partial(run, task, settings) for name, (settings, _) in rows.items()}
+    parts: dict[str, Part] = {name: functools.partial(run, task, settings) for name, (settings, _) in ROWS.items()}
     float_pass = functools.partial(run_model, model, batches)
     base = peak_mb(float_pass)
     print(f"round-to-nearest: {errors(model, task, Adjustment())}")
     extra = {name: f"memory {peak_mb(part) - base:+.0f} MB" for name, part in parts.items()}
-    for name, (settings, _) in rows.items():
+    for name, (settings, _) in ROWS.items():
         extra[name] += f", {errors(model, task, run(task, settings))}"
-    targets = {name: target for name, (_, target) in rows.items()}
+    targets = {name: target for name, (_, target) in ROWS.items()}
     report("W4 algorithms, ratio to the float pass", ratios(float_pass, parts, rounds), targets, extra)
     if peer_rounds:
         plain = mean_error(model, task, rounded(task, Adjustment()))
         measure_peers(Work(model, tokens(), float_pass, plain), peer_rounds)
 
 
-def run(task: Task, settings: Algorithm) -> Adjustment:
+def run(task: Task, settings: AlgoConfig) -> Adjustment:
     """The whole algorithm, from the traced graph on."""
     return load_run(settings.name)(task, settings, Adjustment())
 

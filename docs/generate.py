@@ -1,14 +1,16 @@
-"""Writes what follows from the schemas: the editor's rules in layered.schema.json, docs/config and docs/rules.md.
+"""Writes what follows from the schemas and from the table of algorithms: the part on algorithms in both schemas, the
+editor's rules in layered.schema.json, docs/config and docs/rules.md.
 
-Run `python docs/generate.py` after a change to a rule or a description; a test fails while the files are stale."""
+Run `python docs/generate.py` after a change to a rule, a description or a setting; a test fails while one is stale."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantizer.config.algorithms import ALGORITHMS
+from quantizer.config.algorithm_schema import form_schema
 from quantizer.config.layered import FIELDS
 from quantizer.config.model import ROLES
 from quantizer.config.pages import key_names, key_page, rules_page
@@ -26,22 +28,26 @@ _DEVICES = ("DPU", "CPU", "GPU")
 def generated() -> dict[Path, str]:
     """Every generated file and what it should hold."""
     pages = {ROOT / "docs" / "config" / f"{key}.md": key_page(key) for key in key_names()}
-    return {LAYERED: layered_schema(), **pages, ROOT / "docs" / "rules.md": rules_page()}
+    schemas = {HIERARCHICAL: text_of(form_schema("hierarchical")), LAYERED: layered_schema()}
+    return {**schemas, **pages, ROOT / "docs" / "rules.md": rules_page()}
 
 
 def layered_schema() -> str:
-    """The layered schema with the other form's algorithms, and the rules of the spec schema, for editors."""
-    schema = json.loads(LAYERED.read_text("utf-8"))
+    """The layered schema with the rules of the spec schema, for editors."""
+    schema = {**form_schema("layered")}
     spec = json.loads(SPEC.read_text("utf-8"))
     rules = [rule for rule in (*spec["then"]["allOf"], *spec["allOf"]) if rule.get("form") != "hierarchical"]
     own = {name: entry for name, entry in schema["definitions"].items() if not name.startswith("rules")}
-    theirs = json.loads(HIERARCHICAL.read_text("utf-8"))["definitions"]
-    shared = {name: theirs[name] for name in ("algorithm", *ALGORITHMS, "scaling_layer")}
-    schema["definitions"] = {**own, **shared, **_definitions(rules)}
+    schema["definitions"] = {**own, **_definitions(rules)}
     schema["allOf"] = [_ref("rules_everywhere")]
     for device in _DEVICES:
         condition = {"properties": {"target_device": {"const": device}}, "required": ["target_device"]}
         schema["allOf"].append({"if": condition, "then": _ref(f"rules_everywhere_{device}")})
+    return text_of(schema)
+
+
+def text_of(schema: Mapping[str, Any]) -> str:
+    """A schema as its file has it."""
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -39,10 +39,10 @@ WIDTHS = {
 ALGORITHMS = {
     "plain": None,
     "awq": AWQConfig(),
-    "gptq": GPTQConfig(static_groups=True),
+    "gptq": GPTQConfig(),
     "gptaq": GPTAQConfig(),
     "qronos": QronosConfig(),
-    "awq, then gptq": [AWQConfig(), GPTQConfig(static_groups=True)],
+    "awq, then gptq": [AWQConfig(), GPTQConfig()],
 }
 
 

@@ -12,16 +12,6 @@ from quantizer.errors import TORCH, pip_line
 
 if TYPE_CHECKING:
     from quantizer import nn as nn
-    from quantizer.api.algorithms import (
-        AlgoConfig,
-        AWQConfig,
-        GPTAQConfig,
-        GPTQConfig,
-        PreQuantOptConfig,
-        QronosConfig,
-        RotationConfig,
-        SmoothQuantConfig,
-    )
     from quantizer.api.calibrate import calibrate, load
     from quantizer.api.config import (
         Config,
@@ -39,6 +29,16 @@ if TYPE_CHECKING:
         PerTensorMSEObserver,
         PerTensorPercentileObserver,
         PlaceholderObserver,
+    )
+    from quantizer.config.algorithms import (
+        AlgoConfig,
+        AWQConfig,
+        GPTAQConfig,
+        GPTQConfig,
+        PreQuantOptConfig,
+        QronosConfig,
+        RotationConfig,
+        SmoothQuantConfig,
     )
     from quantizer.config.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
 
@@ -76,7 +76,7 @@ __all__ = [
 _HOMES = (
     "quantizer.config.types",
     "quantizer.api.observers",
-    "quantizer.api.algorithms",
+    "quantizer.config.algorithms",
     "quantizer.api.config",
     "quantizer.api.model_quantizer",
 )

@@ -13,7 +13,7 @@ from quantizer.algorithms.adjustment import Adjustment, Rounded, Run, Task
 from quantizer.algorithms.gptq import gptq
 from quantizer.algorithms.patches import LAYERS
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
-from quantizer.config.algorithms import Gptq
+from quantizer.config.algorithms import GPTQConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
@@ -79,11 +79,11 @@ def linear(weight: Tensor) -> nn.Linear:
 
 
 def solved(
-    weight: Tensor, x: Tensor, spec: QuantizationSpec = CHANNELS, settings: Gptq | None = None, run: Run = gptq
+    weight: Tensor, x: Tensor, spec: QuantizationSpec = CHANNELS, settings: GPTQConfig | None = None, run: Run = gptq
 ) -> tuple[Rounded, Adjustment]:
     """One linear layer rounded on these inputs, and all that was found."""
     task = task_of(linear(weight), torch.split(x, 512), spec)
-    found = run(task, settings or Gptq(), Adjustment())
+    found = run(task, settings or GPTQConfig(), Adjustment())
     return found.rounded[layer_names(task.graph)[0]], found
 
 

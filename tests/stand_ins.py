@@ -9,7 +9,7 @@ import torch
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.algorithms.sequential_runner import SequentialRunner
-from quantizer.config.algorithms import Algorithm
+from quantizer.config.algorithms import AlgoConfig
 from quantizer.graph.edits import Insertion
 from quantizer.nn.network import Network
 
@@ -17,7 +17,7 @@ SOLVED: list[str] = []
 """Layers that `coarse` has settled since a test cleared it."""
 
 
-def doubled(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
+def doubled(task: Task, settings: AlgoConfig, found: Adjustment) -> Adjustment:
     """Inputs of each group times powers of two, by a norm before them or explicitly; columns of weights divided."""
     for group in task.structure.groups:
         graph = adjusted(task.graph, found)
@@ -38,7 +38,7 @@ def doubled(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
     return found
 
 
-def coarse(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
+def coarse(task: Task, settings: AlgoConfig, found: Adjustment) -> Adjustment:
     """Round-to-nearest with scales twice as large, group by group on the network that is rounded so far."""
     graph = adjusted(task.graph, found)
     runner = SequentialRunner(Network(graph), task.batches())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantizer.config.algorithms import Algorithm
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.edits import Insertion, inserted, with_weights
 from quantizer.graph.ir import Graph
@@ -119,5 +119,5 @@ class Task:
         return next((tensor.device for tensor in self.graph.tensors.values()), torch.device("cpu"))
 
 
-Run = Callable[[Task, Algorithm, Adjustment], Adjustment]
-"""An algorithm: `run(task, settings, what was found before it)`."""
+Run = Callable[[Task, Any, Adjustment], Adjustment]
+"""An algorithm: `run(task, settings of its own class, what was found before it)`."""

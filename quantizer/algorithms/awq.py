@@ -30,7 +30,7 @@ from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, output_error
 from quantizer.algorithms.row_sample import sampled_rows
 from quantizer.algorithms.sequential_runner import SequentialRunner
-from quantizer.config.algorithms import Algorithm, Awq
+from quantizer.config.algorithms import AWQConfig
 from quantizer.errors import DataError
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
@@ -41,7 +41,7 @@ LEAST_FACTOR = 1e-4
 TOO_DEEP = f"it sums over more than {DEEPEST} inputs, too many for their Gram matrix; it stays at round-to-nearest"
 
 
-def awq(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
+def awq(task: Task, settings: AWQConfig, found: Adjustment) -> Adjustment:
     """Rescale the input channels of each group, and find the scales of its weights.
 
     Weights are rounded to nearest at these scales; an algorithm that rounds takes over `qparams`. Its inputs are those
@@ -50,7 +50,6 @@ def awq(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
     Raises:
         DataError: a value in the network, or a weight, is not finite; it is named.
     """
-    assert isinstance(settings, Awq)
     return _Search(task, settings, found).run()
 
 
@@ -67,7 +66,7 @@ class _Gathered:
 class _Search:
     """Goes through the groups in order; a group is done once no later one changes the rows of its weights."""
 
-    def __init__(self, task: Task, settings: Awq, found: Adjustment) -> None:
+    def __init__(self, task: Task, settings: AWQConfig, found: Adjustment) -> None:
         self.task, self.settings, self.found = task, settings, found
         self.groups = without_overlap(task.structure.groups)
         self.own = [quantized_layers(task, group) for group in self.groups]

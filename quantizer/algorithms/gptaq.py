@@ -11,7 +11,7 @@ from torch import Tensor
 from quantizer.algorithms.adjustment import Adjustment, Task
 from quantizer.algorithms.gptq_target import GptqTarget, Hessian, Products
 from quantizer.algorithms.sequential_rounding import in_order
-from quantizer.config.algorithms import Algorithm, Gptaq
+from quantizer.config.algorithms import GPTAQConfig
 
 
 class FloatOutputs(GptqTarget):
@@ -19,7 +19,7 @@ class FloatOutputs(GptqTarget):
 
     needs_float = True
 
-    def __init__(self, settings: Gptaq) -> None:
+    def __init__(self, settings: GPTAQConfig) -> None:
         super().__init__(settings)
         self.alpha = settings.alpha
 
@@ -38,7 +38,6 @@ class FloatOutputs(GptqTarget):
         return torch.addmm(weight, later.T, weight, alpha=self.alpha), None
 
 
-def gptaq(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
+def gptaq(task: Task, settings: GPTAQConfig, found: Adjustment) -> Adjustment:
     """As `gptq`, with the float network run beside the rounded one; errors are those to the weights it aims at."""
-    assert isinstance(settings, Gptaq)
     return in_order(task, found, FloatOutputs(settings))

@@ -8,10 +8,10 @@ from __future__ import annotations
 from quantizer.algorithms.adjustment import Adjustment, Task
 from quantizer.algorithms.gptq_target import GptqTarget
 from quantizer.algorithms.sequential_rounding import in_order
-from quantizer.config.algorithms import Algorithm, Gptq
+from quantizer.config.algorithms import GPTQConfig
 
 
-def gptq(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
+def gptq(task: Task, settings: GPTQConfig, found: Adjustment) -> Adjustment:
     """Round the weights that the plan quantizes, on the grids of their ranges or on those that were found before.
 
     Columns of zeros and layers that no token reached stay at round-to-nearest, and so is a layer whose outputs on the
@@ -20,5 +20,4 @@ def gptq(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
     Raises:
         DataError: a value in the network is not finite; layer and batch are named.
     """
-    assert isinstance(settings, Gptq)
     return in_order(task, found, GptqTarget(settings))

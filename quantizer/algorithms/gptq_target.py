@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.optimal_rounding import Factor, factored
-from quantizer.config.algorithms import Gptq
+from quantizer.config.algorithms import ColumnRounding
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class GptqTarget:
     tokens_per_input = 0
     """How many tokens there should be for each input channel; on fewer what it finds may not hold for other data."""
 
-    def __init__(self, settings: Gptq) -> None:
+    def __init__(self, settings: ColumnRounding) -> None:
         self.settings = settings
 
     def damping(self, gram: Tensor) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from quantizer.algorithms.adjustment import Adjustment, Task
 from quantizer.algorithms.gptq_target import GptqTarget, Hessian, Products
 from quantizer.algorithms.sequential_rounding import in_order
-from quantizer.config.algorithms import Algorithm, Qronos
+from quantizer.config.algorithms import QronosConfig
 
 ITERATIONS = 30  # of the power method
 
@@ -23,7 +23,7 @@ class FittedOutputs(GptqTarget):
     needs_float = True
     tokens_per_input = 4
 
-    def __init__(self, settings: Qronos) -> None:
+    def __init__(self, settings: QronosConfig) -> None:
         super().__init__(settings)
         self.alpha = settings.alpha
 
@@ -49,7 +49,6 @@ class FittedOutputs(GptqTarget):
         return weight + fitted, weight[0] + missing[0] / largest
 
 
-def qronos(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
+def qronos(task: Task, settings: QronosConfig, found: Adjustment) -> Adjustment:
     """As `gptq`, with the float network run beside the rounded one; errors are those to the weights it aims at."""
-    assert isinstance(settings, Qronos)
     return in_order(task, found, FittedOutputs(settings))

@@ -16,7 +16,7 @@ from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
 from quantizer.algorithms.axis_rules import input_of, is_move
 from quantizer.algorithms.heads import heads
 from quantizer.algorithms.residual_stream import Residual, residuals
-from quantizer.config.algorithms import Rotation
+from quantizer.config.algorithms import RotationConfig
 from quantizer.config.roles import base_role
 from quantizer.graph.edits import Insertion
 from quantizer.graph.ir import Graph, Node
@@ -27,7 +27,7 @@ _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 Turn = Callable[[Tensor], Tensor]
 
 
-def rotation(task: Task, settings: Rotation, found: Adjustment) -> Adjustment:
+def rotation(task: Task, settings: RotationConfig, found: Adjustment) -> Adjustment:
     """The network with its channels turned: another network of the same function.
 
     Needs no data. What was rounded before is dropped for the layers that change, as their weights are others.

@@ -15,7 +15,7 @@ from quantizer.algorithms.channel_ranges import ChannelRanges
 from quantizer.algorithms.fold import admissible, folded, input_name, parameter, without_overlap
 from quantizer.algorithms.patches import LAYERS
 from quantizer.algorithms.smoothing_loss import input_spec, smoothing_loss
-from quantizer.config.algorithms import Algorithm, SmoothQuant
+from quantizer.config.algorithms import SmoothQuantConfig
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
 from quantizer.graph.structure import InputGroup
@@ -23,11 +23,11 @@ from quantizer.nn.network import Network
 from quantizer.sources.batches import naming_batch
 
 LEAST_WEIGHT = 1e-5  # so that a column of zeros has a factor
-AUTO = tuple(step / 10 for step in range(11))
+AUTO = [step / 10 for step in range(11)]
 UNREACHED = "no token of the calibration data reached it; its inputs are not rescaled"
 
 
-def smoothquant(task: Task, settings: Algorithm, found: Adjustment) -> Adjustment:
+def smoothquant(task: Task, settings: SmoothQuantConfig, found: Adjustment) -> Adjustment:
     """Rescale the input channels of all groups with quantized weights or inputs, after one pass over the data.
 
     Factors are max|X_j|^alpha / max|W_j|^(1 - alpha) (section 4, equation 4), over all tokens and all layers of a
@@ -37,12 +37,11 @@ def smoothquant(task: Task, settings: Algorithm, found: Adjustment) -> Adjustmen
     Raises:
         DataError: a value in the network is not finite; layer and batch are named.
     """
-    assert isinstance(settings, SmoothQuant)
     groups = [group for group in without_overlap(task.structure.groups) if _concerned(task, group)]
     if task.done or not groups:
         return found  # all groups are found in one pass, so there is no half of it
     alphas = AUTO if settings.alpha == "auto" else settings.alpha
-    alphas = alphas if isinstance(alphas, tuple) else (alphas,)
+    alphas = alphas if isinstance(alphas, list) else [alphas]
     for group, seen in _observed(task, found, groups, with_sample=len(alphas) > 1):
         if seen.tokens == 0:
             found = found.with_remarks(*(Remark(name, UNREACHED) for name in group.layers))

@@ -13,13 +13,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from quantizer.api.algorithms import ALGORITHMS, AlgoConfig, PreQuantOptConfig
-from quantizer.api.fields import check, checked
 from quantizer.api.observers import ObserverBase
-from quantizer.api.reading import Reader
+from quantizer.api.reading import read_config
 from quantizer.atomic import replace_file
+from quantizer.config.algorithm_settings import AlgoConfig, PreQuantOptConfig
 from quantizer.config.document import Document
 from quantizer.config.load import check_document, load_config
+from quantizer.config.typed_fields import check, checked
 from quantizer.config.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
 from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
@@ -103,8 +103,7 @@ class Config:
                 "the document has no global_quant_config, the config of all layers",
                 help="""write it, for example {"global_quant_config": {"weight": {"dtype": "int8"}}}""",
             )
-        read: Config = _READER.read(check_document(Document.of(document, cls.__name__)))
-        return read
+        return read_config(cls, check_document(Document.of(document, cls.__name__)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a config file.
@@ -128,11 +127,7 @@ class Config:
             UsageError: it is of the layered form, or `path` is no path.
         """
         _check_path(path)
-        read: Config = _READER.read(load_config(path))
-        return read
-
-
-_READER = Reader(Config, ALGORITHMS)
+        return read_config(cls, load_config(path))
 
 
 def _check_path(path: Any) -> None:
@@ -145,7 +140,7 @@ def _to_json(value: Any) -> Any:
     if is_dataclass(value):
         check(value)
         named = {f.name: getattr(value, f.name) for f in fields(value)}
-        if isinstance(value, (AlgoConfig, PreQuantOptConfig)):
+        if isinstance(value, AlgoConfig):
             default = vars(type(value)())
             named = {name: item for name, item in named.items() if name == "name" or item != default[name]}
         return {name: _to_json(item) for name, item in named.items() if item is not None}

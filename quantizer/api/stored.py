@@ -26,7 +26,7 @@ from quantizer.graph.modules import as_planned, operator_of, parameters_of
 from quantizer.nn.inplace import check_quantizable, lacks_bias
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.nn.rescale import InputScale, Rotation
+from quantizer.nn.rescale import InputRotation, InputScale
 from quantizer.numerics.granularity import scale_shape
 from quantizer.observers import grid_of, kernel_of
 
@@ -34,7 +34,7 @@ FORMAT = 3
 TENSORS, DESCRIPTION = "model.safetensors", "quantizer.json"
 INSERTED: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
     "input_scale": (InputScale, ("axis",)),
-    "rotation": (Rotation, ()),
+    "rotation": (InputRotation, ()),
 }
 """Class and constants of each operator that algorithms insert; a layer is made of the size of its weight and these."""
 _AGAIN = "save the model again with ModelQuantizer.save"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from quantizer.cli.session import ReadConfig
-from quantizer.config.algorithms import Names
 from quantizer.config.diagnostics import ConfigError
+from quantizer.config.structure_names import Names
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Structure

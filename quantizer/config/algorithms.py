@@ -1,134 +1,212 @@
-"""The algorithms that a config may list, as frozen values: one class each, in the order in which they may stand.
+"""The table of algorithms that a config may list: a row is a dataclass of settings with the field names of the file.
 
-An algorithm either rescales (the float function stays, weights and activations become easier to round) or rounds
-(weights move onto their grids). Knows no tensors and no file's spelling.
+Source of names and order in SmoothQuantConfig, AWQConfig and GPTQConfig, up to additions, and of their defaults, which
+hold in files and in Python alike: AMD Quark for PyTorch, `quark.torch.quantization.config.config`. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from quantizer.config.diagnostics import Place
+from quantizer.config.algorithm_settings import (
+    ALGORITHMS,
+    SHARED,
+    AlgoConfig,
+    PreQuantOptConfig,
+    Setting,
+    algorithm,
+    setting,
+)
 
-Stage = Literal["rescale", "round"]
+__all__ = ["ALGORITHMS", "AlgoConfig", "PreQuantOptConfig", "algorithm", "setting"]  # what a row elsewhere needs
 
+_IGNORED = "The weights' specification decides; another value only draws a warning."
+_HEADS = Setting(
+    "Of older files; not read.", unread="heads are found on the graph", keywords={"minimum": -1, "title": "heads"}
+)
+_LAYERS = {"items": {"title": "layer", "type": "string", "minLength": 1}, "uniqueItems": True}
 
-@dataclass(frozen=True)
-class ScalingLayer:
-    """One entry of `scaling_layers`, with names relative to a block: layers that read one value are scaled together.
-
-    `prev_op` makes that value, `inp` is one of the layers whose input it is; an empty name means: found on the graph.
-    """
-
-    layers: tuple[str, ...]
-    prev_op: str = ""
-    inp: str = ""
-    place: Place | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True)
-class Names:
-    """What a config says of the model's structure; None means that it is found on the graph.
-
-    `blocks` is the module that holds the decoder's blocks, `inside` the layers of a block in the order in which they
-    are settled, `scaling` the groups that are scaled together, `embeddings` are layers that must exist and no more.
-    `places` has the file's place of each field that is set.
-    """
-
-    blocks: str | None = None
-    inside: tuple[str, ...] | None = None
-    scaling: tuple[ScalingLayer, ...] | None = None
-    embeddings: tuple[str, ...] | None = None
-    places: Mapping[str, Place] = field(default_factory=dict, compare=False)
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """What all have: the names that override the graph, the entry's path in the file, and its place."""
-
-    names: Names = field(default_factory=Names, kw_only=True)
-    label: str = field(default="", kw_only=True, compare=False)
-    place: Place | None = field(default=None, kw_only=True, compare=False)
-
-    name: ClassVar[str] = ""
-    stage: ClassVar[Stage] = "round"
-    needs_data: ClassVar[bool] = True
-
-
-@dataclass(frozen=True)
-class SmoothQuant(Algorithm):
-    """`alpha` is one strength, several to choose from for each group, or "auto": 0, 0.1, …, 1."""
-
-    alpha: float | tuple[float, ...] | Literal["auto"] = 0.5
-    scale_clamp_min: float = 1e-3
-
-    name = "smoothquant"
-    stage = "rescale"
-
-
-@dataclass(frozen=True)
-class Rotation(Algorithm):
-    """`residual` rotates what runs between the blocks, `values` each attention head, `online` the inputs of the layers
-    that nothing else can rotate, by an operator of its own. `seed` draws the signs of the Hadamard matrices."""
-
-    residual: bool = True
-    values: bool = True
-    online: bool = True
-    seed: int = 0
-
-    name = "rotation"
-    stage = "rescale"
-    needs_data = False
+SHARED |= {
+    "bit": Setting(f"Bits of the weights. {_IGNORED}", decided_by="bit_width", keywords={"minimum": 2, "maximum": 16}),
+    "sym": Setting(f"Whether weights are quantized symmetrically. {_IGNORED}", decided_by="symmetric"),
+    "group_size": Setting(
+        f"Weights per scale, -1 for a whole row. {_IGNORED}", decided_by="group_size", keywords={"minimum": -1}
+    ),
+    "algo_processor": Setting(
+        "The class that runs the algorithm; not read.", unread="an algorithm is run by a function of its own"
+    ),
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": _HEADS,
+    "model_decoder_layers": Setting(
+        "The module that holds the decoder's blocks, such as model.layers; null: found on the graph."
+    ),
+    "inside_layer_modules": Setting(
+        "Names of the layers of a block, relative to it, in the order in which they are rounded; null or []: found on "
+        "the graph.",
+        keywords=_LAYERS,
+    ),
+    "scaling_layers": Setting(
+        "Which layers are scaled together; null or []: found on the graph.",
+        keywords={"items": {"$ref": "#/definitions/scaling_layer"}},
+    ),
+    "embedding_layers": Setting(
+        "Names of embedding layers; they have to exist, and nothing else is done with them.", keywords=_LAYERS
+    ),
+    "damp_percent": Setting(
+        "Share of the mean diagonal added to the Hessian; where that is not enough, ten times as much, up to 1.",
+        keywords={"exclusiveMinimum": 0, "maximum": 1},
+    ),
+    "desc_act": Setting(
+        "Whether columns whose inputs are large are rounded first; needs static_groups.", needs="static_groups"
+    ),
+    "static_groups": Setting(
+        "Whether the scales of groups are found before the first weight is rounded; false means that a group's scales "
+        "are found when its first column is reached, which goes without desc_act only."
+    ),
+    "true_sequential": Setting(
+        "Whether each layer sees the rounded ones before it in its block; with false a block's inputs are collected "
+        "once, from the blocks before."
+    ),
+    "block_size": Setting(
+        "Columns that are rounded before the rest of the weight is updated; changes the speed, and the result only in "
+        "the last digits.",
+        keywords={"minimum": 1},
+    ),
+}
 
 
-@dataclass(frozen=True)
-class Awq(Algorithm):
-    """`scale_search` finds factors of input channels, `clip_search` ranges of weights; `grid` is the number of steps
-    of the first search."""
+@algorithm(run="quantizer.algorithms.smoothquant:smoothquant", stage="rescale", aliases=["smooth"])
+@dataclass
+class SmoothQuantConfig(PreQuantOptConfig):
+    """SmoothQuant (arXiv 2211.10438): the range of activations is moved into the weights; the float network computes
+    the same."""
 
-    scale_search: bool = True
-    clip_search: bool = True
-    grid: int = 20
+    name: str = "smoothquant"
+    alpha: float | list[float] | Literal["auto"] = setting(
+        1.0,
+        "How much of the difficulty moves into the weights, 0 to 1; a list to choose from for each group of layers, or "
+        '"auto" for 0, 0.1, …, 1. Recommended: 0.5, as in the paper; 1 is the default of the format.',
+        minimum=0,
+        maximum=1,
+        title="strength",
+        help='write a number from 0 to 1, a list of numbers, or "auto"',
+        examples=[0.5],
+    )
+    scale_clamp_min: float = setting(1e-3, "Factors are at least this.", exclusiveMinimum=0)
+    scaling_layers: list[dict[str, Any]] | None = None
+    embedding_layers: list[str] | None = None
+    model_decoder_layers: str | None = None
+    num_attention_heads: int = -1
+    num_key_value_heads: int = -1
 
-    name = "awq"
-    stage = "rescale"  # and it leaves clipped grids, which a rounding algorithm after it takes over
+
+@algorithm(run="quantizer.algorithms.rotation:rotation", stage="rescale", needs_data=False, aliases=["quarot"])
+@dataclass
+class RotationConfig(PreQuantOptConfig):
+    """Rotation (QuaRot, arXiv 2404.00456): activations are multiplied by Hadamard matrices, which spread outliers over
+    all channels; the float network computes the same. Not part of the documented format."""
+
+    name: str = "rotation"
+    residual: bool = setting(True, "Whether to rotate what runs between the blocks.", is_part=True)
+    values: bool = setting(True, "Whether to rotate the values of each attention head.", is_part=True)
+    online: bool = setting(
+        True,
+        "Whether to rotate the inputs of layers that nothing else can rotate, by an operator of its own.",
+        is_part=True,
+    )
+    seed: int = setting(0, "Draws the signs of the Hadamard matrices.", minimum=0)
+    model_decoder_layers: str | None = None
 
 
-@dataclass(frozen=True)
-class Gptq(Algorithm):
-    """`damp_percent` of the mean diagonal is added to the Hessian; `desc_act` settles columns with large inputs first;
-    `static_groups` finds the scales of groups before the first column is settled, which desc_act needs."""
+@algorithm(run="quantizer.algorithms.awq:awq", stage="rescale")
+@dataclass
+class AWQConfig(AlgoConfig):
+    """AWQ (arXiv 2306.00978): input channels that matter are scaled up before weights are rounded, and ranges are
+    clipped."""
 
-    block_size: int = 128
+    name: str = "awq"
+    bit: int = 4
+    sym: bool = False
+    group_size: int = 128
+    algo_processor: type[object] | None = None
+    scaling_layers: list[dict[str, Any]] | None = None
+    model_decoder_layers: str | None = None
+    embedding_layers: list[str] | None = None
+    scale_search: bool = setting(True, "Whether to search for factors of input channels.", is_part=True)
+    clip_search: bool = setting(True, "Whether to search for smaller ranges of the weights.", is_part=True)
+    grid: int = setting(20, "Candidates of the search for factors.", minimum=1, maximum=1000)
+    num_attention_heads: int = -1
+    num_key_value_heads: int = -1
+
+
+class ColumnRounding(AlgoConfig):
+    """Settings of GPTQ and its kin, which round a weight column by column."""
+
+    damp_percent: float = 0.0  # where the algorithm has another damping
+    desc_act: bool
+    static_groups: bool
+    true_sequential: bool
+    block_size: int
+
+
+@algorithm(run="quantizer.algorithms.gptq:gptq", stage="round")
+@dataclass
+class GPTQConfig(ColumnRounding):
+    """GPTQ (arXiv 2210.17323): weights are rounded one column after another, each making up for the error of those
+    before."""
+
+    name: str = "gptq"
+    bit: int = 4
+    sym: bool = False
+    group_size: int = 128
     damp_percent: float = 0.01
     desc_act: bool = True
     static_groups: bool = True
     true_sequential: bool = True
-
-    name = "gptq"
-
-
-@dataclass(frozen=True)
-class Gptaq(Gptq):
-    """GPTQ that also makes up for the error of its inputs, by the share `alpha`."""
-
-    alpha: float = 0.25
-
-    name = "gptaq"
+    inside_layer_modules: list[str] | None = None
+    model_decoder_layers: str | None = None
+    embedding_layers: list[str] | None = None
+    block_size: int = 128
 
 
-@dataclass(frozen=True)
-class Qronos(Gptq):
-    """GPTQ on columns that are fitted to the float network's outputs; damping is `alpha` of the largest eigenvalue."""
+@algorithm(run="quantizer.algorithms.gptaq:gptaq", stage="round")
+@dataclass
+class GPTAQConfig(ColumnRounding):
+    """GPTAQ (arXiv 2504.02692): GPTQ that also makes up for the error of a layer's inputs. Not part of the documented
+    format."""
 
-    alpha: float = 1e-3
-    damp_percent: float = 0.0
+    name: str = "gptaq"
+    alpha: float = setting(
+        0.25,
+        "The share of the inputs' error that is made up for, 0 to 1; 0 is GPTQ.",
+        minimum=0,
+        maximum=1,
+    )
+    damp_percent: float = 0.01
+    desc_act: bool = True
+    static_groups: bool = True
+    true_sequential: bool = True
+    inside_layer_modules: list[str] | None = None
+    model_decoder_layers: str | None = None
+    embedding_layers: list[str] | None = None
+    block_size: int = 128
 
-    name = "qronos"
 
+@algorithm(run="quantizer.algorithms.qronos:qronos", stage="round")
+@dataclass
+class QronosConfig(ColumnRounding):
+    """Qronos (arXiv 2505.11695): GPTQ on columns that are first fitted to what the float network computes. Not part of
+    the documented format."""
 
-ALGORITHMS: dict[str, type[Algorithm]] = {
-    algorithm.name: algorithm for algorithm in (SmoothQuant, Rotation, Awq, Gptq, Gptaq, Qronos)
-}
+    name: str = "qronos"
+    alpha: float = setting(
+        1e-3, "Damping of the Hessian, as a share of its largest eigenvalue.", exclusiveMinimum=0, maximum=1
+    )
+    desc_act: bool = True
+    static_groups: bool = True
+    true_sequential: bool = True
+    inside_layer_modules: list[str] | None = None
+    model_decoder_layers: str | None = None
+    embedding_layers: list[str] | None = None
+    block_size: int = 128

@@ -1,53 +1,45 @@
-"""Checks what the algorithms of a file mean: their order, their device, and settings that contradict each other."""
+"""Checks what the algorithms of a file mean: their order, their device, and settings that contradict each other.
+
+Knows no algorithm by name: what there is to check of one is in its settings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from quantizer.config.algorithm_words import FIND_CODES, UNREAD, Entry
-from quantizer.config.algorithms import Awq, Gptq, Rotation
+from quantizer.config.algorithm_settings import finds_codes, settings_of
 from quantizer.config.diagnostics import Diagnostic, Place
-from quantizer.config.model import Config, QuantizationSpec, Sourced
-from quantizer.config.wording import quoted
-
-_FIELDS = {"bit": "bit_width", "sym": "symmetric", "group_size": "group_size"}
-"""Keys of older files about the weights' grid, which their specification decides."""
-
-_PARTS = ("residual", "values", "online")
-"""What a rotation turns, each on its own."""
-
-_SEARCHES = ("scale_search", "clip_search")
-"""What AWQ does besides plain rounding; both are on by default."""
+from quantizer.config.model import Algorithm, Config, QuantizationSpec, Sourced
+from quantizer.config.wording import listed, quoted
 
 
-def check_algorithms(entries: Sequence[Entry], config: Config) -> Iterator[Diagnostic]:
+def check_algorithms(entries: Sequence[Algorithm], config: Config) -> Iterator[Diagnostic]:
     """Findings on the entries, in the order in which they run, of a file whose other settings are `config`."""
     yield from _order([entry for entry in entries if not _is_misplaced(entry)])
-    yield from _turned_again([entry for entry in entries if entry.kind is Rotation])
+    yield from _repeated([entry for entry in entries if not finds_codes(entry.kind)])
     weights = _global_weights(config)
     for entry in entries:
         yield from _device(entry, config)
         if _is_misplaced(entry):
             text = f"{entry.kind.name} finds weight codes, and this is about what happens before"
             yield Diagnostic("QZ332", text, entry.place, help="write it in algo_config")
-        yield from _groups(entry, weights)
-        yield from _other_grid(entry, weights)
-        for key, place in entry.unread.items():
-            yield Diagnostic("QZ111", f"{key} has no effect: {UNREAD[key]}", place, "note", help="remove the key")
+        yield from _switched(entry)
+        yield from _decided_elsewhere(entry, weights)
+        for key, (why, place) in entry.unread.items():
+            yield Diagnostic("QZ111", f"{key} has no effect: {why}", place, "note", help="remove the key")
         yield from _idle(entry, config)
 
 
-def _order(entries: Sequence[Entry]) -> Iterator[Diagnostic]:
-    """One algorithm rounds, and none rescales after it, nor after AWQ, which leaves ranges of the scaled weights."""
-    settled: Entry | None = None
+def _order(entries: Sequence[Algorithm]) -> Iterator[Diagnostic]:
+    """One algorithm rounds, and none rescales after it, nor after one that leaves ranges of the scaled weights."""
+    before: Algorithm | None = None
     for entry in entries:
         name, rounds = entry.kind.name, entry.kind.stage == "round"
-        if settled is None or (rounds and settled.kind.stage != "round"):
-            settled = entry if name in FIND_CODES else None
+        if before is None or (rounds and before.kind.stage != "round"):
+            before = entry if finds_codes(entry.kind) else None
             continue
-        first, has_codes = settled.kind.name, settled.kind.stage == "round"
-        related = _related(settled.place, "rounds here" if has_codes else "finds ranges here")
+        first, has_codes = before.kind.name, before.kind.stage == "round"
+        related = _related(before.place, "rounds here" if has_codes else "finds ranges here")
         keep = "keep one of the two"
         if rounds:
             text = f"{first} rounds the weights already, and {name} would round them again"
@@ -59,20 +51,21 @@ def _order(entries: Sequence[Entry]) -> Iterator[Diagnostic]:
             yield Diagnostic("QZ330", text, entry.place, help=help_, related=related)
 
 
-def _turned_again(rotations: Sequence[Entry]) -> Iterator[Diagnostic]:
-    """A product of two Hadamard matrices spreads an outlier less evenly than one of them."""
-    first: dict[str, Entry] = {}
-    for entry in rotations:
-        parts = [key for key in _PARTS if entry.settings()[key]]
-        again = [key for key in parts if key in first]
+def _repeated(entries: Sequence[Algorithm]) -> Iterator[Diagnostic]:
+    """A part that an entry before has done: two rotations, say, spread an outlier no better than one."""
+    first: dict[tuple[str, str], Algorithm] = {}
+    for entry in entries:
+        on = [(entry.kind.name, key) for key in _parts(entry) if entry.value(key)]
+        again = [part for part in on if part in first]
         if again:
-            text = f"a rotation before has turned {', '.join(again)} already, and nothing is gained by another"
-            related = _related(first[again[0]].place, "rotates here")
+            keys = listed(key for _, key in again)
+            text = f"{keys} of {entry.kind.name} is done by an entry before, and nothing is gained by doing it again"
+            related = _related(first[again[0]].place, "done here")
             yield Diagnostic("QZ128", text, entry.place, "warning", help="keep one of the two", related=related)
-        first = {**dict.fromkeys(parts, entry), **first}
+        first = {**dict.fromkeys(on, entry), **first}
 
 
-def _device(entry: Entry, config: Config) -> Iterator[Diagnostic]:
+def _device(entry: Algorithm, config: Config) -> Iterator[Diagnostic]:
     if config.settings.target_device == "DPU":
         text = f"{entry.kind.name} is not for the DPU: after calibration its scales are moved into the limits of \
 shifters, which would undo what the algorithm found"
@@ -80,54 +73,61 @@ shifters, which would undo what the algorithm found"
         yield Diagnostic("QZ210", text, entry.place, help="remove it, or write another target_device", related=related)
 
 
-def _is_misplaced(entry: Entry) -> bool:
-    return entry.path[0] == "pre_quant_opt_config" and entry.kind.name in FIND_CODES
+def _is_misplaced(entry: Algorithm) -> bool:
+    return entry.path[0] == "pre_quant_opt_config" and finds_codes(entry.kind)
 
 
-def _groups(entry: Entry, weights: dict[str, Sourced]) -> Iterator[Diagnostic]:
-    """The order by activation jumps from group to group, so all scales have to be there before."""
-    if not issubclass(entry.kind, Gptq):
-        return
-    has_groups = _value(weights, "qscheme") == "per_group"
-    order, static = entry.stated.get("desc_act"), entry.stated.get("static_groups")
-    if order and static and order.value and not static.value:
-        text = "desc_act settles the columns of all groups in turn, so their scales are found first: static_groups"
-        related = _related(order.place, "because of this")
-        help_ = 'write "static_groups": true, or "desc_act": false'
-        yield Diagnostic("QZ333", text, static.place, help=help_, related=related)
-    elif entry.needs_static_groups and has_groups:
-        text = "groups are static here, as desc_act needs it"
-        yield Diagnostic("QZ126", text, entry.place, "note", help='to say the same: "static_groups": true')
-    elif static and not static.value and order is None:
-        text = "desc_act is off here, as it needs static groups"
-        yield Diagnostic("QZ126", text, static.place, "note", help='to say the same: "desc_act": false')
+def _switched(entry: Algorithm) -> Iterator[Diagnostic]:
+    """Switches that are on by default or in the file, and need one that is off."""
+    for key, meant in settings_of(entry.kind).items():
+        if not meant.needs or not entry.value(key) or entry.value(meant.needs):
+            continue
+        stated, needed = entry.stated.get(key), entry.stated.get(meant.needs)
+        if stated and needed:
+            related = _related(stated.place, "because of this")
+            text, help_ = f"{key} is on and needs {meant.needs}", f'write "{meant.needs}": true, or "{key}": false'
+            yield Diagnostic("QZ333", text, needed.place, help=help_, related=related)
+        else:
+            place = (stated or needed or Sourced(None, entry.place)).place
+            text, help_ = f"{key} is off here, as it needs {meant.needs}", f'to say the same: "{key}": false'
+            yield Diagnostic("QZ126", text, place, "note", help=help_)
 
 
-def _other_grid(entry: Entry, weights: dict[str, Sourced]) -> Iterator[Diagnostic]:
-    """Stated keys that disagree with the grid of the weights."""
+def _decided_elsewhere(entry: Algorithm, weights: dict[str, Sourced]) -> Iterator[Diagnostic]:
+    """Stated keys that disagree with the weights' specification, which decides."""
     if not weights or _value(weights, "dtype") != "int":
         return
-    for key, name in _FIELDS.items():
-        stated, found = entry.stated.get(key), _value(weights, name)
-        if key == "group_size" and _value(weights, "qscheme") != "per_group":
-            found = -1
-        if stated and stated.value != found:
+    for key, meant in settings_of(entry.kind).items():
+        stated, name = entry.stated.get(key), meant.decided_by
+        if not stated or not name:
+            continue
+        has_no_groups = name == "group_size" and _value(weights, "qscheme") != "per_group"
+        found = -1 if has_no_groups else _value(weights, name)
+        if stated.value != found:
             text = f"{key} {quoted(stated.value)} is not what the weights' specification says: it decides"
             source = weights.get("qscheme" if found == -1 else name, weights.get(name))
             related = _related(source.place if source else None, f"here it is {quoted(found)}")
             yield Diagnostic("QZ127", text, stated.place, "warning", help="remove the key", related=related)
 
 
-def _idle(entry: Entry, config: Config) -> Iterator[Diagnostic]:
-    """Rounding where no weights are quantized, and a search that is told to leave both of its searches out."""
-    if entry.kind.name in FIND_CODES and not _quantizes_weights(config):
-        text = f"no weights are rounded to a grid, so {entry.kind.name} has nothing to do"
+def _idle(entry: Algorithm, config: Config) -> Iterator[Diagnostic]:
+    """Rounding where no weights are quantized, and an algorithm with all its parts off."""
+    name, parts = entry.kind.name, _parts(entry)
+    if finds_codes(entry.kind) and not _quantizes_weights(config):
+        text = f"no weights are quantized to a format with a scale, so {name} has nothing to do"
         yield Diagnostic("QZ128", text, entry.place, "warning", help="quantize weights, or remove the algorithm")
-    elif entry.kind is Awq and not any(entry.settings()[key] for key in _SEARCHES):
-        first, last = (entry.stated[key].place for key in _SEARCHES)
-        text = f"neither {' nor '.join(_SEARCHES)} is on, so awq does nothing but plain rounding"
-        help_ = "remove one of the two keys, or the algorithm"
-        yield Diagnostic("QZ128", text, last, "warning", help=help_, related=_related(first, "the other one"))
+    elif parts and not any(map(entry.value, parts)):
+        off = [entry.stated[key].place for key in parts if key in entry.stated]
+        rest = "only rounds to nearest (RTN)" if finds_codes(entry.kind) else "does nothing"
+        text = f"{listed(parts)} are all off, so {name} {rest}"
+        help_ = "switch one of them on, or remove the algorithm"
+        related = tuple(other for each in off[:-1] for other in _related(each, "off, too"))
+        place = off[-1] if off else entry.place
+        yield Diagnostic("QZ128", text, place, "warning", help=help_, related=related)
+
+
+def _parts(entry: Algorithm) -> list[str]:
+    return [key for key, meant in settings_of(entry.kind).items() if meant.is_part]
 
 
 def _quantizes_weights(config: Config) -> bool:

@@ -10,13 +10,14 @@ from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from quantizer.config.algorithm_schema import form_schema
+from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.diagnostics import Diagnostic, Edit, Fix
 from quantizer.config.document import Document, pointer_to
 from quantizer.config.form import Form, form_of
 from quantizer.config.missing_keys import HELP_FOR_MISSING, Path, completions, missing_keys
-from quantizer.config.resources import load_resource
 from quantizer.config.spellings import other_spelling
-from quantizer.config.suggestions import TYPE_WORDS, help_for_key, help_for_value, key_fixes, value_fixes
+from quantizer.config.suggestions import TYPE_WORDS, bounds, help_for_key, help_for_value, key_fixes, value_fixes
 from quantizer.config.wording import listed, quoted
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ _BY_KEYWORD = {
     "minimum": "QZ104",
     "maximum": "QZ104",
     "exclusiveMinimum": "QZ104",
+    "exclusiveMaximum": "QZ104",
     "minLength": "QZ104",
     "minItems": "QZ104",
     "uniqueItems": "QZ107",
@@ -42,7 +44,7 @@ _BY_KEYWORD = {
 def check_structure(document: Document) -> list[Diagnostic]:
     """What in the file differs from the schema of its form: at most one finding per value, key or block."""
     found: dict[tuple[str, str], Diagnostic] = {}
-    errors = _validator(form_of(document.value)).iter_errors(document.value)
+    errors = _validator(form_of(document.value), tuple(ALGORITHMS)).iter_errors(document.value)
     diagnostics = (diagnostic for error in errors for diagnostic in _explain(document, error))
     for diagnostic in islice(diagnostics, MAX_FINDINGS):
         family = diagnostic.code if diagnostic.code in ("QZ102", "QZ105") else "value"
@@ -52,13 +54,13 @@ def check_structure(document: Document) -> list[Diagnostic]:
 
 
 @cache
-def _validator(form: Form) -> Validator:
+def _validator(form: Form, algorithms: tuple[str, ...]) -> Validator:
+    """The rule book of a form; the names of the algorithms say when it has to be made anew."""
     from jsonschema import Draft7Validator
     from jsonschema.validators import extend
 
     checker: type[Validator] = extend(Draft7Validator, {"uniqueItems": _unique_items})  # type: ignore[no-untyped-call]
-    schema = load_resource("schemas", f"{form}.schema.json")
-    return checker({key: entry for key, entry in schema.items() if key != "allOf"})  # the rules
+    return checker({key: entry for key, entry in form_schema(form).items() if key != "allOf"})  # the rules
 
 
 def _unique_items(_: Validator, wanted: bool, items: Any, schema: Any) -> Iterator[ValidationError]:
@@ -104,7 +106,7 @@ def _wrong_value(document: Document, error: ValidationError, schema: dict[str, A
         return _repeated_item(document, path, value, schema)
     else:
         message = f"{quoted(value)} is out of range for {key}"
-        remark = "not empty" if keyword in ("minLength", "minItems") else _range(schema)
+        remark = "not empty" if keyword in ("minLength", "minItems") else ", ".join(bounds(schema))
     place, remedy = document.place(pointer_to(*path)), schema.get("help")
     if remedy:
         return Diagnostic(_BY_KEYWORD[keyword], message, place, remark=remark, help=remedy)
@@ -155,11 +157,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return "an object" if isinstance(value, dict) else "a list"
     return quoted(value)
-
-
-def _range(schema: dict[str, Any]) -> str:
-    low = f"more than {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else f"at least {schema['minimum']}"
-    return f"{low}, at most {schema['maximum']}" if "maximum" in schema else low
 
 
 def _selector_help(entry: Any) -> str:

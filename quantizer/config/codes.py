@@ -154,22 +154,23 @@ CODES: dict[str, Code] = {
     ),
     "QZ126": Code(
         "a setting that another one decides",
-        "desc_act settles the columns of all groups in turn, so it needs the scales of all groups before the first "
-        "one: static_groups. Of the two a stated one beats a default.",
+        "A switch that needs another one cannot be on without it: desc_act rounds the columns of all groups in turn, "
+        "so it needs the scales of all groups before the first one, static_groups. Of two such switches a stated one "
+        "beats a default.",
         "Nothing has to be done; the help line has the setting that says it without the note.",
     ),
     "QZ127": Code(
-        "another grid than the weights'",
+        "not what the weights' specification says",
         "bit, sym and group_size are of older files; how weights are quantized is what their specification says, and "
-        "algorithms look for codes on that grid.",
+        "algorithms look for codes of that format.",
         "Remove the key, or change the weights' specification.",
     ),
     "QZ128": Code(
         "an algorithm with nothing to do",
-        "awq, gptq, gptaq and qronos find codes of weights, and no weights are put on a grid of their own. Without "
-        "scale_search and clip_search awq rounds as it would be done without it. A second rotation of the same values "
-        "spreads them no better than the first.",
-        "Quantize weights, switch a search on, or remove the algorithm.",
+        "awq, gptq, gptaq and qronos find codes of weights, and no weights have a scale. An algorithm whose parts are "
+        "all switched off does nothing, such as awq without scale_search and clip_search. A second rotation of the "
+        "same values spreads them no better than the first.",
+        "Quantize weights, switch a part on, or remove the algorithm.",
     ),
     "QZ210": Code(
         "algorithms on the DPU",
@@ -179,7 +180,7 @@ CODES: dict[str, Code] = {
     ),
     "QZ330": Code(
         "scaled after rounding",
-        "SmoothQuant, rotation and AWQ change float weights: rounded ones would leave their grid, and the ranges that "
+        "SmoothQuant, rotation and AWQ change float weights: rounded ones would lose their codes, and the ranges that "
         "AWQ has found would not fit any more.",
         "Write the algorithm before the one that rounds, or before AWQ.",
     ),
@@ -194,10 +195,10 @@ CODES: dict[str, Code] = {
         "Write the algorithm in algo_config.",
     ),
     "QZ333": Code(
-        "order by activation without static groups",
-        "desc_act settles the columns of all groups in turn, so the scale of a group cannot wait until its first "
-        "column is reached.",
-        "Set static_groups to true (recommended), or desc_act to false.",
+        "a switch without the one that it needs",
+        "desc_act rounds the columns of all groups in turn, so the scale of a group cannot wait until its first "
+        "column is reached: static_groups has to be on.",
+        "Set static_groups to true, or desc_act to false.",
     ),
     "QZ402": Code(
         "a selector matches no layer",

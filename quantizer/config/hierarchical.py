@@ -6,10 +6,20 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from quantizer.config.algorithm_words import Entry, read_algorithms
+from quantizer.config.algorithm_words import read_algorithms
 from quantizer.config.document import Document
 from quantizer.config.hierarchical_spec import normalized, over
-from quantizer.config.model import Config, ConfigRule, Fields, QuantizationSpec, Role, Selector, Settings, Sourced
+from quantizer.config.model import (
+    Algorithm,
+    Config,
+    ConfigRule,
+    Fields,
+    QuantizationSpec,
+    Role,
+    Selector,
+    Settings,
+    Sourced,
+)
 from quantizer.config.valid_document import ValidDocument
 
 ROLE_OF: Mapping[str, Role] = {
@@ -62,7 +72,7 @@ class Hierarchical:
     settings: Settings
     levels: tuple[Level, ...]
     excludes: tuple[Selector, ...]
-    algorithms: tuple[Entry, ...] = ()
+    algorithms: tuple[Algorithm, ...] = ()
     ignored: frozenset[str] = frozenset()
 
     def is_wrong(self, key: str) -> bool:
@@ -83,9 +93,8 @@ class Hierarchical:
                 for at, selector in enumerate(self.excludes)
             ),
         )
-        algorithms = tuple(entry.algorithm() for entry in self.algorithms)
         source = self.document.source.name
-        return Config(self.settings, rules, source, self.document.value, "hierarchical", algorithms)
+        return Config(self.settings, rules, source, self.document.value, "hierarchical", self.algorithms)
 
     def _rule(self, level: Level) -> ConfigRule:
         stated = {role: dict(self._fields(level, role)) for role in level.specs}

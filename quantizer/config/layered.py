@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from quantizer.config.algorithm_words import Entry, read_algorithms
+from quantizer.config.algorithm_words import read_algorithms
 from quantizer.config.diagnostics import Place
 from quantizer.config.document import Document
 from quantizer.config.model import (
     CAST_ONLY,
     ROLES,
+    Algorithm,
     Config,
     ConfigRule,
     Fields,
@@ -71,7 +72,7 @@ class Layered:
     settings: Settings
     top: Level
     layers: tuple[Level, ...]
-    algorithms: tuple[Entry, ...] = ()
+    algorithms: tuple[Algorithm, ...] = ()
 
     def config(self) -> Config:
         """The rules in the file's order."""
@@ -84,9 +85,8 @@ class Layered:
                 for level in self.layers
             ),
         ]
-        algorithms = tuple(entry.algorithm() for entry in self.algorithms)
         source = self.document.source.name
-        return Config(self.settings, tuple(rules), source, self.document.value, algorithms=algorithms)
+        return Config(self.settings, tuple(rules), source, self.document.value, algorithms=self.algorithms)
 
 
 def translate(document: Document, ignored: Collection[str] = ()) -> Layered:

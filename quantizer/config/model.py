@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-from quantizer.config.algorithms import Algorithm
+from quantizer.config.algorithm_settings import AlgoConfig, Stage, read_keys, settings_of
 from quantizer.config.diagnostics import Place
 from quantizer.config.form import Form
+from quantizer.config.structure_names import Names
 
 Role = Literal["input", "weights", "bias", "activation"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -148,6 +149,58 @@ class ConfigRule:
     roles_place: Place | None = None
     fields: Mapping[Role, Fields] = field(default_factory=dict)
     adds: frozenset[Role] = frozenset()
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An algorithm as a file lists it: its class, its entry's path, and each stated key with where it is.
+
+    `groups` are the places of the groups in `scaling_layers`; `unread` are keys that say something which nothing reads,
+    each with the reason and its first place.
+    """
+
+    kind: type[AlgoConfig]
+    path: tuple[str | int, ...]
+    stated: Mapping[str, Sourced]
+    place: Place | None = None
+    groups: tuple[Place | None, ...] = ()
+    unread: Mapping[str, tuple[str, Place | None]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """As in the file."""
+        return self.kind.name
+
+    @property
+    def stage(self) -> Stage:
+        """Whether it rescales or rounds weights."""
+        return self.kind.stage
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether it reads the calibration data."""
+        return self.kind.needs_data
+
+    @property
+    def label(self) -> str:
+        """`algo_config[0]`, or `algo_config` where one algorithm stands without a list."""
+        return str(self.path[0]) + "".join(f"[{part}]" for part in self.path[1:])
+
+    def value(self, key: str) -> Any:
+        """A setting as it is stated, or its default."""
+        return self.stated[key].value if key in self.stated else getattr(self.kind, key)
+
+    @property
+    def settings(self) -> AlgoConfig:
+        """What runs: everything that is read, without switches that need one which is off."""
+        found = {key: self.value(key) for key in read_keys(self.kind)}
+        needed = {key: meant.needs for key, meant in settings_of(self.kind).items() if meant.needs}
+        return self.kind(**{**found, **{key: found[key] and found[needs] for key, needs in needed.items()}})
+
+    @property
+    def names(self) -> Names:
+        """The parts of the model that it names."""
+        return Names.of({key: (found.value, found.place) for key, found in self.stated.items()}, self.groups)
 
 
 @dataclass(frozen=True)

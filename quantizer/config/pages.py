@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from quantizer.config.algorithm_words import FIND_CODES
+from quantizer.config.algorithm_schema import algorithm_schema
+from quantizer.config.algorithm_settings import finds_codes
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.codes import CODES, all_codes
 from quantizer.config.form import Form
@@ -15,7 +16,7 @@ from quantizer.config.hierarchical_spec import FIELDS_OF_KEYS
 from quantizer.config.layered import FIELDS
 from quantizer.config.resources import load_resource
 from quantizer.config.rules import spec_rules
-from quantizer.config.suggestions import TYPE_WORDS
+from quantizer.config.suggestions import TYPE_WORDS, bounds
 
 FORMS: tuple[Form, ...] = ("layered", "hierarchical")
 
@@ -98,7 +99,7 @@ def _key_sections(key: str, form: Form) -> Iterator[str]:
 
 def _algorithm_sections(name: str) -> Iterator[str]:
     yield _algorithm(name)["description"]
-    lists = "`algo_config`" if name in FIND_CODES else "`algo_config` or `pre_quant_opt_config`"
+    lists = "`algo_config`" if finds_codes(ALGORITHMS[name]) else "`algo_config` or `pre_quant_opt_config`"
     yield f"Where: an entry of {lists}, or of `algorithms` in the layered form."
     rows = ["| key | values | default | meaning |", "|---|---|---|---|"]
     for key, entry in _settings(name).items():
@@ -113,8 +114,7 @@ def _algorithm_sections(name: str) -> Iterator[str]:
 
 
 def _algorithm(name: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = load_resource("schemas", "hierarchical.schema.json")["definitions"][name]
-    return found
+    return algorithm_schema(ALGORITHMS[name])
 
 
 def _settings(name: str) -> Mapping[str, Any]:
@@ -122,11 +122,11 @@ def _settings(name: str) -> Mapping[str, Any]:
 
 
 def _values(entry: Mapping[str, Any]) -> str:
-    """The types of a setting in words, and its range."""
+    """The types of a setting in words, or its options, and its range."""
     types = entry["type"] if isinstance(entry["type"], list) else [entry["type"]]
-    words = " or ".join(TYPE_WORDS[kind] for kind in types)
-    bounds = {"exclusiveMinimum": "more than", "minimum": "at least", "maximum": "at most"}
-    return ", ".join([words, *(f"{word} {entry[key]}" for key, word in bounds.items() if key in entry)])
+    options = [json.dumps(option) for option in entry.get("enum", entry.get("then", {}).get("enum", ()))]
+    words = [TYPE_WORDS[kind] for kind in types if kind != "string" or not options]
+    return ", ".join([" or ".join([*words, *options]), *bounds(entry)])
 
 
 def code_page(code: str) -> str:
@@ -155,7 +155,9 @@ def rules_page() -> str:
 
 def _worked_example(name: str) -> Iterator[str]:
     """A change of one ready config, the commands to see its effect, and what they print before and after it."""
-    example = load_resource("schemas", "worked_examples.json")[name]
+    example = load_resource("schemas", "worked_examples.json").get(name)
+    if example is None:
+        return
     both = f" with `{_inner(example['both'])}`" if "both" in example else ""
     yield "## Worked example"
     yield f"A copy of `{example['config']}`{both}, as `changed.json`, in which is set"

@@ -37,7 +37,7 @@ def resolved_document(config: Config) -> dict[str, Any]:
 
 def _lists(config: Config, *keys: str) -> dict[str, Any]:
     """The lists of algorithms that are not empty, each with all its settings as they took effect."""
-    lists = {key: [written(found) for found in config.algorithms if found.label.startswith(key)] for key in keys}
+    lists = {key: [written(each.settings) for each in config.algorithms if each.label.startswith(key)] for key in keys}
     return {key: entries for key, entries in lists.items() if entries}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quantizer.config.algorithm_settings import ALIASES
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document import Document, Span, pointer_to
 from quantizer.config.wording import quoted
@@ -37,7 +38,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "round_method": {"std_round": "round"},
     "target_device": {"cpu": "CPU", "gpu": "GPU", "cuda": "GPU", "ipu": "IPU"},
     "dtype": {"float8_e4m3": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "fp4_e2m1": "fp4"},
-    "name": {"smooth": "smoothquant", "quarot": "rotation"},
+    "name": ALIASES,
 }
 """Other spellings of a key's values."""
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from quantizer.config.algorithm_settings import settings_of
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.diagnostics import Edit, Fix
 from quantizer.config.document import Document, pointer_to, value_at
@@ -38,6 +39,16 @@ _COUNTERPARTS: Mapping[Form, Mapping[str, str]] = {
 
 _SWITCHES = {"equalization": "include_cle", "cle": "include_cle", "bias_correction": "include_bias_corr"}
 """What other tools list among their algorithms."""
+
+
+def bounds(schema: Mapping[str, Any]) -> list[str]:
+    """The range of a number in words.
+
+    >>> bounds({"exclusiveMinimum": 0, "maximum": 1})
+    ['more than 0', 'at most 1']
+    """
+    words = {"exclusiveMinimum": "more than", "minimum": "at least", "exclusiveMaximum": "less than"}
+    return [f"{word} {schema[key]}" for key, word in {**words, "maximum": "at most"}.items() if key in schema]
 
 
 def help_for_value(key: str, value: Any, form: Form) -> str:
@@ -146,11 +157,10 @@ def _is_word(option: Any) -> bool:
     return isinstance(option, str)
 
 
-@cache
 def _homes(form: Form) -> Mapping[str, frozenset[str]]:
     """Each block of the form, and its keys; those of the other form are named as such."""
     homes = {home: frozenset(keys) for home, keys in _blocks(form).items()}
-    homes |= {f"the algorithm {name}": keys for name, keys in _algorithm_keys().items()}
+    homes |= {f"the algorithm {name}": frozenset(settings_of(kind)) for name, kind in ALGORITHMS.items()}
     if form == "layered":
         blocks = load_resource("schemas", "layered.schema.json")["definitions"]
         homes["tensor_quantize_config"] = frozenset(blocks["tensor_quantize_config"]["properties"])
@@ -158,11 +168,6 @@ def _homes(form: Form) -> Mapping[str, frozenset[str]]:
         return homes | {"the hierarchical form, and a file has one form": HIERARCHICAL_KEYS}
     layered = frozenset(load_resource("schemas", "layered.schema.json")["properties"]) - {"target_device"}
     return homes | {"the layered form, and a file has one form": layered}
-
-
-def _algorithm_keys() -> Mapping[str, frozenset[str]]:
-    blocks = load_resource("schemas", "hierarchical.schema.json")["definitions"]
-    return {name: frozenset(blocks[name]["properties"]) - {"name"} for name in ALGORITHMS}
 
 
 def _blocks(form: Form) -> Mapping[str, Mapping[str, Any]]:

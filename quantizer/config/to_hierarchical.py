@@ -48,7 +48,7 @@ def to_hierarchical(config: Config) -> tuple[dict[str, Any], tuple[Diagnostic, .
         }
     }
     document |= {block: levels for block, levels in blocks.items() if levels}
-    algorithms = [written(algorithm) for algorithm in config.algorithms]
+    algorithms = [written(algorithm.settings) for algorithm in config.algorithms]
     optional = {"exclude": excluded, "algo_config": algorithms}
     return document | {key: items for key, items in optional.items() if items}, tuple(findings + found)
 

@@ -62,7 +62,7 @@ def to_layered(config: Config) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
         "overall_quantize_config": integers,
         "layer_quantize_config": [entry for entry in entries if entry],
     }
-    algorithms = [written(algorithm) for algorithm in config.algorithms]
+    algorithms = [written(algorithm.settings) for algorithm in config.algorithms]
     return document | ({"algorithms": algorithms} if algorithms else {}), tuple(findings)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import quantizer
+from quantizer.config.algorithm_words import written
 from quantizer.config.model import Config, Settings
 from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
@@ -21,7 +22,6 @@ from quantizer.engine.calibrate import Calibration
 from quantizer.engine.inputs import input_shapes
 from quantizer.engine.result_files import read_json, read_tensors, write_bytes, write_json, write_tensors
 from quantizer.engine.result_tensors import RESCALED, WEIGHTS, float_tensors, header_of, read_replaced
-from quantizer.engine.run_algorithms import settings_json
 from quantizer.engine.solution import Solution
 from quantizer.errors import ResultError
 from quantizer.graph.edits import with_weights
@@ -265,7 +265,7 @@ def check_plan(info: QuantInfo, config: Config, planned: Mapping[tuple[str, str]
                 f"calibrated with {getattr(info.settings, f.name)!r}",
                 help="calibrate with this config first, or leave out --config_file",
             )
-    if [settings_json(settings) for settings in config.algorithms] != info.header["algorithms"]:
+    if [written(each.settings) for each in config.algorithms] != info.header["algorithms"]:
         raise ResultError(
             "the config is not the calibrated one: its algorithms differ",
             help="calibrate with this config first, or leave out --config_file",

@@ -1,17 +1,16 @@
 """The step of the pipeline that runs the config's algorithms, one after the other: the only loop over them.
 
-Each is a function that its row names.
+Each is a function that its settings name.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,9 @@ import torch
 
 from quantizer.algorithms.adjustment import Adjustment, Run, Task, adjusted
 from quantizer.algorithms.patches import LAYERS
-from quantizer.config.algorithms import Algorithm
+from quantizer.config.algorithm_words import written
+from quantizer.config.algorithms import ALGORITHMS, AlgoConfig
+from quantizer.config.model import Algorithm
 from quantizer.config.wording import shortened
 from quantizer.engine.adjustment_snapshot import AlgorithmProgress, progress_of, snapshot_of
 from quantizer.engine.calibrate import check_finite
@@ -27,7 +28,7 @@ from quantizer.engine.checkpoint import other_run
 from quantizer.engine.events import Snapshot
 from quantizer.engine.job import Job
 from quantizer.engine.target import AlgorithmScope
-from quantizer.errors import ModelError, UsageError
+from quantizer.errors import ModelError
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Structure
@@ -35,15 +36,6 @@ from quantizer.nn.network import Network
 from quantizer.observers import NonFiniteError
 from quantizer.sources.batches import Batch
 
-RUNS: dict[str, str] = {
-    "smoothquant": "quantizer.algorithms.smoothquant:smoothquant",
-    "rotation": "quantizer.algorithms.rotation:rotation",
-    "awq": "quantizer.algorithms.awq:awq",
-    "gptq": "quantizer.algorithms.gptq:gptq",
-    "gptaq": "quantizer.algorithms.gptaq:gptaq",
-    "qronos": "quantizer.algorithms.qronos:qronos",
-}
-"""The `Run` of each algorithm, by its name in `config.algorithms`; imported when it is asked for."""
 KEPT = 1e-3
 """Outputs of an adjusted float network may differ by this share of the largest; more means that it is another one."""
 
@@ -52,7 +44,7 @@ KEPT = 1e-3
 class AlgorithmStep:
     """One algorithm of a config, ready to run: `run(Task(…, structure, …), settings, found)`."""
 
-    settings: Algorithm
+    settings: AlgoConfig
     structure: Structure
     run: Run
 
@@ -129,18 +121,6 @@ def _run_step(job: Job, scope: AlgorithmScope, step: AlgorithmStep, start: Algor
     return found
 
 
-def settings_json(settings: Algorithm) -> dict[str, Any]:
-    """An algorithm's name and settings, without the places that the file has them at."""
-    fields = asdict(settings)
-    names = {key: value for key, value in fields.pop("names").items() if key != "places" and value is not None}
-    if scaling := names.get("scaling"):
-        names["scaling"] = [{key: value for key, value in entry.items() if key != "place"} for entry in scaling]
-    kept = {key: value for key, value in fields.items() if key not in ("label", "place")}
-    said: dict[str, Any] = {"name": settings.name, **kept} | ({"names": names} if names else {})
-    read_back: dict[str, Any] = json.loads(json.dumps(said))
-    return read_back
-
-
 def report(todo: Sequence[AlgorithmStep], found: Adjustment) -> dict[str, Any]:
     """algorithms.json: what ran, and what it did to each layer; errors as shares of the energy of a layer's outputs."""
     layers = {
@@ -149,7 +129,7 @@ def report(todo: Sequence[AlgorithmStep], found: Adjustment) -> dict[str, Any]:
     }
     inserted = [{"layer": row.name, "reads": row.source, "readers": list(row.readers)} for row in found.insertions]
     return {
-        "algorithms": [settings_json(step.settings) for step in todo],
+        "algorithms": [written(step.settings) for step in todo],
         "rounded": layers,
         "rescaled": {name: sorted(own) for name, own in found.parameters.items()},
         "inserted": inserted,
@@ -158,14 +138,8 @@ def report(todo: Sequence[AlgorithmStep], found: Adjustment) -> dict[str, Any]:
 
 
 def load_run(name: str) -> Run:
-    """The function of an algorithm.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if name not in RUNS:
-        raise UsageError(f"the algorithm {name} cannot run in this version", help=f"it has {', '.join(RUNS)}")
-    module, _, function = RUNS[name].partition(":")
+    """The function of an algorithm, which its settings name; its module is imported now."""
+    module, _, function = ALGORITHMS[name].run.partition(":")
     run: Run = getattr(importlib.import_module(module), function)
     return run
 
@@ -176,13 +150,10 @@ def algorithm_steps(graph: Graph, algorithms: Sequence[Algorithm]) -> tuple[Algo
     Raises:
         ConfigError: an algorithm's entry names what is not in the graph.
         ModelError: NaN or infinity in a weight, which would spread to layers before it.
-        UsageError: an algorithm that is not there.
     """
     _check_weights(graph)
-    runs = [load_run(settings.name) for settings in algorithms]
     return tuple(
-        AlgorithmStep(settings, find_structure(graph, settings.names), run)
-        for settings, run in zip(algorithms, runs, strict=True)
+        AlgorithmStep(each.settings, find_structure(graph, each.names), load_run(each.name)) for each in algorithms
     )
 
 

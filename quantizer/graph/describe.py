@@ -78,7 +78,7 @@ DEVICE_LAYERS: dict[str, str] = {
 # Layers that algorithms insert: target -> class of `quantizer.nn`; the first argument is the size of the weight.
 INSERTED_LAYERS: dict[str, str] = {
     "rescale.input_scale": "InputScale",
-    "rescale.rotation": "Rotation",
+    "rescale.rotation": "InputRotation",
 }
 _CLASS_OF_TARGET = {target: name for name, target in reversed(FUNCTION_LAYERS.items())}
 _STRUCTURE = {"input": "Input", "quant_stub": "QuantStub", "dequant_stub": "DeQuantStub"}

@@ -9,7 +9,7 @@ from quantizer.nn.layer import Layer
 from quantizer.nn.load import load
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.recurrent import GRU, LSTM, RNN
-from quantizer.nn.rescale import InputScale, Rotation
+from quantizer.nn.rescale import InputRotation, InputScale
 from quantizer.nn.weighted import (
     ChannelScale,
     Conv1d,
@@ -41,12 +41,12 @@ __all__ = [
     "Embedding",
     "Function",
     "Input",
+    "InputRotation",
     "InputScale",
     "Layer",
     "Linear",
     "Parameter",
     "QuantStub",
-    "Rotation",
     "TensorQuantizer",
     "load",
 ]

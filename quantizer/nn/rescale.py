@@ -30,7 +30,7 @@ class InputScale(Layer):
         return f"{len(self.weight)}, axis={self.axis}"
 
 
-class Rotation(Layer):
+class InputRotation(Layer):
     """The channels of the last axis times an orthogonal matrix, which the weights that read them undo.
 
     `weight` holds the signs [channels]; the matrix follows from their number (`numerics.hadamard`).

@@ -29,15 +29,15 @@ from quantizer.algorithms.gptq_target import GptqTarget, Products
 from quantizer.algorithms.gram import Drift, Gram
 from quantizer.algorithms.qronos import FittedOutputs, qronos
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
-from quantizer.config.algorithms import Gptaq, Gptq, Qronos
+from quantizer.config.algorithms import ColumnRounding, GPTAQConfig, GPTQConfig, QronosConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.nn.network import Network
 from quantizer.numerics.qparams import QParams
 
-RUNS: dict[str, tuple[Run, Gptq]] = {
-    "gptq": (gptq, Gptq()),
-    "gptaq": (gptaq, Gptaq()),
-    "qronos": (qronos, Qronos()),
+RUNS: dict[str, tuple[Run, ColumnRounding]] = {
+    "gptq": (gptq, GPTQConfig()),
+    "gptaq": (gptaq, GPTAQConfig()),
+    "qronos": (qronos, QronosConfig()),
 }
 ASYMMETRIC = ("gptaq", "qronos")
 
@@ -75,7 +75,7 @@ def test_where_inputs_have_no_error_it_is_gptq(name: str) -> None:
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     x = decaying(2048, 64, seed=1)
     found, _ = solved(weight, x, settings=settings, run=run)
-    expected, _ = solved(weight, x, settings=Gptq(damp_percent=settings.damp_percent))
+    expected, _ = solved(weight, x, settings=GPTQConfig(damp_percent=settings.damp_percent))
     assert torch.equal(found.weight, expected.weight) and found.after == expected.after < 0.7 * found.before
 
 
@@ -103,7 +103,7 @@ def rounded_column(column: Tensor, grid: QParams) -> Tensor:
     return (column / scale).round().clamp(-4, 3) * scale
 
 
-def gptaq_by_definition(weight: Tensor, f: Tensor, x: Tensor, settings: Gptaq, grid: QParams) -> Tensor:
+def gptaq_by_definition(weight: Tensor, f: Tensor, x: Tensor, settings: GPTAQConfig, grid: QParams) -> Tensor:
     """Column by column, each with least squares of its own over the columns that are left (arXiv 2504.02692)."""
     w, gram = weight.double(), x.T.double() @ x.double()
     h = gram + settings.damp_percent * gram.diagonal().mean() * torch.eye(len(gram))
@@ -142,7 +142,7 @@ def test_both_do_what_their_papers_define(seed: int) -> None:
     weight = torch.randn(16, 24, generator=torch.Generator().manual_seed(seed))
     f, x = mismatched(24, seed)
     grid = nearest_qparams(CHANNELS, weight)
-    asymmetric, fitted = Gptaq(desc_act=False), Qronos(alpha=1e-3, desc_act=False)
+    asymmetric, fitted = GPTAQConfig(desc_act=False), QronosConfig(alpha=1e-3, desc_act=False)
     expected = gptaq_by_definition(weight, f, x, asymmetric, grid)
     assert torch.allclose(settled(weight, f, x, FloatOutputs(asymmetric)), expected, atol=1e-5)
     largest = float(torch.linalg.eigvalsh(x.T.double() @ x.double())[-1])
@@ -153,7 +153,11 @@ def test_both_do_what_their_papers_define(seed: int) -> None:
 
 def test_four_weights_come_near_to_the_best_of_all_choices() -> None:
     """The outputs of the float network against all 8^4 roundings, in the mean of 40 draws."""
-    aims = {"gptq": GptqTarget(Gptq()), "gptaq": FloatOutputs(Gptaq(alpha=1.0)), "qronos": FittedOutputs(Qronos())}
+    aims = {
+        "gptq": GptqTarget(GPTQConfig()),
+        "gptaq": FloatOutputs(GPTAQConfig(alpha=1.0)),
+        "qronos": FittedOutputs(QronosConfig()),
+    }
     errors: dict[str, list[float]] = {name: [] for name in (*aims, "best")}
     codes = torch.cartesian_prod(*(torch.arange(-4.0, 4.0),) * 4)
     for seed in range(40):
@@ -172,7 +176,7 @@ def test_four_weights_come_near_to_the_best_of_all_choices() -> None:
 def test_no_share_of_the_inputs_errors_is_gptq() -> None:
     """alpha 0, to the last bit."""
     task = stack(3)
-    whole, none = gptq(task, Gptq(), Adjustment()), gptaq(task, Gptaq(alpha=0.0), Adjustment())
+    whole, none = gptq(task, GPTQConfig(), Adjustment()), gptaq(task, GPTAQConfig(alpha=0.0), Adjustment())
     assert all(torch.equal(each.weight, none.rounded[name].weight) for name, each in whole.rounded.items())
 
 
@@ -209,8 +213,8 @@ def test_dead_inputs_and_few_tokens_leave_finite_weights(name: str) -> None:
 def test_a_fit_to_few_tokens_is_told() -> None:
     """Ninety-six unknowns of a row and as many equations; more damping helps as more tokens do."""
     few = replace(stack(4), batches=task_of(nn.Linear(96, 96), [3 * decaying(96, 96, seed=1)], CHANNELS).batches)
-    found, damped = (qronos(few, Qronos(alpha=alpha), Adjustment()) for alpha in (1e-6, 1e-3))
+    found, damped = (qronos(few, QronosConfig(alpha=alpha), Adjustment()) for alpha in (1e-6, 1e-3))
     few_tokens = "qronos fits its 96 inputs to 96 tokens, and on fewer than 384 that may not hold for other data"
     assert all(any(few_tokens in text for text in texts) for texts in remarks(found).values())
     assert output_error(few, damped) < 0.5 * output_error(few, found)
-    assert not any("tokens" in remark.text for remark in qronos(stack(4), Qronos(), Adjustment()).remarks)
+    assert not any("tokens" in remark.text for remark in qronos(stack(4), QronosConfig(), Adjustment()).remarks)

@@ -18,7 +18,7 @@ from quantizer.algorithms.clip import clipped_qparams, scale_errors
 from quantizer.algorithms.gram import Gram
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.algorithms.smoothquant import smoothquant
-from quantizer.config.algorithms import Awq, SmoothQuant
+from quantizer.config.algorithms import AWQConfig, SmoothQuantConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
 from quantizer.numerics.qparams import QParams
@@ -39,7 +39,7 @@ SPECS = {
 
 
 def settled(task: Task, found: Adjustment | None = None, **changes: bool) -> Adjustment:
-    return awq(task, Awq(**changes), found or Adjustment())  # type: ignore[arg-type]
+    return awq(task, AWQConfig(**changes), found or Adjustment())  # type: ignore[arg-type]
 
 
 def errors(task: Task, found: Adjustment, inputs: list[Tensor]) -> float:
@@ -177,7 +177,7 @@ def test_errors_before_and_after_are_those_of_the_layers_outputs() -> None:
 def test_after_smoothquant() -> None:
     model, inputs = built("gated")
     task = task_of(model, inputs, INT4, A8)
-    found = smoothquant(task, SmoothQuant(alpha="auto"), Adjustment())
+    found = smoothquant(task, SmoothQuantConfig(alpha="auto"), Adjustment())
     both = settled(task, found)
     assert difference(task, both, inputs) < 1e-5
     assert len(both.insertions) == len(found.insertions) == 1, "one multiplication takes both factors"
@@ -187,7 +187,7 @@ def test_after_smoothquant() -> None:
 def test_what_is_rescaled_later_is_not_rounded_any_more() -> None:
     model, inputs = built("outliers")
     task = task_of(model, inputs, INT4)
-    found = smoothquant(task, SmoothQuant(), settled(task))
+    found = smoothquant(task, SmoothQuantConfig(alpha=0.5), settled(task))
     assert not found.rounded
     assert not found.qparams
 

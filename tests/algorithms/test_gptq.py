@@ -36,14 +36,14 @@ from quantizer.algorithms.adjustment import Adjustment
 from quantizer.algorithms.gptq import gptq
 from quantizer.algorithms.gram import Gram
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, output_error
-from quantizer.config.algorithms import Gptq
+from quantizer.config.algorithms import GPTQConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import NonFiniteError, ObservationError
 from quantizer.sources.batches import Batch
 
-PLAIN_ORDER = Gptq(desc_act=False)
+PLAIN_ORDER = GPTQConfig(desc_act=False)
 WEIGHT = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
 EVERY_GRID = {
     "tensor": QuantizationSpec(bit_width=4),
@@ -67,7 +67,7 @@ def test_uncorrelated_inputs_give_plain_rounding_bit_by_bit(spec: QuantizationSp
     """E4a: with H a multiple of I there is no error that another column could make up for."""
     x = scale * torch.eye(256)
     for damping in (0.0, 0.01):
-        rounded, found = solved(WEIGHT, x, spec, Gptq(damp_percent=damping))
+        rounded, found = solved(WEIGHT, x, spec, GPTQConfig(damp_percent=damping))
         assert torch.equal(rounded.weight, plainly(WEIGHT, spec))
         assert rounded.before == rounded.after and not found.remarks
 
@@ -95,7 +95,7 @@ def test_large_inputs_first_pays_on_few_sources_and_costs_on_neighbours() -> Non
         calibration, others = inputs(2048, 256, seed=1), inputs(4096, 256, seed=2)
         ordered, unordered = (
             gain(WEIGHT, solved(WEIGHT, calibration, CHANNELS, each)[0].weight, others, CHANNELS)
-            for each in (Gptq(), PLAIN_ORDER)
+            for each in (GPTQConfig(), PLAIN_ORDER)
         )
         assert (ordered > unordered) == first_is_better
         assert min(ordered, unordered) >= least
@@ -140,7 +140,7 @@ def test_scales_found_on_the_way_fit_the_weights_as_they_are_then(group_size: in
     spec = replace(GROUPS, group_size=group_size, symmetric=symmetric)
     x = autoregressive(2048, 64, seed=1)
     weight = WEIGHT[:32, :64]
-    moving, _ = solved(weight, x, spec, Gptq(desc_act=False, static_groups=False))
+    moving, _ = solved(weight, x, spec, GPTQConfig(desc_act=False, static_groups=False))
     assert torch.equal(nearest(moving.weight, spec, moving.qparams), moving.weight)
     assert moving.qparams.scale.shape == nearest_qparams(spec, weight).scale.shape
     assert torch.equal(
@@ -167,7 +167,7 @@ def test_scales_found_on_the_way_are_those_of_the_papers_algorithm() -> None:
         on = nearest(left[:, group].float(), replace(spec, group_size=size), grid)[:, column % size].double()
         error = (left[:, column] - on) / inverse[column, column]
         left[:, column:] -= error[:, None] * inverse[column, column:]
-    moving, _ = solved(weight, x, replace(spec, group_size=size), Gptq(desc_act=False, static_groups=False))
+    moving, _ = solved(weight, x, replace(spec, group_size=size), GPTQConfig(desc_act=False, static_groups=False))
     assert torch.allclose(moving.qparams.scale, torch.cat(expected, 1), rtol=1e-5)
 
 
@@ -177,7 +177,7 @@ def test_grids_that_were_found_before_are_used_as_they_are() -> None:
     task = task_of(linear(weight), torch.split(x, 512), GROUPS)
     (name,) = layer_names(task.graph)
     grid = nearest_qparams(GROUPS, 0.8 * weight)
-    for each in (Gptq(), Gptq(desc_act=False, static_groups=False)):
+    for each in (GPTQConfig(), GPTQConfig(desc_act=False, static_groups=False)):
         found = gptq(task, each, Adjustment(qparams={name: grid})).rounded[name]
         assert torch.equal(found.qparams.scale, grid.scale)
         assert torch.equal(nearest(found.weight, GROUPS, grid), found.weight)
@@ -186,7 +186,7 @@ def test_grids_that_were_found_before_are_used_as_they_are() -> None:
 def test_block_size_decides_on_speed_alone() -> None:
     """Blocks are about memory traffic (section 3.3, step 2)."""
     x = autoregressive(2048, 256, seed=1)
-    found = [solved(WEIGHT, x, CHANNELS, Gptq(block_size=size))[0] for size in (1, 100, 128, 4096)]
+    found = [solved(WEIGHT, x, CHANNELS, GPTQConfig(block_size=size))[0] for size in (1, 100, 128, 4096)]
     for each in found[1:]:
         assert each.after == pytest.approx(found[0].after, rel=0.01)
 
@@ -220,7 +220,7 @@ def test_layers_that_read_one_value_are_solved_as_if_each_were_alone(branches: B
     """One Hessian for both, and one solve for all their rows."""
     x = autoregressive(2048, 64, seed=1)
     task = task_of(branches, torch.split(x, 512), CHANNELS)
-    found = gptq(task, Gptq(), Adjustment())
+    found = gptq(task, GPTQConfig(), Adjustment())
     for name in layer_names(task.graph)[:2]:
         alone, _ = solved(weight_of(task.graph, name), x)
         assert found.rounded[name].after == pytest.approx(alone.after, rel=0.01)
@@ -231,7 +231,7 @@ def test_a_layer_is_settled_on_inputs_that_rounded_layers_make(branches: Branche
     """Section 3.3: the inputs of the partially quantized model."""
     x = autoregressive(2048, 64, seed=1)
     task = task_of(branches, torch.split(x, 512), CHANNELS)
-    found = gptq(task, Gptq(), Adjustment())
+    found = gptq(task, GPTQConfig(), Adjustment())
     gate, up, down = layer_names(task.graph)
     with torch.no_grad():
         hidden = torch.relu(x @ found.rounded[gate].weight.T + branches.gate.bias) * (x @ found.rounded[up].weight.T)
@@ -242,7 +242,7 @@ def test_a_layer_is_settled_on_inputs_that_rounded_layers_make(branches: Branche
 def test_the_float_model_stays_as_it_is(branches: Branches) -> None:
     """The network shares its memory until a weight is put in."""
     before = {name: value.clone() for name, value in branches.state_dict().items()}
-    gptq(task_of(branches, [autoregressive(512, 64, seed=1)], CHANNELS), Gptq(), Adjustment())
+    gptq(task_of(branches, [autoregressive(512, 64, seed=1)], CHANNELS), GPTQConfig(), Adjustment())
     assert all(torch.equal(before[name], value) for name, value in branches.state_dict().items())
 
 
@@ -253,10 +253,10 @@ def test_an_interrupted_run_goes_on_to_the_same_result(branches: Branches, true_
     states: list[Adjustment] = []
     task = task_of(model, torch.split(autoregressive(1024, 64, seed=1), 512), CHANNELS)
     task = replace(task, after_group=lambda found, done: states.append(found))
-    whole = gptq(task, Gptq(true_sequential=true_sequential), Adjustment())
+    whole = gptq(task, GPTQConfig(true_sequential=true_sequential), Adjustment())
     assert len(states) == len(task.structure.groups) == 3
     for done, state in enumerate(list(states), start=1):
-        again = gptq(resumed(task, done), Gptq(true_sequential=true_sequential), state)
+        again = gptq(resumed(task, done), GPTQConfig(true_sequential=true_sequential), state)
         assert again.remarks == whole.remarks
         assert {name: each.after for name, each in again.rounded.items()} == {
             name: each.after for name, each in whole.rounded.items()
@@ -272,7 +272,7 @@ def test_without_true_sequential_a_block_is_gathered_before_it_changes(branches:
     x = autoregressive(2048, 64, seed=1)
     task = task_of(model, torch.split(x, 512), CHANNELS)
     assert len(task.structure.blocks) == 2
-    found = gptq(task, Gptq(true_sequential=False), Adjustment())
+    found = gptq(task, GPTQConfig(true_sequential=False), Adjustment())
     names = layer_names(task.graph)
     branch, last = parts[0]
     with torch.no_grad():
@@ -304,7 +304,7 @@ def test_convolutions_gain_on_smooth_images(name: str) -> None:
     spec = replace(CHANNELS, ch_axis=int(name == "transposed"))
     task = task_of(model, torch.split(images, 2), spec)
     (layer,) = layer_names(task.graph)
-    rounded = gptq(task, Gptq(), Adjustment()).rounded[layer]
+    rounded = gptq(task, GPTQConfig(), Adjustment()).rounded[layer]
     assert torch.equal(nearest(rounded.weight, spec, rounded.qparams), rounded.weight)
     assert rounded.after < 0.8 * rounded.before
     with torch.no_grad():
@@ -343,14 +343,14 @@ def test_all_zeros_give_plain_rounding() -> None:
 def test_a_hessian_of_rank_one_is_damped_until_it_is_positive_definite() -> None:
     """Without damping it is singular; the paper's one percent is enough."""
     x = torch.randn(512, 1, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.5, 2, 256)
-    rounded, found = solved(WEIGHT, x, settings=Gptq(damp_percent=0.0))
+    rounded, found = solved(WEIGHT, x, settings=GPTQConfig(damp_percent=0.0))
     assert rounded.weight.isfinite().all() and rounded.after < rounded.before
     (remark,) = found.remarks
     assert (
         remark.text == "its Hessian was not positive definite; 0.0001 of its mean diagonal was added"
         and remark.is_warning
     )
-    rounded, found = solved(WEIGHT, x, settings=Gptq(damp_percent=0.01))
+    rounded, found = solved(WEIGHT, x, settings=GPTQConfig(damp_percent=0.01))
     assert rounded.after < 1e-3 * rounded.before and not found.remarks
 
 
@@ -369,7 +369,7 @@ def test_a_layer_that_no_token_reached_is_left_out() -> None:
     task = task_of(linear(WEIGHT), [torch.zeros(2, 256)], CHANNELS)
     nothing = torch.zeros(0, 256)
     task = replace(task, batches=lambda: [Batch((nothing,), {}, None, nothing)])
-    found = gptq(task, Gptq(), Adjustment())
+    found = gptq(task, GPTQConfig(), Adjustment())
     assert not found.rounded
     assert [remark.text for remark in found.remarks] == [
         "no token of the calibration data reached it; it stays at round-to-nearest"
@@ -383,7 +383,7 @@ def test_values_that_are_not_finite_are_named_by_layer_and_batch(branches: Branc
     task = task_of(branches, torch.split(x, 512), CHANNELS)
     x[600, 3], x[601, 4] = bad, bad
     with pytest.raises(DataError) as error:
-        gptq(task, Gptq(), Adjustment())
+        gptq(task, GPTQConfig(), Adjustment())
     assert error.value.message == f"batch 1: the input of {layer_names(task.graph)[0]} has {text} values"
 
 
@@ -409,7 +409,7 @@ def test_half_precision_weights_stay_on_their_grid() -> None:
     x = autoregressive(1024, 64, seed=1)
     weight = WEIGHT[:32, :64].bfloat16()
     task = task_of(linear(weight), torch.split(x.bfloat16(), 512), GROUPS)
-    (rounded,) = gptq(task, Gptq(), Adjustment()).rounded.values()
+    (rounded,) = gptq(task, GPTQConfig(), Adjustment()).rounded.values()
     assert rounded.weight.dtype == torch.bfloat16
     assert torch.equal(nearest(rounded.weight, GROUPS, rounded.qparams), rounded.weight)
     assert rounded.after < 0.5 * rounded.before
@@ -418,11 +418,11 @@ def test_half_precision_weights_stay_on_their_grid() -> None:
 def test_weights_without_a_scale_are_no_business_of_it() -> None:
     """A cast has no grid that errors could be moved on."""
     task = task_of(linear(WEIGHT), [independent(64, 256, seed=0)], QuantizationSpec("float16"))
-    assert gptq(task, Gptq(), Adjustment()) == Adjustment()
+    assert gptq(task, GPTQConfig(), Adjustment()) == Adjustment()
 
 
 @st.composite
-def layers(draw: st.DrawFn) -> tuple[Tensor, Tensor, QuantizationSpec, Gptq]:
+def layers(draw: st.DrawFn) -> tuple[Tensor, Tensor, QuantizationSpec, GPTQConfig]:
     """A weight with rows of any size, inputs with zeros and repetitions, a grid and settings."""
     rows, depth = draw(st.integers(1, 5)), draw(st.sampled_from([4, 8, 36, 40]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
@@ -436,14 +436,19 @@ def layers(draw: st.DrawFn) -> tuple[Tensor, Tensor, QuantizationSpec, Gptq]:
     dynamic = draw(st.booleans())
     damping = draw(st.sampled_from([0.0, 0.01, 1.0]))
     size = draw(st.sampled_from([1, 7, 128]))
-    return weight, x, spec, Gptq(size, damping, desc_act=not dynamic, static_groups=not dynamic)
+    return (
+        weight,
+        x,
+        spec,
+        GPTQConfig(block_size=size, damp_percent=damping, desc_act=not dynamic, static_groups=not dynamic),
+    )
 
 
 @pytest.mark.slow
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(layers())
 def test_whatever_comes_in_results_are_finite_on_the_grid_and_no_worse(
-    case: tuple[Tensor, Tensor, QuantizationSpec, Gptq],
+    case: tuple[Tensor, Tensor, QuantizationSpec, GPTQConfig],
 ) -> None:
     """Rounding again changes nothing, and round-to-nearest is the worst that comes out."""
     weight, x, spec, options = case
@@ -463,5 +468,5 @@ def test_a_group_that_is_given_scales_needs_no_range() -> None:
     task = task_of(linear(WEIGHT), [decaying(512, 256, seed=0)], spec)
     (name,) = layer_names(task.graph)
     grid = QParams(torch.full((128,), 0.05), torch.zeros(128, dtype=torch.int32))
-    found = gptq(task, Gptq(), Adjustment(qparams={name: grid})).rounded[name]
-    assert found.qparams is grid and remarks(gptq(task, Gptq(), Adjustment())) == {}
+    found = gptq(task, GPTQConfig(), Adjustment(qparams={name: grid})).rounded[name]
+    assert found.qparams is grid and remarks(gptq(task, GPTQConfig(), Adjustment())) == {}

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from quantizer.algorithms.adjustment import Adjustment, Rounded, Task, adjusted
 from quantizer.algorithms.residual_stream import residuals
 from quantizer.algorithms.rotation import rotation
-from quantizer.config.algorithms import Rotation
+from quantizer.config.algorithms import RotationConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
-from quantizer.nn.rescale import Rotation as RotationLayer
+from quantizer.nn.rescale import InputRotation
 
 W4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
 A4 = QuantizationSpec(bit_width=4, is_dynamic=True, qscheme="per_token", ch_axis=-1)
-NOT_AT_ALL = Rotation(residual=False, values=False, online=False)
+NOT_AT_ALL = RotationConfig(residual=False, values=False, online=False)
 
 
 def families(*names: str) -> Any:
@@ -55,7 +55,7 @@ class Called(nn.Module):
 def test_the_residual_stream_of_decoders_turns(family: str) -> None:
     """Every layer that reads it is told, and the outputs stay: GQA, biases, offset norms, LayerNorm, tied heads."""
     given_task, inputs = task(family)
-    found = rotation(given_task, Rotation(values=False, online=False), Adjustment())
+    found = rotation(given_task, RotationConfig(values=False, online=False), Adjustment())
     assert not found.remarks
     assert difference(given_task, found, inputs) < 1e-5
     whole = [residual for residual in residuals(given_task.graph) if residual.obstacle is None]
@@ -70,7 +70,7 @@ def test_the_residual_stream_of_decoders_turns(family: str) -> None:
 def test_other_rotations_keep_the_function(family: str, part: str) -> None:
     parts = {key: part in (key, "all") for key in ("residual", "values", "online")}
     given_task, inputs = task(family)
-    found = rotation(given_task, Rotation(**parts), Adjustment())
+    found = rotation(given_task, RotationConfig(**parts), Adjustment())
     # Mixtral's experts are one tensor, so no layer of it reads a product.
     assert bool(found.parameters) is ((family, part) != ("Mixtral", "online"))
     assert difference(given_task, found, inputs) < 1e-5
@@ -83,7 +83,7 @@ def test_other_rotations_keep_the_function(family: str, part: str) -> None:
 def test_what_is_in_the_way_is_told(family: str) -> None:
     """Post-norm, a stream that the model returns, norms of what a layer adds, experts in one tensor."""
     given_task, _ = task(family)
-    found = rotation(given_task, Rotation(values=False, online=False), Adjustment())
+    found = rotation(given_task, RotationConfig(values=False, online=False), Adjustment())
     assert not found.parameters
     [remark] = found.remarks
     assert remark.layer in given_task.graph.by_name
@@ -97,7 +97,7 @@ def test_other_networks_stay_as_they_compute(make: Callable[[], tuple[nn.Module,
     torch.manual_seed(0)
     model, x = make()
     given_task = task_of(model, [x], W4, A4)
-    assert difference(given_task, rotation(given_task, Rotation(), Adjustment()), [x]) < 1e-5
+    assert difference(given_task, rotation(given_task, RotationConfig(), Adjustment()), [x]) < 1e-5
 
 
 class Stream(nn.Module):
@@ -146,7 +146,7 @@ def test_each_use_of_the_stream_counts(norm: str, spoil: str) -> None:
     """A norm that runs twice, a head without bias that takes one, and operators that no rotation passes."""
     ids = IDS % 20
     given_task = task_of(Stream(norms()[norm], spoil), [ids], W4, A4)
-    found = rotation(given_task, Rotation(online=False), Adjustment())
+    found = rotation(given_task, RotationConfig(online=False), Adjustment())
     assert difference(given_task, found, [ids]) < 1e-5
     shared_decomposed = norm == "decomposed"  # its parameters have two readers
     if spoil or shared_decomposed:
@@ -173,7 +173,7 @@ class Once(nn.Module):
 def test_a_layer_norm_in_single_operators_turns() -> None:
     x = torch.randn(2, 5, 9)
     given_task = task_of(Once(), [x], W4, A4)
-    found = rotation(given_task, Rotation(online=False), Adjustment())
+    found = rotation(given_task, RotationConfig(online=False), Adjustment())
     assert not found.remarks
     assert len(found.parameters) == 4  # two layers, and the norm's two parameters
     assert difference(given_task, found, [x]) < 1e-5
@@ -202,8 +202,10 @@ def test_four_bits_of_weights_and_activations() -> None:
     """The error of W4A4 falls to about a half, most of it by the residual stream."""
     given_task, ids = outlying()
     plain = quantized_error(given_task, Adjustment(), ids)
-    whole = quantized_error(given_task, rotation(given_task, Rotation(), Adjustment()), ids)
-    stream = quantized_error(given_task, rotation(given_task, Rotation(values=False, online=False), Adjustment()), ids)
+    whole = quantized_error(given_task, rotation(given_task, RotationConfig(), Adjustment()), ids)
+    stream = quantized_error(
+        given_task, rotation(given_task, RotationConfig(values=False, online=False), Adjustment()), ids
+    )
     assert whole < 0.55 * plain
     assert whole < stream < 0.6 * plain
 
@@ -218,14 +220,14 @@ def test_inputs_of_turned_layers_have_no_outliers() -> None:
         Network(graph).observe((ids[0],), {}, dict.fromkeys(sources, lambda x: seen.append(x)))
         return max(float((x.abs().amax(-1) / x.square().mean(-1).sqrt()).max()) for x in seen)
 
-    found = rotation(given_task, Rotation(), Adjustment())
+    found = rotation(given_task, RotationConfig(), Adjustment())
     assert peak(given_task.graph) > 8
     assert peak(adjusted(given_task.graph, found)) < 5
 
 
 def test_runs_repeat_and_seeds_differ() -> None:
     given_task, _ = task("Llama")
-    first, again, other = (rotation(given_task, Rotation(seed=seed), Adjustment()) for seed in (0, 0, 1))
+    first, again, other = (rotation(given_task, RotationConfig(seed=seed), Adjustment()) for seed in (0, 0, 1))
     pairs = [(own[key], again.parameters[name][key]) for name, own in first.parameters.items() for key in own]
     assert all(torch.equal(a, b) for a, b in pairs)
     assert all(torch.equal(a.weight, b.weight) for a, b in zip(first.insertions, again.insertions, strict=True))
@@ -237,7 +239,7 @@ def test_nothing_asked_nothing_done() -> None:
     given_task, _ = task("Llama")
     assert rotation(given_task, NOT_AT_ALL, Adjustment()) == Adjustment()
     unplanned = Task(given_task.graph, {}, given_task.structure, given_task.batches)
-    assert rotation(unplanned, Rotation(), Adjustment()) == Adjustment()
+    assert rotation(unplanned, RotationConfig(), Adjustment()) == Adjustment()
 
 
 def test_layers_without_a_grid_for_inputs_get_no_operator() -> None:
@@ -245,7 +247,7 @@ def test_layers_without_a_grid_for_inputs_get_no_operator() -> None:
     given_task, _ = task("Llama")
     weights = {key: spec for key, spec in given_task.specs.items() if key[1] == "weights"}
     found = rotation(
-        Task(given_task.graph, weights, given_task.structure, given_task.batches), Rotation(), Adjustment()
+        Task(given_task.graph, weights, given_task.structure, given_task.batches), RotationConfig(), Adjustment()
     )
     assert found.parameters
     assert not found.insertions
@@ -253,10 +255,10 @@ def test_layers_without_a_grid_for_inputs_get_no_operator() -> None:
 
 def test_what_was_found_before_is_turned_and_grids_of_other_weights_are_dropped() -> None:
     given_task, inputs = task("Llama")
-    first = rotation(given_task, Rotation(seed=1), Adjustment())
+    first = rotation(given_task, RotationConfig(seed=1), Adjustment())
     reader = first.insertions[0].readers[0]
     settled = Rounded(first.parameters[reader]["weight"], None, 0.0, 0.0)  # type: ignore[arg-type]
-    second = rotation(given_task, Rotation(online=False), first.with_rounded({reader: settled}))
+    second = rotation(given_task, RotationConfig(online=False), first.with_rounded({reader: settled}))
     assert difference(given_task, second, inputs) < 1e-5
     assert second.insertions == first.insertions
     assert reader not in second.rounded  # its rows write the residual stream
@@ -264,8 +266,8 @@ def test_what_was_found_before_is_turned_and_grids_of_other_weights_are_dropped(
 
 def test_the_layer_exports_and_is_written_as_code() -> None:
     given_task, inputs = task("Llama")
-    graph = adjusted(given_task.graph, rotation(given_task, Rotation(), Adjustment()))
-    assert emit(graph).count("quantizer.nn.Rotation(64)") == 2
+    graph = adjusted(given_task.graph, rotation(given_task, RotationConfig(), Adjustment()))
+    assert emit(graph).count("quantizer.nn.InputRotation(64)") == 2
     network, (ids,) = Network(graph), inputs
     program = torch.export.export(network, (ids,), dynamic_shapes={"args": ({0: torch.export.Dim("batch")},)})
     assert torch.equal(program.module()(ids)[0], outputs(graph, inputs)[0])
@@ -273,7 +275,7 @@ def test_the_layer_exports_and_is_written_as_code() -> None:
 
 @pytest.mark.parametrize("channels", [1, 6, 48])
 def test_the_layer_is_orthogonal_and_keeps_the_dtype(channels: int) -> None:
-    layer = RotationLayer(channels)
+    layer = InputRotation(channels)
     layer.weight.data = torch.randint(0, 2, (channels,)) * 2.0 - 1
     x = torch.randn(3, 5, channels)
     assert torch.allclose(layer(x).norm(dim=-1), x.norm(dim=-1), rtol=1e-5)

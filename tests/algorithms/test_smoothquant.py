@@ -16,7 +16,7 @@ from quantizer.algorithms.channel_ranges import ChannelRanges
 from quantizer.algorithms.fold import admissible, folded, input_name, parameter, tied
 from quantizer.algorithms.smoothing_loss import smoothing_loss
 from quantizer.algorithms.smoothquant import smoothquant
-from quantizer.config.algorithms import SmoothQuant
+from quantizer.config.algorithms import SmoothQuantConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
 from quantizer.graph.structure import Fold, InputGroup
@@ -27,7 +27,7 @@ PER_TOKEN = QuantizationSpec(is_dynamic=True, qscheme="per_token", ch_axis=-1)
 
 
 def smoothed(task: Task, alpha: object = 0.5) -> Adjustment:
-    return smoothquant(task, SmoothQuant(alpha=alpha), Adjustment())  # type: ignore[arg-type]
+    return smoothquant(task, SmoothQuantConfig(alpha=alpha), Adjustment())  # type: ignore[arg-type]
 
 
 def outliers(layers: int = 1) -> tuple[nn.Module, list[Tensor]]:
@@ -70,7 +70,7 @@ def test_factors_are_at_least_scale_clamp_min() -> None:
     task = task_of(model, list(torch.randn(2, 8, 16)), activations=A8)
     least = []
     for clamp in (0.02, 1e-9):
-        found = smoothquant(task, SmoothQuant(alpha=1.0, scale_clamp_min=clamp), Adjustment())
+        found = smoothquant(task, SmoothQuantConfig(alpha=1.0, scale_clamp_min=clamp), Adjustment())
         [norm] = [own for own in found.parameters.values() if "bias" in own]
         least.append(float((model.norm.weight.detach() / norm["weight"]).min()))
     assert least[0] == pytest.approx(0.02, rel=1e-5)
@@ -110,7 +110,7 @@ def test_auto_is_as_good_as_any_alpha_by_its_own_measure(name: str, activations:
     steps = [step / 10 for step in range(11)]
     losses = [loss(alpha) for alpha in steps]
     assert loss("auto") <= min(losses) * (1 + 1e-3)
-    assert loss((0.2, 0.8)) <= min(losses[2], losses[8]) * (1 + 1e-3)
+    assert loss([0.2, 0.8]) <= min(losses[2], losses[8]) * (1 + 1e-3)
 
 
 def _conv_factors(ratio: Tensor, group: InputGroup) -> Tensor:
@@ -138,7 +138,7 @@ def test_a_value_without_a_fold_gets_an_explicit_multiplication() -> None:
     assert row.name.endswith("input_scale")
     assert set(row.readers) == set(task.structure.groups[0].layers)
     assert difference(task, found, inputs) < 1e-5
-    again = smoothquant(task, SmoothQuant(), found)
+    again = smoothquant(task, SmoothQuantConfig(alpha=0.5), found)
     assert len(again.insertions) == 1, "the second factor goes into the first one's layer"
     assert input_name(task.structure.groups[0], found) == row.name
     assert difference(task, again, inputs) < 1e-5
@@ -246,6 +246,6 @@ def test_smoothing_again_changes_nothing_more() -> None:
     model, inputs = outliers()
     task = task_of(model, inputs)
     once = smoothed(task)
-    twice = smoothquant(task, SmoothQuant(), once)
+    twice = smoothquant(task, SmoothQuantConfig(alpha=0.5), once)
     for name, own in once.parameters.items():
         assert torch.allclose(own["weight"], twice.parameters[name]["weight"], rtol=1e-4)

@@ -27,14 +27,13 @@ from quantizer import (
     SmoothQuantConfig,
 )
 from quantizer.config.diagnostics import ConfigError
-from quantizer.engine import run_algorithms
 from quantizer.errors import DataError, ModelError, ResultError
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(run_algorithms.RUNS, "smoothquant", "stand_ins:doubled")
-    monkeypatch.setitem(run_algorithms.RUNS, "gptq", "stand_ins:coarse")
+    monkeypatch.setattr(SmoothQuantConfig, "run", "stand_ins:doubled")
+    monkeypatch.setattr(GPTQConfig, "run", "stand_ins:coarse")
 
 
 class Block(nn.Module):
@@ -169,7 +168,7 @@ def test_gptq_is_better_than_plain_rounding() -> None:
     expected = net()(IDS[0])
     data = [torch.randint(0, 11, (4, 32), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     error = {}
-    for name, algorithms in {"plain": [], "gptq": [GPTQConfig(static_groups=True)]}.items():
+    for name, algorithms in {"plain": [], "gptq": [GPTQConfig()]}.items():
         model = ModelQuantizer(config(*algorithms)).quantize_model(net(), data)
         error[name] = float((model(IDS[0]) - expected).detach().square().mean())
     assert error["gptq"] < 0.7 * error["plain"]

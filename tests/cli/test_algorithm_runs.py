@@ -18,8 +18,8 @@ import torch
 from runs import ROOT, calibrate, check
 
 from configs import document
+from quantizer import GPTQConfig, SmoothQuantConfig
 from quantizer.cli.main import run_command
-from quantizer.engine import run_algorithms
 from quantizer.engine.checkpoint import Checkpoints
 from quantizer.engine.events import Stage
 
@@ -61,8 +61,8 @@ def calibration_data():
 
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(run_algorithms.RUNS, "smoothquant", "stand_ins:doubled")
-    monkeypatch.setitem(run_algorithms.RUNS, "gptq", "stand_ins:coarse")
+    monkeypatch.setattr(SmoothQuantConfig, "run", "stand_ins:doubled")
+    monkeypatch.setattr(GPTQConfig, "run", "stand_ins:coarse")
     stand_ins.SOLVED.clear()
 
 
@@ -242,7 +242,7 @@ def test_data_that_do_not_fit_are_not_to_be_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """The first layer's inputs can be told from data of another dtype; running it fails."""
-    monkeypatch.setitem(run_algorithms.RUNS, "gptq", "quantizer.algorithms.gptq:gptq")
+    monkeypatch.setattr(GPTQConfig, "run", "quantizer.algorithms.gptq:gptq")
     path = tmp_path / "net.py"
     path.write_text(
         "import torch\nfrom torch import nn\n\n"

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from configs import document
-from quantizer.config.algorithm_words import defaults, written
+from quantizer import Config, Dtype, QuantizationConfig, QuantizationSpec
+from quantizer.config.algorithm_settings import algorithm
+from quantizer.config.algorithm_words import written
 from quantizer.config.algorithms import (
     ALGORITHMS,
-    Algorithm,
-    Awq,
-    Gptaq,
-    Gptq,
-    Names,
-    Qronos,
-    Rotation,
-    ScalingLayer,
-    SmoothQuant,
+    AlgoConfig,
+    AWQConfig,
+    GPTQConfig,
+    QronosConfig,
+    RotationConfig,
+    SmoothQuantConfig,
 )
 from quantizer.config.document import Document, Text
 from quantizer.config.load import LoadResult, check_document
+from quantizer.config.model import Algorithm
+from quantizer.config.model import Config as ValidConfig
 from quantizer.config.read import parse_document
 from quantizer.config.resolved import resolved_document
-from quantizer.config.resources import load_resource
+from quantizer.config.structure_names import Names, ScalingLayer
 from quantizer.config.to_hierarchical import to_hierarchical
 from quantizer.config.to_layered import to_layered
 
@@ -38,46 +40,47 @@ def check(value: dict[str, Any]) -> LoadResult:
     return check_document(parse_document(Text("net.json", json.dumps(value, indent=1))))
 
 
-def load(weight: dict[str, Any] = GROUPS, **blocks: Any) -> tuple[Algorithm, ...]:
-    return check({"global_quant_config": {"weight": weight}, **blocks}).require().algorithms
+def listed(**blocks: Any) -> tuple[Algorithm, ...]:
+    return check({"global_quant_config": {"weight": GROUPS}, **blocks}).require().algorithms
+
+
+def of(config: ValidConfig) -> list[AlgoConfig]:
+    return [algorithm.settings for algorithm in config.algorithms]
+
+
+def load(**blocks: Any) -> list[AlgoConfig]:
+    return of(check({"global_quant_config": {"weight": GROUPS}, **blocks}).require())
 
 
 def codes(**blocks: Any) -> list[str]:
     return [found.code for found in check({"global_quant_config": {"weight": GROUPS}, **blocks}).diagnostics]
 
 
-DEFAULTS = [
-    SmoothQuant(alpha=1.0),
-    Rotation(),
-    Awq(),
-    Gptq(static_groups=True),
-    Gptaq(),
-    Qronos(),
-]
-"""As the documented format has them, but for groups, which desc_act needs static."""
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_name_alone_means_the_same_in_both_forms_and_in_python(name: str) -> None:
+    entry, settings = {"name": name}, ALGORITHMS[name]()
+    assert load(algo_config=entry) == load(algo_config=[entry]) == [settings]
+    [layered] = check(document(algorithms=[entry])).require().algorithms
+    assert layered.settings == settings
+    config = Config(QuantizationConfig(weight=QuantizationSpec(Dtype.int8)), algo_config=[settings])
+    assert config.to_dict()["algo_config"] == [entry]
 
 
-@pytest.mark.parametrize("algorithm", DEFAULTS, ids=lambda algorithm: algorithm.name)
-def test_a_name_alone_has_the_same_defaults_in_both_forms(algorithm: Algorithm) -> None:
-    entry = {"name": algorithm.name}
-    assert load(algo_config=entry) == load(algo_config=[entry]) == (algorithm,)
-    layered = check(document(algorithms=[entry])).require()
-    assert layered.algorithms == (algorithm,)
-
-
-def test_defaults_are_of_the_settings_type() -> None:
-    for algorithm in DEFAULTS:
-        assert [type(value) for value in vars(algorithm).values()] == [
-            type(v) for v in vars(type(algorithm)()).values()
-        ]
+def test_whole_numbers_become_what_the_settings_hold() -> None:
+    [found] = load(algo_config={"name": "gptq", "damp_percent": 1, "block_size": 64.0})
+    assert isinstance(found, GPTQConfig)
+    assert (type(found.damp_percent), type(found.block_size)) == (float, int)
 
 
 def test_both_lists_run_in_order() -> None:
-    found = load(
+    found = listed(
         pre_quant_opt_config=[{"name": "rotation", "seed": 3}, {"name": "smoothquant", "alpha": 0.5}],
         algo_config=[{"name": "awq", "grid": 10}, {"name": "gptq", "static_groups": True, "damp_percent": 1}],
     )
-    assert found == (Rotation(seed=3), SmoothQuant(alpha=0.5), Awq(grid=10), Gptq(damp_percent=1.0))
+    assert [algorithm.settings for algorithm in found] == [
+        *(RotationConfig(seed=3), SmoothQuantConfig(alpha=0.5)),
+        *(AWQConfig(grid=10), GPTQConfig(damp_percent=1.0)),
+    ]
     assert [algorithm.label for algorithm in found] == [
         *("pre_quant_opt_config[0]", "pre_quant_opt_config[1]"),
         *("algo_config[0]", "algo_config[1]"),
@@ -85,9 +88,9 @@ def test_both_lists_run_in_order() -> None:
     assert next(algorithm.place.pointer for algorithm in found if algorithm.place) == "/pre_quant_opt_config/0/name"
 
 
-@pytest.mark.parametrize(("alpha", "meant"), [(0, 0.0), ([0, 0.5, 1], (0.0, 0.5, 1.0)), ("auto", "auto")])
+@pytest.mark.parametrize(("alpha", "meant"), [(0, 0.0), ([0, 0.5, 1], [0.0, 0.5, 1.0]), ("auto", "auto")])
 def test_strengths_of_smoothquant(alpha: Any, meant: Any) -> None:
-    assert load(algo_config={"name": "smoothquant", "alpha": alpha}) == (SmoothQuant(alpha=meant),)
+    assert load(algo_config={"name": "smoothquant", "alpha": alpha}) == [SmoothQuantConfig(alpha=meant)]
 
 
 def test_names_override_the_graph_and_know_their_places() -> None:
@@ -95,7 +98,7 @@ def test_names_override_the_graph_and_know_their_places() -> None:
         {"layers": ["q_proj", "k_proj"], "inp": "q_proj", "help": "attention"},
         {"prev_op": "up", "layers": ["d"]},
     ]
-    [found] = load(
+    [found] = listed(
         algo_config={
             "name": "awq",
             "scaling_layers": groups,
@@ -118,21 +121,22 @@ def test_names_override_the_graph_and_know_their_places() -> None:
 
 
 def test_the_layers_of_a_block_have_an_order() -> None:
-    [found] = load(algo_config={"name": "gptaq", "inside_layer_modules": ["b", "a"]})
+    [found] = listed(algo_config={"name": "gptaq", "inside_layer_modules": ["b", "a"]})
     assert found.names == Names(inside=("b", "a"))
 
 
 def test_empty_names_of_older_files_state_nothing() -> None:
     empty: dict[str, Any] = {"scaling_layers": [], "model_decoder_layers": "", "embedding_layers": None}
-    assert load(algo_config={"name": "smoothquant", **empty}) == (SmoothQuant(alpha=1.0),)
+    assert load(algo_config={"name": "smoothquant", **empty}) == [SmoothQuantConfig()]
 
 
 GROUP_ORDER = {
-    "neither": ({}, (True, True), ["QZ126"]),
+    "neither": ({}, (True, True), []),
     "static": ({"static_groups": True}, (True, True), []),
     "not static": ({"static_groups": False}, (False, False), ["QZ126"]),
-    "no order": ({"desc_act": False}, (False, False), []),
-    "order": ({"desc_act": True}, (True, True), ["QZ126"]),
+    "no order": ({"desc_act": False}, (False, True), []),
+    "order": ({"desc_act": True}, (True, True), []),
+    "no order, not static": ({"desc_act": False, "static_groups": False}, (False, False), []),
     "no order, static": ({"desc_act": False, "static_groups": True}, (False, True), []),
 }
 
@@ -141,13 +145,9 @@ GROUP_ORDER = {
 def test_of_the_order_and_of_static_groups_the_stated_one_decides(name: str) -> None:
     stated, meant, told = GROUP_ORDER[name]
     [found] = load(algo_config={"name": "gptq", **stated})
-    assert isinstance(found, Gptq)
+    assert isinstance(found, GPTQConfig)
     assert (found.desc_act, found.static_groups) == meant
     assert codes(algo_config={"name": "gptq", **stated}) == told
-
-
-def test_without_groups_nothing_is_said_of_them() -> None:
-    assert check({"global_quant_config": {"weight": CHANNELS}, "algo_config": {"name": "gptq"}}).diagnostics == ()
 
 
 def test_keys_about_the_grid_that_agree_are_not_told() -> None:
@@ -188,10 +188,10 @@ def test_conversion_keeps_algorithms_both_ways() -> None:
     there, findings = to_layered(config)
     assert not [found for found in findings if found.severity == "error"]
     layered = check(there).require()
-    assert layered.algorithms == config.algorithms
+    assert of(layered) == of(config)
     back, findings = to_hierarchical(layered)
     assert not [found for found in findings if found.severity == "error"]
-    assert check(back).require().algorithms == config.algorithms
+    assert of(check(back).require()) == of(config)
 
 
 def test_the_resolved_config_has_every_setting() -> None:
@@ -201,22 +201,27 @@ def test_the_resolved_config_has_every_setting() -> None:
     assert resolved["algo_config"][1]["static_groups"] is True
     again = check_document(Document.of(resolved, "Config"))
     assert again.diagnostics == ()
-    assert again.require().algorithms == config.algorithms
+    assert of(again.require()) == of(config)
     layered = check(document(algorithms=[{"name": "qronos"}])).require()
-    assert resolved_document(layered)["algorithms"] == [written(Qronos())]
+    assert resolved_document(layered)["algorithms"] == [written(QronosConfig())]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_setting_is_a_key_with_a_default(name: str) -> None:
-    """Damping of Qronos is `alpha`, so it has no `damp_percent`."""
-    own = {key for key in vars(ALGORITHMS[name]()) if key not in ("names", "label", "place")}
-    assert own - set(defaults(name)) == ({"damp_percent"} if name == "qronos" else set())
+def test_a_setting_without_a_description_and_a_name_twice_are_refused() -> None:
+    @dataclass
+    class SilentConfig(AlgoConfig):
+        name: str = "silent"
+        strength: float = 0.5
 
+    with pytest.raises(ValueError, match=r"SilentConfig\.strength has no description"):
+        algorithm(run="silent:run", stage="round")(SilentConfig)
 
-def test_both_schemas_have_the_same_algorithms() -> None:
-    forms = [load_resource("schemas", f"{form}.schema.json")["definitions"] for form in ("layered", "hierarchical")]
-    for name in ("algorithm", "scaling_layer", *ALGORITHMS):
-        assert forms[0][name] == forms[1][name]
+    @dataclass
+    class SecondConfig(AlgoConfig):
+        name: str = "gptq"
+
+    with pytest.raises(ValueError, match="gptq is registered already, by GPTQConfig"):
+        algorithm(run="second:run", stage="round")(SecondConfig)
+    assert ALGORITHMS["gptq"] is GPTQConfig
 
 
 def test_no_algorithm_runs_on_the_dpu() -> None:
@@ -236,4 +241,4 @@ def test_a_second_rotation_of_the_same_values_is_told() -> None:
             "pre_quant_opt_config": [*halves, {**rotation, "residual": False}],
         }
     ).diagnostics
-    assert found.message.startswith("a rotation before has turned values, online already")
+    assert found.message.startswith("values, online of rotation is done by an entry before")

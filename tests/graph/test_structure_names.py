@@ -10,8 +10,8 @@ import torch
 from structures import Mixture, modules_of, prepared
 from torch import Tensor, nn
 
-from quantizer.config.algorithms import Names, ScalingLayer
 from quantizer.config.diagnostics import ConfigError, Place
+from quantizer.config.structure_names import Names, ScalingLayer
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Structure

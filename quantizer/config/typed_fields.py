@@ -1,4 +1,4 @@
-"""Checks the fields of the API's dataclasses against their annotations, in sentences. Knows no field by name."""
+"""Checks the fields of public dataclasses against their annotations, in sentences. Knows no field by name."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ def check(value: Any) -> None:
     Raises:
         UsageError: a field's value is not of its type.
     """
-    for name, hint in get_type_hints(type(value)).items():
-        found = getattr(value, name)
+    hints = get_type_hints(type(value))
+    for name in (field.name for field in dataclasses.fields(value)):
+        found, hint = getattr(value, name), hints[name]
         if not fits(found, hint):
             where = f"{type(value).__name__}.{name}"
             if get_origin(hint) is dict and isinstance(found, dict):
