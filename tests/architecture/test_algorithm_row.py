@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quantizer.algorithms.adjustment import Adjustment, Rounded, Task
-from quantizer.algorithms.round_to_nearest import on_grid, plain_grid
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.algorithms import AlgoConfig, algorithm, setting
 
 
@@ -55,9 +55,9 @@ def stretch(task: Task, settings: StretchConfig, found: Adjustment) -> Adjustmen
     for number, group in enumerate(task.structure.groups):
         for name in group.layers:
             spec, weight = task.specs[name, "weights"], task.graph.tensors[task.graph.by_name[name].params["weight"]]
-            qparams = plain_grid(spec, weight)
+            qparams = nearest_qparams(spec, weight)
             qparams = replace(qparams, scale=qparams.scale * settings.factor)
-            found = found.with_rounded({name: Rounded(on_grid(weight, spec, qparams), qparams, 0.5, 0.25)})
+            found = found.with_rounded({name: Rounded(nearest(weight, spec, qparams), qparams, 0.5, 0.25)})
         task.after_group(found, number + 1)
     return found
 """
