@@ -86,7 +86,7 @@ def _conflicts(merged: Fields, role: Role, device: Device) -> tuple[Conflict, ..
 
 def _conflict(conflict: Conflict, scope: _Scope, named: list[Place | None]) -> Diagnostic:
     """The finding at the value that this level states, or where one is missing, at the one that asks for it."""
-    at, *others = scope.places(named or [scope.place("dtype")])
+    at, *others = scope.places(list(filter(None, named)) or [scope.place("dtype", *scope.raw)])
     related = tuple((place, "in conflict with this") for place in others)
     return Diagnostic(conflict.code, conflict.message, at, conflict.severity, help=conflict.help, related=related)
 
