@@ -124,8 +124,8 @@ def test_options_that_do_not_go(
 @pytest.fixture
 def llama(folder: Path) -> str:
     """A tiny LLaMA in bfloat16 with a tied head, saved by transformers, and a tokenizer of bytes beside it."""
-    transformers = pytest.importorskip("transformers", reason="needs quantizer[llm]")
-    tokenizers = pytest.importorskip("tokenizers", reason="needs quantizer[llm]")
+    transformers = pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs quantizer-torch[llm]")
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 256}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 24}
@@ -212,7 +212,7 @@ FAMILIES = {
 
 def saved(name: str, folder: Path) -> str:
     """A folder with an untrained model of the family that takes the tokens of bytes."""
-    transformers = pytest.importorskip("transformers", reason="needs quantizer[llm]")
+    transformers = pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
     model, config, sizes = FAMILIES[name]
     torch.manual_seed(0)
     network = getattr(transformers, model)(getattr(transformers, config)(vocab_size=256, **sizes))

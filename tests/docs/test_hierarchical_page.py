@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.partition("\n")[0][2:40])
 def test_commands_print_what_the_page_shows(block: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if "digits" in block:
-        pytest.importorskip("sklearn", reason="the digits come from scikit-learn; needs quantizer[examples]")
+        pytest.importorskip("sklearn", reason="the digits come from scikit-learn; needs quantizer-torch[examples]")
     if "net.json" in block and "init" not in block:
         run_command(["init", "--strategy", "dynamic", "-o", "net.json"])
     for part in block.split("$ quantizer ")[1:]:

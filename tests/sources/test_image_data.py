@@ -15,7 +15,7 @@ from quantizer.errors import DataError, UsageError
 from quantizer.sources.data import Reading, load_batches
 from quantizer.sources.images import parse_preprocess
 
-Image = pytest.importorskip("PIL.Image", reason="needs quantizer[images]")
+Image = pytest.importorskip("PIL.Image", reason="needs quantizer-torch[images]")
 
 PLAIN = {"mean": [0, 0, 0], "std": [1, 1, 1]}
 
