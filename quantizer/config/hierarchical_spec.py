@@ -175,7 +175,8 @@ def _scale(raw: Fields) -> dict[str, Sourced]:
 
 def _granularity(raw: Fields, role: Role) -> dict[str, Sourced]:
     found = scheme(raw)
-    cause = next((raw[key] for key in ("qscheme", "observer_cls", "dtype") if key in raw), Sourced(None))
+    causes = ("qscheme", "observer_cls", "dtype", "scale_format")
+    cause = next((raw[key] for key in causes if key in raw), Sourced(None))
     if is_per_token(raw, role):
         return {"qscheme": _mapped(cause, "per_token")}
     fields = {"qscheme": _mapped(cause, found)} if found != "per_tensor" or "qscheme" in raw else {}
