@@ -10,6 +10,7 @@ from quantizer.config.model import Config, ConfigRule, QuantizationSpec, Role, S
 from quantizer.config.rules import conflicts
 from quantizer.graph.ir import Graph
 from quantizer.plan.match import RANKS, Match, closest
+from quantizer.plan.model import Key
 
 _KEYS = {
     ("layered", "type"): "layer_type",
@@ -56,9 +57,7 @@ def overridden(config: Config, matches: Sequence[Match]) -> Iterator[Diagnostic]
                 yield Diagnostic("QZ403", text, rule.selector.place, "warning")
 
 
-def embeddings(
-    config: Config, matches: Sequence[Match], graph: Graph, planned: Container[tuple[str, str]]
-) -> Iterator[Diagnostic]:
+def embeddings(config: Config, matches: Sequence[Match], graph: Graph, planned: Container[Key]) -> Iterator[Diagnostic]:
     """A note on embeddings that only the global block reaches: other tools leave them float."""
     everywhere = [rule for rule in config.rules if rule.selector.kind == "weighted" and rule.fields.get("weights")]
     told = {
