@@ -14,9 +14,8 @@ from quantizer.graph.edits import Insertion, inserted, with_weights
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Structure
 from quantizer.numerics.qparams import QParams
+from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
-
-Key = tuple[str, str]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.groups import Layout, grid_of, layout
+from quantizer.plan.model import Key
 
-Key = tuple[str, str]  # layer, role
 MOST_SHIFT = 16
 ACCUMULATOR_BITS = 24  # that a bias may be finer than the products by, the output's 8 and shift_cut taken off
 GATE_POSITION = 7
@@ -177,11 +177,11 @@ def _limit_hardswish(aligner: _Aligner, node: Node) -> None:
         aligner.move(made, most, f"hardswish makes at most its input's position and {GATE_POSITION}")
 
 
-Rule = Callable[[_Aligner, Node], None]
+LimitRule = Callable[[_Aligner, Node], None]
 _CONCATENATIONS = ("cat", "stack")
 _AVERAGES = ("avg_pool2d", "adaptive_avg_pool2d")
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
-_LIMITS: dict[str, Rule] = {
+_LIMITS: dict[str, LimitRule] = {
     **dict.fromkeys(_CONVOLUTIONS, _limit_shifts),
     "hardsigmoid": _limit_hardsigmoid,
     "hardswish": _limit_hardswish,

@@ -13,6 +13,7 @@ from quantizer.cli.write_text import write_text
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.load import fixed, load_config
 from quantizer.config.read import read_text
+from quantizer.errors import UsageError
 
 
 @click.command(cls=GroupedCommand, context_settings=SETTINGS)
@@ -34,9 +35,11 @@ def validate(files: tuple[str, ...], format: str, fix: bool, diff: bool, strict:
 
     \b
     quantizer validate net.json
-    quantizer validate --fix net.json
+    quantizer validate --fix --diff net.json
     quantizer validate --format sarif net.json > net.sarif
     """
+    if diff and format != "text":
+        raise UsageError(f"--diff is not written as {format}", help="leave --format out")
     names = tuple(dict.fromkeys(files))
     if diff:
         click.echo("".join(map(_difference, names)), nl=False)
@@ -44,7 +47,7 @@ def validate(files: tuple[str, ...], format: str, fix: bool, diff: bool, strict:
     results = {name: load_config(name) for name in names}
     diagnostics = [found for result in results.values() for found in result.diagnostics]
     sources = {name: text for result in results.values() for name, text in result.sources.items()}
-    if not diff and (diagnostics or format in ("json", "sarif")):
+    if diagnostics or format in ("json", "sarif"):
         click.echo(RENDERERS[format](diagnostics, sources))
     if format == "text":
         for name, result in results.items():
@@ -80,7 +83,7 @@ def _verdict(diagnostics: tuple[Diagnostic, ...], fixes: int) -> str:
     words = [f"{fixes} fixed"] if fixes else []
     words += found if counts["error"] else ["valid", *found]
     fixable = sum(bool(finding.fixes) for finding in diagnostics)
-    return ", ".join(words) + (f" ({fixable} fixable with --fix)" if fixable else "")
+    return ", ".join([*words, *([f"{fixable} fixable with --fix"] if fixable else [])])
 
 
 def _exit_code(diagnostics: tuple[Diagnostic, ...], strict: bool) -> int:

@@ -17,8 +17,8 @@ from quantizer.config.hierarchical_spec import (
     is_channel_axis,
     is_per_token,
     normalized,
-    said,
     scheme,
+    value_of,
 )
 from quantizer.config.model import CAST_ONLY, Device, Fields, QuantizationSpec, Role
 from quantizer.config.rules import Conflict, conflicts
@@ -70,12 +70,12 @@ def _scopes(levels: Hierarchical) -> Iterator[_Scope]:
 
 def _broken_rules(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
     merged, device = normalized(scope.raw, scope.role), levels.settings.target_device
-    told = {conflict.code for conflict in _conflicts(normalized(scope.wider, scope.role), scope.role, device)}
+    reported = {conflict.code for conflict in _conflicts(normalized(scope.wider, scope.role), scope.role, device)}
     stated = {sourced.place for sourced in scope.own.values()}
     for conflict in _conflicts(merged, scope.role, device):
         named = [merged[name].place for name in conflict.fields if name in merged]
-        if conflict.code in told and stated.isdisjoint(named):
-            continue  # it is the wider level's, and told there
+        if conflict.code in reported and stated.isdisjoint(named):
+            continue  # it is the wider level's, and reported there
         if conflict.fields[0] in merged or not levels.is_wrong(conflict.fields[0]):
             yield _conflict(conflict, scope, named)
 
@@ -93,18 +93,20 @@ def _conflict(conflict: Conflict, scope: _Scope, named: list[Place | None]) -> D
 
 def _observer(scope: _Scope) -> Iterator[Diagnostic]:
     """An observer for another granularity, or none for a format that needs one."""
-    observer, found = said(scope.raw, "observer_cls"), scheme(scope.raw)
-    if observer is None or said(scope.raw, "dtype") in CAST_ONLY:
+    observer, found = value_of(scope.raw, "observer_cls"), scheme(scope.raw)
+    if observer is None or value_of(scope.raw, "dtype") in CAST_ONLY:
         return
     if observer not in METHODS:
-        text = f"{observer} finds no range, and {said(scope.raw, 'dtype')} needs one"
-        yield Diagnostic("QZ117", text, scope.place("observer_cls"), help="remove the key: MinMax is the default")
+        text = f"{observer} finds no range, and {value_of(scope.raw, 'dtype')} needs one"
+        yield Diagnostic(
+            "QZ117", text, scope.place("observer_cls"), help="remove the key: a MinMax observer is the default"
+        )
     elif found not in METHODS[observer][1]:
         fitting = [name for name, (method, schemes) in METHODS.items() if found in schemes and method == "maxmin"]
         at, *others = scope.places([scope.place("observer_cls"), scope.place("qscheme")])
         yield Diagnostic(
             "QZ117",
-            f"{observer} does not go with {found}",
+            f"{observer} does not support {found}",
             at,
             help=f'write "observer_cls": "{fitting[0]}", or "qscheme": "{METHODS[observer][1][0]}"',
             related=tuple((place, "in conflict with this") for place in others),
@@ -113,43 +115,43 @@ def _observer(scope: _Scope) -> Iterator[Diagnostic]:
 
 def _elements(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
     key = "mx_element_dtype"
-    if said(scope.raw, "dtype") == "mx" and key not in scope.raw and not levels.is_wrong(key):
+    if value_of(scope.raw, "dtype") == "mx" and key not in scope.raw and not levels.is_wrong(key):
         text = "a key is missing here: mx_element_dtype"
         yield Diagnostic("QZ105", text, scope.place("dtype"), help='for example "mx_element_dtype": "fp4"')
 
 
 def _read_otherwise(scope: _Scope) -> Iterator[Diagnostic]:
-    """Words that are honoured in another sense than their plain one, told once each."""
+    """Words that have another meaning here than they seem to have."""
     raw, parameter = scope.raw, scope.role in PARAMETERS
-    if said(raw, "dtype") in CAST_ONLY:
+    if value_of(raw, "dtype") in CAST_ONLY:
         return
-    if parameter and said(raw, "is_dynamic") is True:
-        text = "weights and biases are quantized ahead of time: their range is found once"
+    if parameter and value_of(raw, "is_dynamic") is True:
+        text = "weights and biases are quantized ahead of time, so is_dynamic has no effect"
         yield Diagnostic("QZ122", text, scope.place("is_dynamic"), "note", help='write "is_dynamic": false')
     if scheme(raw) == "per_channel" and is_per_token(raw, scope.role):
-        text = "dynamic per_channel is read as per_token: each row (of a convolution's input each sample) has a scale"
+        text = "dynamic per_channel is read as per_token: each row (for convolutions, each sample) has a scale"
         yield Diagnostic(
             "QZ122", text, scope.place("qscheme", "observer_cls"), "note", help='write "qscheme": "per_token"'
         )
-    if scheme(raw) != "per_group" or said(raw, "observer_cls") != "PerChannelMinMaxObserver":
+    if scheme(raw) != "per_group" or value_of(raw, "observer_cls") != "PerChannelMinMaxObserver":
         return
-    axis = said(raw, "ch_axis")
+    axis = value_of(raw, "ch_axis")
     if not is_channel_axis(raw, scope.role):
-        text = "PerChannelMinMaxObserver cuts the channels of a weight into groups; an activation needs an axis"
+        text = "PerChannelMinMaxObserver divides the channels of weights into groups; it cannot group activations"
         yield Diagnostic(
             "QZ117", text, scope.place("observer_cls"), help='write "observer_cls": "PerGroupMinMaxObserver"'
         )
     elif axis in (0, 1) and "ch_axis" in scope.own:
-        text = f"ch_axis {axis} is the channel axis here: groups run along axis {1 - axis}"
-        help_ = f'to say the same: "observer_cls": "PerGroupMinMaxObserver", "ch_axis": {1 - axis}'
+        text = f"with PerChannelMinMaxObserver, ch_axis {axis} is the channel axis: groups run along axis {1 - axis}"
+        help_ = f'write "observer_cls": "PerGroupMinMaxObserver", "ch_axis": {1 - axis}'
         yield Diagnostic("QZ122", text, scope.place("ch_axis"), "note", help=help_)
     elif axis not in (None, 0, 1):
-        text = "with PerChannelMinMaxObserver, ch_axis is the channel axis: 0 or 1"
+        text = "with PerChannelMinMaxObserver, ch_axis is the channel axis, so it must be 0 or 1"
         yield Diagnostic(
             "QZ104",
             text,
             scope.place("ch_axis"),
-            help='write 0 or 1, or "observer_cls": "PerGroupMinMaxObserver" and the axis along which groups run',
+            help='write 0 or 1, or "observer_cls": "PerGroupMinMaxObserver" with the axis along which groups run',
         )
 
 
@@ -171,7 +173,7 @@ def _idle(scopes: list[_Scope]) -> Iterator[Diagnostic]:
 def _unread(scope: _Scope) -> dict[str, str]:
     """The stated keys that have no effect in this scope, and why."""
     raw, found = scope.raw, scheme(scope.raw)
-    dtype = said(raw, "dtype")
+    dtype = value_of(raw, "dtype")
     if dtype in CAST_ONLY:
         needless = [key for key in raw if key != "dtype" and raw[key].value != "PlaceholderObserver"]
         return dict.fromkeys(needless, f"{dtype} has no scale")
@@ -181,17 +183,17 @@ def _unread(scope: _Scope) -> dict[str, str]:
         "ch_axis": (found in ("per_channel", "per_group"), f"{found} reads no axis"),
         "group_size": (found == "per_group", "only per_group reads it"),
         "percentage": (
-            said(raw, "observer_cls") == "PerTensorPercentileObserver",
+            value_of(raw, "observer_cls") == "PerTensorPercentileObserver",
             "only PerTensorPercentileObserver reads it",
         ),
         "mx_element_dtype": (dtype == "mx", "only the dtype mx reads it"),
         "scale_calculation_mode": (is_block(raw), "only block formats read it"),
         "scale_type": (
-            not (is_block(raw) and said(raw, "scale_type") == "pof2"),
+            not (is_block(raw) and value_of(raw, "scale_type") == "pof2"),
             "a block format's scale is a power of two anyway",
         ),
         "scale_format": (
-            not (dtype in GROUP_SIZES and said(raw, "scale_format") == "float32"),
+            not (dtype in GROUP_SIZES and value_of(raw, "scale_format") == "float32"),
             f"the scale of {dtype} is a power of two",
         ),
     }
@@ -208,7 +210,7 @@ def _devices(levels: Hierarchical) -> Iterator[Diagnostic]:
             related = levels.settings.places.get("target_device")
             yield Diagnostic(
                 "QZ119",
-                f"the model's device is {levels.settings.target_device}, and a layer has none of its own",
+                f"the model's device is {levels.settings.target_device}; a layer cannot have another one",
                 document.place(pointer),
                 help="remove the key, and write it in global_quant_config",
                 related=((related, "the model's device"),) if related else (),
@@ -226,7 +228,9 @@ def _nothing(levels: Hierarchical) -> Iterator[Diagnostic]:
     stated = [level for block in _LEVELS for level in _configurations(value, block) if ROLE_OF.keys() & level.keys()]
     if place and not any(level[key] is not None for level in stated for key in ROLE_OF.keys() & level.keys()):
         help_ = 'for example "weight": {"dtype": "int8"}'
-        yield Diagnostic("QZ123", "no tensor has a specification: nothing is quantized", place, "warning", help=help_)
+        yield Diagnostic(
+            "QZ123", "no tensor has a specification, so nothing is quantized", place, "warning", help=help_
+        )
 
 
 def _configurations(value: Mapping[str, Any], block: str) -> list[Mapping[str, Any]]:

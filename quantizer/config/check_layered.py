@@ -94,7 +94,7 @@ def refused_under_float(block: Fields, dtype: Sourced) -> Diagnostic | None:
         "QZ306",
         f"these parameters would have no effect: the datatype is {dtype.value}",
         place,
-        help='write "datatype": "int" beside them, or remove them',
+        help='write "datatype": "int" next to them, or remove them',
         related=((dtype.place, "inherited from here"),),
     )
 
@@ -123,7 +123,7 @@ def _dpu_only(settings: Settings) -> Iterator[Diagnostic]:
         if name in DPU_ONLY and getattr(settings, name):
             yield Diagnostic(
                 "QZ115",
-                f"{name} has no effect: it is about the DPU",
+                f"{name} has no effect: only the DPU has fix positions",
                 place,
                 "warning",
                 help="remove it, or set it to false",
@@ -167,7 +167,7 @@ def _idle(idle: list[tuple[str, Place]], floating: bool) -> Iterator[Diagnostic]
     reason = (
         "a floating-point datatype reads no other parameter"
         if floating
-        else "`percentage` is read by the percentile method only"
+        else "only the percentile method reads `percentage`"
     )
     yield Diagnostic("QZ111", message, min(place for _, place in idle), "warning", help=f"remove: {reason}")
 
@@ -178,7 +178,7 @@ def _overall_per_channel(level: Level) -> Iterator[Diagnostic]:
     if qscheme and qscheme.value == "per_channel" and others:
         yield Diagnostic(
             "QZ112",
-            f"per_channel holds for weights only; {', '.join(others)} stay per tensor",
+            f"per_channel applies to weights only; {', '.join(others)} stay per tensor",
             qscheme.place,
             "warning",
             help='write "weights": {"per_channel": true} in tensor_quantize_config',
@@ -210,9 +210,9 @@ def _repeated(levels: Iterable[Level]) -> Iterator[Diagnostic]:
         if earlier is not level and selector.place and earlier.selector.place:
             yield Diagnostic(
                 "QZ109",
-                f'a second entry for "{selector.text[:60]}"; key by key the later one wins',
+                f'this is a second entry for "{selector.text[:60]}", which overrides the first, key by key',
                 selector.place,
                 "warning",
-                help="make one entry of the two",
+                help="merge the two entries",
                 related=((earlier.selector.place, "first here"),),
             )

@@ -161,5 +161,5 @@ def _kind(value: Any) -> str:
 
 def _selector_help(entry: Any) -> str:
     if isinstance(entry, str):
-        return '"layer_name": null, or "layer_type": null to go by name'
+        return 'write "layer_name": null, or "layer_type": null to select by name'
     return 'write "layer_type": "torch.nn.Conv2d", or a "layer_name" that `quantizer inspect` prints'

@@ -49,7 +49,7 @@ METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "PerBlockMXObserver": ("maxmin", ("per_group",)),
     "PerBlockBFPObserver": ("maxmin", ("per_group",)),
 }
-"""Each observer's method, and the schemes it goes with; the first is meant where the file names none."""
+"""Each observer's method, and the schemes that it supports; the first is meant where the file names none."""
 
 PARAMETERS = frozenset({"weights", "bias"})
 
@@ -57,44 +57,44 @@ KINDRED = frozenset({"symmetric", "round_method", "mx_element_dtype", "scale_cal
 """Keys that mean something for integers only, or for floating-point formats only, or not the same for both."""
 
 
-def said(raw: Fields, key: str, default: Any = None) -> Any:
+def value_of(raw: Fields, key: str, default: Any = None) -> Any:
     """The value of a key, or what holds where the file does not say."""
     return raw[key].value if key in raw else default
 
 
 def is_block(raw: Fields) -> bool:
     """Whether groups of values share a power-of-two exponent."""
-    return said(raw, "dtype") in GROUP_SIZES or said(raw, "scale_format") == "e8m0"
+    return value_of(raw, "dtype") in GROUP_SIZES or value_of(raw, "scale_format") == "e8m0"
 
 
 def scheme(raw: Fields) -> str:
     """The granularity as the file says it, or as its observer or block format implies it."""
-    observer = said(raw, "observer_cls")
+    observer = value_of(raw, "observer_cls")
     implied = METHODS[observer][1][0] if observer in METHODS else "per_tensor"
-    return str(said(raw, "qscheme", "per_group" if is_block(raw) else implied))
+    return str(value_of(raw, "qscheme", "per_group" if is_block(raw) else implied))
 
 
 def is_per_token(raw: Fields, role: Role) -> bool:
     """Whether each row of an activation has a scale; "per_channel" means this too where it is dynamic."""
     found = scheme(raw)
-    dynamic_channels = found == "per_channel" and said(raw, "is_dynamic") is True and role not in PARAMETERS
+    dynamic_channels = found == "per_channel" and value_of(raw, "is_dynamic") is True and role not in PARAMETERS
     return found == "per_token" or dynamic_channels
 
 
 def is_channel_axis(raw: Fields, role: Role) -> bool:
     """Whether `ch_axis` names the channels that are cut into groups, not the axis along which groups run."""
-    return role in PARAMETERS and said(raw, "observer_cls") == "PerChannelMinMaxObserver"
+    return role in PARAMETERS and value_of(raw, "observer_cls") == "PerChannelMinMaxObserver"
 
 
 def over(own: Fields, wider: Fields, role: Role) -> dict[str, Sourced]:
     """What holds where a level states `own`, key by key over a wider one.
 
     Words about another kind of format are not inherited, and an inherited axis stays the axis that the wider level
-    means, whatever it is called in this one.
+    means, whatever `ch_axis` names in this one.
     """
     kept = {**wider, **own}
     foreign = KINDRED if is_foreign(_kind(wider), _kind(kept)) else frozenset()
-    if said(wider, "observer_cls") == "PlaceholderObserver" and said(kept, "dtype") not in CAST_ONLY:
+    if value_of(wider, "observer_cls") == "PlaceholderObserver" and value_of(kept, "dtype") not in CAST_ONLY:
         foreign |= {"observer_cls"}
     merged = {key: sourced for key, sourced in kept.items() if key in own or key not in foreign}
     meant, read = _axis_of(wider, role), _axis_of(merged, role)
@@ -105,7 +105,7 @@ def over(own: Fields, wider: Fields, role: Role) -> dict[str, Sourced]:
 
 
 def is_foreign(dtype: str | None, other: str | None) -> bool:
-    """Whether one of two internal dtypes is an integer grid and the other a scaled floating-point format.
+    """Whether one of two internal dtypes is an integer format and the other a scaled floating-point format.
 
     >>> is_foreign("int", "fp8_e4m3"), is_foreign("fp4", "fp8_e4m3"), is_foreign("int", "float16")
     (True, False, False)
@@ -121,7 +121,7 @@ def turned(axis: Sourced, role: Role) -> Sourced | None:
 
 
 def _kind(raw: Fields) -> str | None:
-    dtype = said(raw, "dtype")
+    dtype = value_of(raw, "dtype")
     return "int" if dtype in INTEGERS else dtype
 
 
@@ -135,7 +135,7 @@ def _axis_of(raw: Fields, role: Role) -> str | None:
 
 def normalized(raw: Fields, role: Role) -> dict[str, Sourced]:
     """The fields that differ from the defaults of `QuantizationSpec`, or that the file states, each from its key."""
-    if said(raw, "dtype") in CAST_ONLY:
+    if value_of(raw, "dtype") in CAST_ONLY:
         return {"dtype": raw["dtype"]}
     return {**_number(raw), **_scale(raw), **_granularity(raw, role), **_range(raw, role)}
 
@@ -143,16 +143,16 @@ def normalized(raw: Fields, role: Role) -> dict[str, Sourced]:
 def _number(raw: Fields) -> dict[str, Sourced]:
     """Number format and rounding."""
     fields: dict[str, Sourced] = {}
-    dtype = said(raw, "dtype")
+    dtype = value_of(raw, "dtype")
     if dtype in INTEGERS:
         place = raw["dtype"].place
         bits, signed = INTEGERS[dtype]
         fields["symmetric"] = raw.get("symmetric", Sourced(signed, place))
-        # The codes of an asymmetric grid begin at 0, whatever the sign in the dtype's name.
+        # Asymmetric codes begin at 0, whatever the sign in the dtype's name.
         words = {"dtype": "int", "bit_width": bits, "signed": signed and fields["symmetric"].value}
         fields |= {name: Sourced(value, place) for name, value in words.items()}
     elif dtype is not None:
-        element = said(raw, "mx_element_dtype")
+        element = value_of(raw, "mx_element_dtype")
         word = ("mx_int8" if element == "int8" else element or "mx_int8") if dtype == "mx" else dtype
         fields["dtype"] = Sourced(word, raw["dtype"].place)
         fields |= {key: raw[key] for key in ("symmetric",) if key in raw}
@@ -166,7 +166,7 @@ def _scale(raw: Fields) -> dict[str, Sourced]:
         fields = {"scale_type": _mapped(raw.get("scale_format") or raw["dtype"], "e8m0")}
         if "scale_calculation_mode" in raw:
             fields["scale_mode"] = raw["scale_calculation_mode"]
-        elif said(raw, "dtype") == "bfp16":  # its exponent is one up where the largest value would round beyond it
+        elif value_of(raw, "dtype") == "bfp16":  # its exponent is one up where the largest value would round beyond it
             fields["scale_mode"] = _mapped(raw["dtype"], "even")
         return fields
     stated = raw.get("scale_type")
@@ -175,7 +175,8 @@ def _scale(raw: Fields) -> dict[str, Sourced]:
 
 def _granularity(raw: Fields, role: Role) -> dict[str, Sourced]:
     found = scheme(raw)
-    cause = next((raw[key] for key in ("qscheme", "observer_cls", "dtype") if key in raw), Sourced(None))
+    causes = ("qscheme", "observer_cls", "dtype", "scale_format")
+    cause = next((raw[key] for key in causes if key in raw), Sourced(None))
     if is_per_token(raw, role):
         return {"qscheme": _mapped(cause, "per_token")}
     fields = {"qscheme": _mapped(cause, found)} if found != "per_tensor" or "qscheme" in raw else {}
@@ -184,7 +185,7 @@ def _granularity(raw: Fields, role: Role) -> dict[str, Sourced]:
         across = turned(axis, role) if found == "per_group" and is_channel_axis(raw, role) else None
         fields["ch_axis"] = across or axis
     if found == "per_group":
-        default = GROUP_SIZES.get(said(raw, "dtype"), 32 if is_block(raw) else None)
+        default = GROUP_SIZES.get(value_of(raw, "dtype"), 32 if is_block(raw) else None)
         size = raw.get("group_size", _mapped(cause, default) if default else None)
         fields |= {"group_size": size} if size else {}
     return fields
@@ -195,9 +196,9 @@ def _range(raw: Fields, role: Role) -> dict[str, Sourced]:
     fields = {}
     if "is_dynamic" in raw and role not in PARAMETERS:
         fields["is_dynamic"] = raw["is_dynamic"]
-    if said(raw, "observer_cls") in METHODS:
+    if value_of(raw, "observer_cls") in METHODS:
         fields["method"] = _mapped(raw["observer_cls"], METHODS[raw["observer_cls"].value][0])
-    if "percentage" in raw and said(raw, "observer_cls") == "PerTensorPercentileObserver":
+    if "percentage" in raw and value_of(raw, "observer_cls") == "PerTensorPercentileObserver":
         fields["percentage"] = _mapped(raw["percentage"], float(raw["percentage"].value))
     return fields
 

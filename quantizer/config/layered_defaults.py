@@ -12,7 +12,7 @@ from quantizer.config.resources import load_resource
 
 OVERALL, TENSOR = "overall_quantize_config", "tensor_quantize_config"
 CHANGES = 2
-"""At most so many values differ from what a wider block says, to go with what the file states."""
+"""At most so many values differ from what a wider block says, to fit what the file states."""
 
 Members = dict[str, Any]
 
@@ -41,7 +41,9 @@ def parameters(value: Mapping[str, Any], level: Mapping[str, Any], missing: Sequ
     }
     first = _overall(missing, own, wide, [found["datatype"] for found in by_role.values()])
     if own.get("symmetry") is False and not any(block.get("symmetry") for block in own_tensors.values()):
-        first |= dict.fromkeys({"signed", "narrow_range"} & first.keys(), False)  # an asymmetric grid reads neither
+        first |= dict.fromkeys(
+            {"signed", "narrow_range"} & first.keys(), False
+        )  # asymmetric quantization reads neither
     aside = {role: _aside(first, found, wide, own_tensors.get(role, {})) for role, found in by_role.items()}
     tensors = {role: block for role, block in aside.items() if block}
     for changes in _changes(first):

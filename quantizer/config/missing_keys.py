@@ -14,7 +14,7 @@ from quantizer.config.layered_defaults import OVERALL, TENSOR, Members, paramete
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest, listed
 
-HELP_FOR_MISSING = "no default goes with the rest of the file: `quantizer explain KEY` lists the values of a key"
+HELP_FOR_MISSING = "no default fits the rest of the file; `quantizer explain KEY` lists the values of a key"
 
 _ALGORITHMS = {"algo_config": "awq", "pre_quant_opt_config": "smoothquant", "algorithms": "gptq"}
 """The keys that list algorithms, and the name to offer first where an entry has none."""

@@ -148,7 +148,11 @@ def rules_page() -> str:
     """All codes in one page."""
     intro = (
         "# Codes\n\nEvery finding has a code: QZ0xx syntax, QZ1xx values, QZ2xx device restrictions, QZ3xx conflicts, "
-        "QZ4xx selectors.\n`quantizer explain QZ301` prints a section of this page."
+        "QZ4xx selectors.\n`quantizer explain QZ301` prints a section of this page.\n\n"
+        "`quantizer validate --fix` writes what has one known answer: misspelt keys and words, quoted numbers, "
+        "`True` and `False`, trailing\ncommas, missing keys. Fixes are tried first: the help line offers, and `--fix` "
+        "writes, only what removes its finding and breaks\nno rule together with the rest of the file. `--diff` shows "
+        "the changes and writes nothing."
     )
     return "\n\n".join([intro, *map(_code_section, all_codes())]) + "\n"
 

@@ -64,7 +64,7 @@ class Parser:
             value, at = self._value(self.start, (), 0)
             at = self._space(at)
             if at < len(self.text):
-                self._fail("there is text after the end of the JSON value", at, remedy="check the brackets above")
+                self._fail("there is text after the end of the JSON value", at, remedy="check the brackets above it")
         except _StopError:
             return None
         return value
@@ -105,7 +105,7 @@ class Parser:
                 "QZ005",
                 "JSON has no comments",
                 comment.span(),
-                remedy='remove it, or write it as a key: "// note": "…"',
+                remedy='remove it, or make it a key: "// note": "…"',
             )
             at = comment.end()
 
@@ -116,10 +116,10 @@ class Parser:
     def _value(self, at: int, path: tuple[str | int, ...], depth: int) -> tuple[Any, int]:
         if depth > MAX_DEPTH:
             self._fail(
-                f"the nesting is deeper than {MAX_DEPTH} levels",
+                f"values are nested more than {MAX_DEPTH} levels deep",
                 at,
                 code="QZ003",
-                remedy="no config nests deeper than 5",
+                remedy="a config needs 5 levels",
             )
         value: Any
         match self.text[at : at + 1]:
@@ -170,9 +170,9 @@ class Parser:
             return at
         if self.text[at] != ",":
             self._fail(
-                f'there is neither a comma nor a "{close}" after this value',
+                f'a comma or a "{close}" is missing after this value',
                 value_end - 1,
-                remedy="is a comma missing?",
+                remedy="write a comma between members",
             )
         following = self._space(at + 1)
         if self.text[following : following + 1] == close:
@@ -190,7 +190,7 @@ class Parser:
         if self.text[at] != '"':
             end = max(self._match(_WORD, at), at + 1)
             remedy = "remove it" if self.text[at] == "," else "put the key in double quotes"
-            message = f"a key in double quotes is expected, not {self.text[at:end][:40]}"
+            message = f"expected a key in double quotes, not {self.text[at:end][:40]}"
             instead = f'"{self.text[at:end]}"' if _BARE_KEY.match(self.text, at) else ""
             self._fail(message, at, end=end, remedy=remedy, instead=instead)
         return self._string(at)
@@ -202,23 +202,23 @@ class Parser:
 
     def _duplicate(self, key: str, first: Span, second: Span) -> None:
         place, again = self.source.place(first), self.source.place(second)
-        lines = f"at lines {place.line} and {again.line}" if again.line != place.line else f"in line {again.line}"
-        message = f'the key "{key[:60]}" is there twice, {lines}'
+        lines = f"on lines {place.line} and {again.line}" if again.line != place.line else f"on line {again.line}"
+        message = f'the key "{key[:60]}" appears twice, {lines}'
         self._note(Diagnostic("QZ007", message, again, help="keep one of the two", related=((place, "first here"),)))
 
     def _string(self, at: int) -> tuple[str, int]:
         try:
             value, end = self._decoder.raw_decode(self.text, at)
         except json.JSONDecodeError as error:
-            reason = {"Unterminated": "this string is never closed", "Invalid \\": "there is no such escape"}
+            reason = {"Unterminated": "this string is never closed", "Invalid \\": "JSON has no such escape sequence"}
             message = next(
                 (text for start, text in reason.items() if error.msg.startswith(start)),
-                "this string is not closed on its line, or holds a control character",
+                "this string is not closed on its line, or contains a control character",
             )
             self._fail(message, error.pos, remedy='inside a string write \\n, \\t, \\\\ and \\"')
         if _SURROGATE.search(value):
             self._fail(
-                "this string has half of a surrogate pair",
+                "this string contains half of a surrogate pair",
                 at,
                 end=end,
                 remedy="write the character itself, or both halves",
@@ -243,7 +243,7 @@ class Parser:
             self._single_quoted(at)
         else:
             shown = word[:40] or self.text[at : at + 1] or "the end of the file"
-            self._fail(f"a value is expected, not {shown}", at, end=end, remedy='text goes in double quotes: "…"')
+            self._fail(f"expected a value, not {shown}", at, end=end, remedy='text goes in double quotes: "…"')
         return None, end
 
     def _number(self, number: re.Match[str], span: Span) -> int | float | None:

@@ -34,7 +34,7 @@ def parse_document(source: Text) -> Document:
     if not parser.problems and not isinstance(value, dict):
         parser.report(
             "QZ009",
-            f"the file holds {'an array' if isinstance(value, list) else 'a single value'}, not an object",
+            f"the file contains {'an array' if isinstance(value, list) else 'a single value'}, not an object",
             (parser.start, parser.start + 1),
             remedy="a config begins with { and ends with }",
         )
@@ -60,7 +60,7 @@ def _read_bytes(path: str | os.PathLike[str]) -> bytes:
             name,
             "the file is larger than 1 MB",
             code="QZ003",
-            help="a config of this size is not one: is it the right file?",
+            help="no config is this large: is it the right file?",
         )
     return data
 

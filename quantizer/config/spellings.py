@@ -1,4 +1,4 @@
-"""Older and newer spellings of the hierarchical form's words, turned into its own; each is told in a note."""
+"""Older and newer spellings of the hierarchical form's words, turned into its own, with a note for each."""
 
 from __future__ import annotations
 

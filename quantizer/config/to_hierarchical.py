@@ -21,7 +21,7 @@ _HELP = "change it, or keep the layered form"
 
 
 def to_hierarchical(config: Config) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
-    """The document, and findings: an error for what cannot be said, a warning for what depends on the model."""
+    """The document, and findings: an error for what it cannot express, a warning for what depends on the model."""
     overall, tensor, *layers = config.rules
     roles = [role for role in ROLES if role in (overall.roles or ())]
     everywhere: dict[Role, Fields] = {role: {**overall.fields[role], **tensor.fields.get(role, {})} for role in roles}
@@ -39,8 +39,8 @@ def to_hierarchical(config: Config) -> tuple[dict[str, Any], tuple[Diagnostic, .
             blocks[_BLOCKS[rule.selector.kind]][rule.selector.text] = level
         else:
             excluded.append(rule.selector.text)
-    found = [*(f for role in roles for f in _unsayable(role, everywhere[role]))]
-    found += [f for rule in layers for role in rule.roles or () for f in _unsayable(role, rule.fields[role])]
+    found = [*(f for role in roles for f in _inexpressible(role, everywhere[role]))]
+    found += [f for rule in layers for role in rule.roles or () for f in _inexpressible(role, rule.fields[role])]
     document: dict[str, Any] = {
         "global_quant_config": {
             **{_KEY_OF[role]: _spec(everywhere[role]) for role in roles},
@@ -68,20 +68,20 @@ def _settings(settings: Settings) -> Iterator[Diagnostic]:
 
 
 def _network(overall: ConfigRule, roles: list[Role]) -> Iterator[Diagnostic]:
-    """What the top of the file says of tensors that are no layer's own."""
+    """What the top of the file says of tensors of layers without weights."""
     flowing = [role for role in roles if role not in ("weights", "bias")]
     if flowing:
-        text = f"in the hierarchical form {listed(flowing)} of layers with weights can be quantized, not of the network"
-        help_ = "take them out of quantizable_data_type at the top, and list them in entries for layer types"
+        text = f"the hierarchical form quantizes {listed(flowing)} only of layers that have weights"
+        help_ = "remove them from quantizable_data_type at the top, and list them in entries for layer types"
         yield Diagnostic("QZ124", text, overall.roles_place, help=help_)
     elif roles:
-        text = "global_quant_config is about layers with weights of their own: those of norms that cannot fold, and \
+        text = "global_quant_config applies to layers with weights of their own: norms that cannot be folded, and \
 trained tensors in expressions, stay in float"
-        yield Diagnostic("QZ125", text, overall.roles_place, "warning", help="look at `quantizer plan` with both files")
+        yield Diagnostic("QZ125", text, overall.roles_place, "warning", help="compare `quantizer plan` with both files")
 
 
 def _for_all_weighted(layers: list[ConfigRule]) -> list[ConfigRule]:
-    """The entries that say the same of each operator with weights, present or not: together they are a global block."""
+    """The entries that say the same of each operator with weights, present or not: together they are a global level."""
     optional = {
         rule.selector.text: rule for rule in layers if rule.selector.kind == "type" and not rule.selector.required
     }
@@ -95,10 +95,12 @@ def _values(rule: ConfigRule) -> dict[Role, QuantizationSpec]:
 
 
 def _entry(rule: ConfigRule) -> Iterator[Diagnostic]:
-    """What a layer's entry says that a level cannot."""
+    """What a layer entry says that a level cannot."""
     if not rule.selector.required:
-        text = f'{rule.label} has "required": false, and in the hierarchical form every selector has to match'
-        yield Diagnostic("QZ124", text, rule.selector.place, help="remove the entry if its layers are not in the model")
+        text = f'{rule.label} has "required": false, but in the hierarchical form every selector must match'
+        yield Diagnostic(
+            "QZ124", text, rule.selector.place, help="remove the entry if the model does not have these layers"
+        )
 
 
 @dataclass(frozen=True)
@@ -122,10 +124,10 @@ def _limits(spec: QuantizationSpec) -> Iterator[_Limit]:
         yield _Limit("method", f"method {spec.method} with {spec.qscheme}")
 
 
-def _unsayable(role: Role, values: Fields) -> Iterator[Diagnostic]:
+def _inexpressible(role: Role, values: Fields) -> Iterator[Diagnostic]:
     for limit in _limits(QuantizationSpec.of(values)):
         place: Place | None = values[limit.field].place if limit.field in values else None
-        text = f"the hierarchical form cannot say {limit.what} ({role})"
+        text = f"the hierarchical form cannot express {limit.what} ({role})"
         yield Diagnostic("QZ124", text, place, help=_HELP)
 
 

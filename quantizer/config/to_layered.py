@@ -23,27 +23,27 @@ WEIGHTED = (
 )
 """The operators with weights of their own, which is whom a global configuration is about."""
 
-_SAYABLE: Mapping[str, Callable[[Any, Role], bool]] = {
+_EXPRESSIBLE: Mapping[str, Callable[[Any, Role], bool]] = {
     "dtype": lambda value, _: value == "int" or value in CAST_ONLY,
     "round_mode": lambda value, _: value != "floor",
     "qscheme": lambda value, role: value == "per_tensor" or (value == "per_channel" and role == "weights"),
     "ch_axis": lambda value, _: value in (None, 0),
     "is_dynamic": lambda value, _: not value,
 }
-"""For each field of a spec that has values the layered form lacks, whether it can say one."""
+"""For each field of a spec that has values the layered form lacks, whether it can express one."""
 
 
 def to_layered(config: Config) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
-    """The document, and findings: an error for what cannot be said, a warning for what depends on the model.
+    """The document, and findings: an error for what it cannot express, a warning for what depends on the model.
 
     The network as a whole is left in float, and an entry per operator with weights stands for the global block.
     """
     everywhere, layers, excluded = _sorted(config)
     findings = [
-        *(found for rule in (everywhere, *layers) for found in _unsayable(everywhere, rule)),
+        *(found for rule in (everywhere, *layers) for found in _inexpressible(everywhere, rule)),
         *_device(config.settings),
         *_ambiguous(layers),
-        *_weaker(layers, excluded),
+        *_overridden(layers, excluded),
     ]
     integers = parameters(QuantizationSpec())
     entries = [
@@ -100,16 +100,16 @@ def _merged(everywhere: ConfigRule, rule: ConfigRule) -> dict[Role, Fields]:
     }
 
 
-def _unsayable(everywhere: ConfigRule, rule: ConfigRule) -> Iterator[Diagnostic]:
+def _inexpressible(everywhere: ConfigRule, rule: ConfigRule) -> Iterator[Diagnostic]:
     for role, fields in _merged(everywhere, rule).items():
-        for name, sayable in _SAYABLE.items():
-            if name in fields and not sayable(fields[name].value, role):
-                text = f"the layered form cannot say {name} {fields[name].value} for {role}"
+        for name, expressible in _EXPRESSIBLE.items():
+            if name in fields and not expressible(fields[name].value, role):
+                text = f"the layered form cannot express {name} {fields[name].value} for {role}"
                 yield Diagnostic("QZ124", text, fields[name].place, help="change it, or keep the hierarchical form")
         axis = fields.get("ch_axis")
         if axis and axis.value == 0 and fields["qscheme"].value == "per_channel":
-            text = "per_channel means each layer's output channels: in transposed convolutions these are axis 1, not 0"
-            yield Diagnostic("QZ125", text, axis.place, "warning", help="look at `quantizer plan` with both files")
+            text = "per_channel means output channels, which in transposed convolutions are axis 1, not 0"
+            yield Diagnostic("QZ125", text, axis.place, "warning", help="compare `quantizer plan` with both files")
 
 
 def _device(settings: Settings) -> Iterator[Diagnostic]:
@@ -119,7 +119,7 @@ def _device(settings: Settings) -> Iterator[Diagnostic]:
 
 
 def _ambiguous(layers: list[ConfigRule]) -> Iterator[Diagnostic]:
-    """Named layers that inherit from their type, which the file alone does not tell."""
+    """Named layers that inherit from their type: of which type a layer is, the file alone does not show."""
     types = [rule for rule in layers if rule.selector.kind == "type"]
     for rule in layers:
         for wider in types if rule.selector.kind == "name" else ():
@@ -132,20 +132,20 @@ def _ambiguous(layers: list[ConfigRule]) -> Iterator[Diagnostic]:
                 text = (
                     f"{rule.label} may inherit from {wider.label} ({'; '.join(inherited)}): that depends on the model"
                 )
-                help_ = "write these keys in the layer's configuration, too"
+                help_ = "write these keys in the layer's configuration as well"
                 yield Diagnostic("QZ124", text, rule.selector.place, help=help_)
 
 
-def _weaker(layers: list[ConfigRule], excluded: list[ConfigRule]) -> Iterator[Diagnostic]:
-    """Excluded patterns, which in the layered form are weaker than an exact name."""
+def _overridden(layers: list[ConfigRule], excluded: list[ConfigRule]) -> Iterator[Diagnostic]:
+    """Excluded patterns, which in the layered form an exact name overrides."""
     for rule in excluded:
-        strength = _strength(rule.selector.text)
+        specificity = _specificity(rule.selector.text)
         for other in layers:
-            if other.selector.kind == "name" and _strength(other.selector.text) > strength:
-                text = f"in the layered form {other.label} would be stronger than {rule.label}"
+            if other.selector.kind == "name" and _specificity(other.selector.text) > specificity:
+                text = f"in the layered form, {other.label} would override {rule.label}"
                 yield Diagnostic("QZ124", text, rule.selector.place, help="exclude the layers by their exact names")
 
 
-def _strength(text: str) -> int:
-    """Of a name selector: a pattern, a module path, or a layer name, weakest first."""
+def _specificity(text: str) -> int:
+    """Of a name selector: how specific it is; 0 is a pattern, 1 a module path, 2 a layer name."""
     return 0 if text.startswith("re:") or "*" in text or "?" in text else 2 if "::" in text else 1

@@ -13,11 +13,11 @@ from quantizer.algorithms.channel_mean import ChannelMean, channel_axis
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.engine.parameter_remarks import dead_channels, saturated
-from quantizer.engine.solution import Key, Solution
+from quantizer.engine.solution import Solution
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.observers import NegativeValuesError, NonFiniteError, ObservationError, Observer
-from quantizer.plan.model import Plan, TensorPlan
+from quantizer.plan.model import Key, Plan, TensorPlan
 from quantizer.sources.batches import Batch
 
 logger = logging.getLogger(__name__)

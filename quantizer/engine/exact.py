@@ -17,12 +17,13 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_role
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.exact_layers import Fixed, Step, compute, is_known
-from quantizer.engine.solution import Key, Solution
+from quantizer.engine.solution import Solution
 from quantizer.errors import DataError, UsageError
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.execution import Execution, arguments
 from quantizer.nn.network import Network
 from quantizer.numerics.integer import requantize
+from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch, naming_batch
 
 HALF = (torch.float16, torch.bfloat16)

@@ -206,8 +206,8 @@ def _constant(value: Any) -> Fixed | None:
     return None
 
 
-Rule = Callable[[Step], Any]
-_BY_OPERATOR: dict[str, Rule] = {
+IntegerRule = Callable[[Step], Any]
+_BY_OPERATOR: dict[str, IntegerRule] = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "linear"), _accumulate),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _accumulate),
     "add": _add,
@@ -222,7 +222,7 @@ _BY_OPERATOR: dict[str, Rule] = {
     "clamp": _relu6,
     "leaky_relu": _leaky_relu,
 }
-_BY_TARGET: dict[str, Rule] = {
+_BY_TARGET: dict[str, IntegerRule] = {
     "dpu.avg_pool2d": _average,
     "dpu.hardsigmoid": _hardsigmoid,
     "dpu.hardswish": _hardswish,

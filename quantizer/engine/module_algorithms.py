@@ -10,7 +10,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Adjustment, Key, Rounded, adjusted
+from quantizer.algorithms.adjustment import Adjustment, Rounded, adjusted
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph
@@ -20,7 +20,7 @@ from quantizer.graph.structure import InputGroup, Structure
 from quantizer.graph.trace import trace
 from quantizer.nn.inplace import add_bias, insert_before, lacks_bias
 from quantizer.nn.network import build_layer
-from quantizer.plan.model import Plan
+from quantizer.plan.model import Key, Plan
 from quantizer.sources.batches import Batch
 from quantizer.sources.hugging_face import without_cache
 

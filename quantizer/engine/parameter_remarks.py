@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import shortened
-from quantizer.engine.solution import Key
 from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.observers import Observer
-from quantizer.plan.model import Plan
+from quantizer.plan.model import Key, Plan
 
 
 def saturated(plan: Plan) -> Iterator[str]:

@@ -12,8 +12,7 @@ from quantizer.algorithms.adjustment import Adjustment
 from quantizer.graph.edits import Insertion
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.qparams import QParams
-
-Key = tuple[str, str]
+from quantizer.plan.model import Key
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from quantizer.algorithms.adjustment import Adjustment, adjusted
 from quantizer.config.model import Config, QuantizationSpec
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.calibrate import Observable
-from quantizer.engine.solution import Key, Solution
+from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.structure import Structure
 from quantizer.nn.network import Network
-from quantizer.plan.model import Plan
+from quantizer.plan.model import Key, Plan
 from quantizer.plan.remarks import remarks
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch

@@ -45,7 +45,7 @@ class Step:
         return torch.Size(self.values[self.node.name].shape)
 
 
-Rule = Callable[[Step], Any]
+LabelRule = Callable[[Step], Any]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Carrier:
     Without keys it is the first argument.
     """
 
-    rule: Rule
+    rule: LabelRule
     keys: tuple[str, ...] = ()
 
     def paths(self, node: Node) -> tuple[str, ...]:

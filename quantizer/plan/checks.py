@@ -10,6 +10,7 @@ from quantizer.config.model import Config, ConfigRule, QuantizationSpec, Role, S
 from quantizer.config.rules import conflicts
 from quantizer.graph.ir import Graph
 from quantizer.plan.match import RANKS, Match, closest
+from quantizer.plan.model import Key
 
 _KEYS = {
     ("layered", "type"): "layer_type",
@@ -22,7 +23,7 @@ _KEYS = {
 
 
 def unmatched(config: Config, matches: Sequence[Match], original: Graph) -> Iterator[Diagnostic]:
-    """A selector that finds nothing is an error, with the closest names; one that was taken loosely is a note."""
+    """A selector that finds nothing is an error, with the closest names; one that was not taken literally is a note."""
     for rule, found in zip(config.rules, matches, strict=True):
         selector = rule.selector
         if found.note:
@@ -30,7 +31,7 @@ def unmatched(config: Config, matches: Sequence[Match], original: Graph) -> Iter
         if found.layers or selector.kind == "all" or not selector.required:
             continue
         if selector.kind == "weighted":
-            text = f"{rule.label} reaches no layer: {original.model} has none with weights of its own"
+            text = f"{rule.label} applies to no layer: {original.model} has none with weights of its own"
             yield Diagnostic("QZ402", text, selector.place, help="`quantizer inspect` lists all layers")
             continue
         if found.absorbed:
@@ -44,7 +45,7 @@ def unmatched(config: Config, matches: Sequence[Match], original: Graph) -> Iter
 
 
 def overridden(config: Config, matches: Sequence[Match]) -> Iterator[Diagnostic]:
-    """Two equally strong rules for one layer: the later one wins, and says so once."""
+    """Two equally specific rules for one layer: the later one wins, which is reported once."""
     owner: dict[tuple[int, str], int] = {}
     for index, (rule, found) in enumerate(zip(config.rules, matches, strict=True)):
         layers = found.layers if found.rank else ()
@@ -56,9 +57,7 @@ def overridden(config: Config, matches: Sequence[Match]) -> Iterator[Diagnostic]
                 yield Diagnostic("QZ403", text, rule.selector.place, "warning")
 
 
-def embeddings(
-    config: Config, matches: Sequence[Match], graph: Graph, planned: Container[tuple[str, str]]
-) -> Iterator[Diagnostic]:
+def embeddings(config: Config, matches: Sequence[Match], graph: Graph, planned: Container[Key]) -> Iterator[Diagnostic]:
     """A note on embeddings that only the global block reaches: other tools leave them float."""
     everywhere = [rule for rule in config.rules if rule.selector.kind == "weighted" and rule.fields.get("weights")]
     told = {
@@ -70,8 +69,8 @@ def embeddings(
     names = [node.name for node in graph.nodes if node.op == "embedding" and (node.name, "weights") in planned]
     reached = [name for name in names if name not in told]
     if everywhere and reached:
-        text = f"{everywhere[0].label} quantizes the weights of embeddings, too: {', '.join(reached)}"
-        help_ = "add them to exclude to leave them float, or give them an entry in layer_quant_config"
+        text = f"{everywhere[0].label} also quantizes the weights of embeddings: {', '.join(reached)}"
+        help_ = "add them to exclude to leave them in float, or give them an entry in layer_quant_config"
         yield Diagnostic("QZ409", text, everywhere[0].selector.place, "note", help=help_)
 
 

@@ -60,7 +60,7 @@ def type_names(node: Node) -> frozenset[str]:
 
 
 def _by_type(text: str, graph: Graph, original: Graph) -> Match:
-    """Layers of a type; other tools' words for torch's types are taken for them, and so is another case."""
+    """Layers of a type; other tools' words for torch's types are read as those, and so is another case."""
     found = [node.name for node in original.nodes if text in type_names(node)]
     note = None
     if not found:
@@ -68,7 +68,7 @@ def _by_type(text: str, graph: Graph, original: Graph) -> Match:
         known = {name.casefold(): name for node in original.nodes for name in sorted(type_names(node), reverse=True)}
         meant = known.get(word.casefold(), "")
         found = [node.name for node in original.nodes if meant in type_names(node)]
-        note = f"{text!r} is taken for {meant!r}" if found else None
+        note = f"{text!r} is read as {meant!r}" if found else None
     kept = tuple(name for name in found if name in graph.by_name)
     return Match(kept, RANKS.index("type"), note, absorbed=tuple(name for name in found if name not in graph.by_name))
 
@@ -95,7 +95,7 @@ def _by_name(text: str, graph: Graph, original: Graph) -> Match:
     siblings = [name for name in original.by_name if name.rpartition("/")[0] == scope] if "::" in text else []
     if len(siblings) == 1:
         return _survivors(
-            siblings, "name", graph, f"{text!r} is taken for {siblings[0]!r}, the only layer of that module"
+            siblings, "name", graph, f"{text!r} is read as {siblings[0]!r}, the only layer of that module"
         )
     inside = [node.name for node in original.nodes if node.scope == text or node.scope.startswith(f"{text}.")]
     if inside and not text.startswith("re:"):

@@ -12,6 +12,9 @@ from quantizer.config.model import QuantizationSpec, Settings
 from quantizer.config.roles import is_parameter
 from quantizer.graph.ir import Graph
 
+Key = tuple[str, str]
+"""A layer and a role, which together name one tensor."""
+
 
 @dataclass(frozen=True)
 class TensorPlan:
@@ -61,12 +64,12 @@ class Plan:
     """All decisions for one graph and one config; `off` are the tensors set to float32, and where that is said."""
 
     graph: Graph
-    tensors: Mapping[tuple[str, str], TensorPlan]
+    tensors: Mapping[Key, TensorPlan]
     rules: tuple[RuleMatch, ...]
     floats: Mapping[str, str] = field(default_factory=dict)
     diagnostics: tuple[Diagnostic, ...] = ()
     settings: Settings = field(default_factory=Settings)
-    off: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    off: Mapping[Key, str] = field(default_factory=dict)
 
     def of_layer(self, layer: str) -> dict[str, TensorPlan]:
         """The layer's tensors by role."""

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 CASES = ROOT / "tests" / "cases" / "configs"
 VALID, WARNED = str(CASES / "valid" / "dpu_maxmin.json"), str(CASES / "valid" / "warning_setting_for_the_dpu.json")
 WRONG, BROKEN = str(CASES / "invalid" / "qz101_method.json"), str(CASES / "invalid" / "qz006_trailing_commas.json")
+CUT_OFF = str(CASES / "invalid" / "qz004_cut_off.json")
 
 
 @pytest.mark.parametrize(
@@ -76,29 +77,50 @@ def test_machine_formats_hold_when_nothing_is_found(form: str, capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out) is not None
 
 
-def test_fix_writes_the_missing_keys_and_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fix_writes_what_it_can_and_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "net.json"
-    path.write_bytes(b'\xef\xbb\xbf{\r\n  "target_device": "DPU",\r\n  "include_cle": "no"\r\n}\r\n')
+    path.write_bytes(
+        b'\xef\xbb\xbf{\r\n  "target_device": "DPU",\r\n  "include_cle": "no",\r\n  "onnx_opset_version": -2\r\n}'
+    )
     path.chmod(0o640)
     assert run_command(["validate", "--fix", str(path)]) == 1
     out = capsys.readouterr().out
-    assert "QZ105" not in out
-    assert "QZ103" in out
-    assert "QZ203" in out
+    assert out.count("error QZ") == 1 and "error QZ104" in out
+    assert out.splitlines()[-1] == f"{path}: 2 fixed, 1 error"
     text = path.read_bytes()
-    assert text.startswith(
-        b'\xef\xbb\xbf{\r\n  "target_device": "DPU",\r\n  "include_cle": "no",\r\n  "convert_relu6_to_relu": false'
-    )
+    start = b'\xef\xbb\xbf{\r\n  "target_device": "DPU",\r\n  "include_cle": false,\r\n  "onnx_opset_version": -2,\r\n'
+    assert text.startswith(start)
     assert path.stat().st_mode & 0o777 == 0o640
     assert [entry.name for entry in tmp_path.iterdir()] == ["net.json"]
+    assert run_command(["validate", "--fix", str(path)]) == 1
+    assert path.read_bytes() == text
 
 
-def test_fix_leaves_complete_and_unreadable_files_alone(tmp_path: Path) -> None:
-    for source in (VALID, BROKEN):
-        path = tmp_path / Path(source).name
-        path.write_bytes(Path(source).read_bytes())
-        run_command(["validate", "--fix", str(path)])
-        assert path.read_bytes() == Path(source).read_bytes()
+def test_diff_shows_what_fix_would_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "net.json"
+    path.write_bytes(Path(BROKEN).read_bytes())
+    for arguments in (["--diff"], ["--fix", "--diff"]):
+        assert run_command(["validate", *arguments, str(path), WRONG, "no/such/file.json"]) == 2
+        out = capsys.readouterr().out.splitlines()
+        assert out[:2] == [f"--- {path}", f"+++ {path}"]
+        assert [line for line in out[2:20] if line.startswith("+")] == [
+            '+  "quantizable_data_type": ["input", "weights", "bias", "activation"],',
+            '+    "calib_statistic_method": "max"',
+        ]
+        assert out[-3:] == [
+            f"{path}: 2 errors, 2 fixable with --fix",
+            f"{WRONG}: 1 error",
+            "no/such/file.json: 1 error",
+        ]
+        assert path.read_bytes() == Path(BROKEN).read_bytes()
+
+
+@pytest.mark.parametrize("source", [VALID, WRONG, CUT_OFF], ids=lambda path: Path(path).stem)
+def test_fix_leaves_files_alone_that_have_no_known_answer(source: str, tmp_path: Path) -> None:
+    path = tmp_path / Path(source).name
+    path.write_bytes(Path(source).read_bytes())
+    run_command(["validate", "--fix", str(path)])
+    assert path.read_bytes() == Path(source).read_bytes()
 
 
 def test_text_shows_at_most_fifty_findings() -> None:
@@ -120,9 +142,6 @@ def test_every_format_takes_a_finding_without_a_place(form: str) -> None:
     assert "QZ501" in RENDERERS[form]([Diagnostic("QZ501", "no data")], {})
 
 
-def test_fix_leaves_a_file_of_the_hierarchical_form_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "net.json"
-    path.write_text('{"global_quant_config": {"weight": {"qscheme": "per_tensor"}}}')
-    assert run_command(["validate", "--fix", str(path)]) == 1
-    assert path.read_text() == '{"global_quant_config": {"weight": {"qscheme": "per_tensor"}}}'
-    assert 'paste "dtype": "int8"' in capsys.readouterr().out
+def test_a_diff_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["validate", "--diff", "--format", "json", BROKEN]) == 2
+    assert "--diff is not written as json" in capsys.readouterr().err

@@ -184,7 +184,7 @@ def test_an_excluded_pattern_is_weaker_than_a_name_in_the_layered_form() -> None
 
 
 TO_HIERARCHICAL: dict[str, tuple[dict[str, Any], str]] = {
-    "activations of the network": (document(), "input, activation of layers with weights"),
+    "activations of the network": (document(), "quantizes input, activation only of layers that have weights"),
     "a switch": (document(quantizable_data_type=["weights"], include_cle=True), "no key for include_cle"),
     "a statistic": (document(quantizable_data_type=["weights"], overall={"calib_statistic_method": "mean"}), "mean"),
     "a method": (document(quantizable_data_type=["weights"], overall={"method": "entropy"}), "method entropy"),
@@ -231,7 +231,7 @@ def test_the_command_writes_nothing_that_is_not_the_same(tmp_path: Path, capsys:
     target = tmp_path / "b.json"
     assert run_command(["convert", str(ROOT / "configs" / "static_fp8.json"), "-o", str(target)]) == 1
     assert not target.exists()
-    assert "static_fp8.json:6:16: error QZ124: the layered form cannot say dtype fp8_e4m3" in capsys.readouterr().err
+    assert "static_fp8.json:6:16: error QZ124: the layered form cannot express dtype fp8_e4m3" in capsys.readouterr().err
 
 
 def test_the_command_refuses_what_it_cannot_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ def test_codes_are_unique_and_complete() -> None:
 def test_one_broken_restriction_is_one_conflict(change: dict[str, Any], role: Any, code: str, fields: Any) -> None:
     [conflict] = conflicts(QuantizationSpec(**{**DPU.to_json(), **change}), role, "DPU")
     assert (conflict.code, conflict.fields, conflict.on_device) == (code, fields, True)
-    assert conflict.message.startswith("on DPU, ")
+    assert conflict.message.startswith("on the DPU, ")
 
 
 def test_floating_point_formats_break_no_rule() -> None:

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from quantizer.algorithms.dpu_alignment import Key, align
+from quantizer.algorithms.dpu_alignment import align
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.trace import trace
+from quantizer.plan.model import Key
 
 
 def graph_of(module: nn.Module) -> Graph:

@@ -134,8 +134,8 @@ def test_words_of_other_frameworks_are_taken_with_a_note() -> None:
     plan = planned(hierarchy({"weights": INT8}, {"Conv2D": {"weights": INT4}, "Dense": {"weights": {"bit_width": 3}}}))
     assert (spec(plan, CONV1).bit_width, spec(plan, FC).bit_width) == (4, 3)
     assert [found.message for found in findings(plan, "QZ404")] == [
-        "'Conv2D' is taken for 'Conv2d'",
-        "'Dense' is taken for 'Linear'",
+        "'Conv2D' is read as 'Conv2d'",
+        "'Dense' is read as 'Linear'",
     ]
 
 
@@ -303,7 +303,7 @@ def test_an_embedding_that_only_the_global_block_reaches_is_told_once() -> None:
 
 def test_a_model_without_weights_is_an_error() -> None:
     (found,) = findings(planned(hierarchy({"weights": INT8}), "two_batches"), "QZ402")
-    assert found.message.startswith("global_quant_config reaches no layer")
+    assert found.message.startswith("global_quant_config applies to no layer")
 
 
 def test_the_input_of_a_layer_is_not_taken_for_its_output() -> None:
