@@ -127,12 +127,12 @@ def quantize_activation(wanted: Quantization, x: str, y: str, opset: int) -> Emi
 
 def _float(emission: Emission, wanted: Quantization, x: str, y: str) -> None:
     """QuantizeLinear to an 8-bit format; what lies outside is cut off before, as runtimes differ in what they make of
-    it.
+    it, and not by Clip, which ONNX Runtime's optimizer cannot take before these formats.
     """
     data_type, largest = FLOATS[wanted.spec.dtype], FLOAT_FORMATS[wanted.spec.dtype].largest
     scale = emission.constant("scale", wanted.scale)
-    bounds = (emission.constant(part, sign * largest * wanted.scale) for part, sign in (("low", -1), ("high", 1)))
-    x = emission.add("Clip", x, *bounds)
+    x = emission.add("Max", x, emission.constant("low", -largest * wanted.scale))
+    x = emission.add("Min", x, emission.constant("high", largest * wanted.scale))
     zero = TensorProto(name=f"{emission.name}.zero_point", data_type=data_type, dims=[], raw_data=b"\0")
     emission.initializers.append(zero)
     codes = emission.add("QuantizeLinear", x, scale, zero.name)

@@ -1,0 +1,156 @@
+"""What ONNX Runtime makes of a file by default: integers where it can, and test mode's values, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deployments import fitted
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+onnx = pytest.importorskip("onnx", reason="the ONNX target needs it (extra: onnx)")
+ort = pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
+pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.engine.solution import Solution
+from quantizer.errors import VerificationError
+from quantizer.export.deployment import Deployment
+from quantizer.export.onnx_qdq import export
+from quantizer.export.onnx_sessions import verify_sessions
+from quantizer.graph.ir import Graph
+from quantizer.graph.trace import trace
+from quantizer.nn.network import Network
+from quantizer.numerics.metrics import sqnr_db
+from quantizer.sources.batches import Batch
+
+CONVOLUTIONS = ("Flattened::Flattened/Conv2d[first]/conv2d", "Flattened::Flattened/Conv2d[second]/conv2d")
+HEAD = "Flattened::Flattened/Linear[head]/linear"
+UNSIGNED: dict[str, Any] = {"symmetric": False, "signed": False}
+CHANNELS: dict[str, Any] = {"qscheme": "per_channel", "ch_axis": 0}
+
+
+class Flattened(nn.Module):
+    """Two convolutions with a ReLU6 between, and a linear layer behind a reshape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3)
+        self.head = nn.Linear(8 * 4 * 4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.second(F.relu6(self.first(x)))).flatten(1))  # type: ignore[no-any-return]
+
+
+@cache
+def flattened() -> tuple[Graph, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(16, 3, 6, 6)
+    return trace(Flattened().eval(), (x,)), x
+
+
+def quantized(activation: dict[str, Any], weights: dict[str, Any], *, exclude: str = "", opset: int = -1) -> Deployment:
+    """The flattened network with these specs for inputs, outputs of layers and weights; one layer's weights float."""
+    graph, x = flattened()
+    spec, wanted, network = QuantizationSpec(**activation), QuantizationSpec(**weights), Network(graph)
+    found: dict[Any, Any] = {}
+    roles = {node.name: "input" if node.op == "input" else "activation" for node in graph.nodes}
+
+    def watcher(name: str) -> Callable[[Tensor], None]:
+        return lambda value: found.update({(name, roles[name]): (spec, *fitted(value, spec))})
+
+    quantized_here = [name for name in roles if name not in CONVOLUTIONS and "flatten" not in name]
+    with torch.no_grad():
+        output = network.observe((x,), {}, {name: watcher(name) for name in quantized_here})
+    for name in (*CONVOLUTIONS, HEAD):
+        if name != exclude:
+            found[name, "weights"] = (wanted, *fitted(network.layers[name].get_parameter("weight"), wanted))
+    given = Deployment(graph, Solution(found), (x,), {}, opset)
+    return replace(given, sqnr_db=sqnr_db(output, given.expected[0]))
+
+
+def optimized(path: Path, tmp_path: Path) -> list[str]:
+    """The operators that a default session runs."""
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 3  # it warns that the file is for this machine
+    ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+
+
+def test_every_multiplication_of_a_network_with_relu6_is_in_integers(tmp_path: Path) -> None:
+    export(quantized(UNSIGNED, CHANNELS), tmp_path / "net.onnx")
+    operators = optimized(tmp_path / "net.onnx", tmp_path)
+    assert (operators.count("QLinearConv"), operators.count("QGemm")) == (2, 1)
+    assert not {"Conv", "FusedConv", "Gemm", "FusedGemm", "Clip"} & set(operators)
+
+
+@pytest.mark.parametrize(
+    ("activation", "weights", "opset", "written"),
+    [
+        ({}, {}, -1, 20),
+        ({}, {}, 21, 21),
+        ({}, CHANNELS, 23, 23),
+        ({"bit_width": 4}, CHANNELS, 21, 21),
+        ({"bit_width": 4} | UNSIGNED, CHANNELS, -1, 20),
+        ({}, {"bit_width": 4} | CHANNELS, -1, 21),
+        (UNSIGNED, {"bit_width": 4}, -1, 21),
+        ({"bit_width": 16}, CHANNELS, -1, 21),
+    ],
+)
+def test_a_default_session_agrees_at_every_width(
+    activation: dict[str, Any], weights: dict[str, Any], opset: int, written: int, tmp_path: Path
+) -> None:
+    """Reshapes, ReLUs and Clips before each type of codes."""
+    found = export(quantized(activation, weights, opset=opset), tmp_path / "net.onnx").default_session
+    assert found is not None
+    assert found.within_step is None or found.within_step >= 0.99
+    assert found.sqnr_db is not None
+    assert found.sqnr_db > 30 or activation.get("bit_width") == 4
+    assert [entry.version for entry in onnx.load(tmp_path / "net.onnx").opset_import if not entry.domain] == [written]
+
+
+def test_weights_that_stay_float_are_float_in_a_default_session(tmp_path: Path) -> None:
+    """ONNX Runtime would quantize those between quantized values by itself."""
+    given = quantized({"bit_width": 16}, CHANNELS, exclude=CONVOLUTIONS[1])
+    found = export(given, tmp_path / "net.onnx").default_session
+    assert found is not None
+    assert found.sqnr_db is not None
+    assert found.sqnr_db > 60
+
+
+def test_a_file_with_other_outputs_is_refused_with_figures(tmp_path: Path) -> None:
+    given = quantized(UNSIGNED, CHANNELS)
+    export(given, tmp_path / "net.onnx")
+    other = replace(given, solution=Solution({**given.solution.tensors}, corrections={HEAD: torch.full([10], 0.5)}))
+    with pytest.raises(VerificationError) as refused:
+        verify_sessions((tmp_path / "net.onnx").read_bytes(), other, "net.onnx")
+    assert refused.value.exit_code == 1
+    assert "net.onnx is not written: in ONNX Runtime without optimizations its outputs" in refused.value.message
+    assert "are within one step, SQNR" in refused.value.message
+
+
+def test_a_file_that_cannot_be_loaded_is_refused() -> None:
+    with pytest.raises(VerificationError, match=r"^net.onnx is not written: ONNX Runtime .* cannot run it: "):
+        verify_sessions(b"no model", quantized({}, {}), "net.onnx")
+
+
+def test_all_batches_are_verified(tmp_path: Path) -> None:
+    given, drawn = quantized(UNSIGNED, CHANNELS), []
+
+    def batches() -> Iterator[Batch]:
+        for size in (4, 16):
+            drawn.append(size)
+            yield Batch((given.args[0][:size],), {}, None, None)
+
+    found = export(replace(given, batches=batches()), tmp_path / "net.onnx").default_session
+    assert drawn == [4, 16]
+    assert found is not None
+    assert found.top1_agreement is not None
+    assert found.top1_agreement * 20 == pytest.approx(round(found.top1_agreement * 20))
