@@ -312,7 +312,7 @@ def test_a_process_that_is_killed_goes_on_with_its_last_block(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real GPTQ, in a process of its own, killed when the first checkpoint is there; it goes on in this one."""
-    monkeypatch.setitem(run_algorithms.RUNS, "gptq", "quantizer.algorithms.gptq:gptq")
+    monkeypatch.setattr(GPTQConfig, "run", "quantizer.algorithms.gptq:gptq")
     path = config(tmp_path, "gptq")
     out = tmp_path / "out"
     words = ["--quant_mode", "calib", "--model", model, "--config_file", path, "--output_dir", str(out)]
