@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from deployments import Written
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; set before torch is imported, and for subprocesses
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,3 +38,12 @@ def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     from quantizer.graph import trace
 
     monkeypatch.setattr(trace, "_export", getattr(trace._export, "export", trace._export))
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Written]:
+    """By target and toy: its file, which is written once and must stay as it is."""
+    from deployments import written
+
+    folder = tmp_path_factory.mktemp("exported")
+    return cache(lambda target, name: written(target, name, folder))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from toys import built, traced
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.solution import Solution
+from quantizer.export import export
+from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
@@ -19,6 +23,21 @@ from quantizer.numerics.qparams import Grid, qparams_from_range
 
 ACTIVATION = QuantizationSpec()
 WEIGHTS = QuantizationSpec(qscheme="per_channel", ch_axis=0)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file of a deployed network."""
+
+    given: Deployment
+    path: Path
+    found: Verification
+
+
+def written(target: str, name: str, folder: Path) -> Written:
+    """A toy as a file in the folder; its batch is of two where the code fixes it."""
+    given, path = deployment(name, 2 if name == "static_batch" else 3), folder / f"{name}.{target}"
+    return Written(given, path, export(target, given, path))
 
 
 def deployment(name: str, batch: int = 3) -> Deployment:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from deployments import deployment
+from deployments import Written
 from toys import built
 
 from quantizer.errors import UsageError
 from quantizer.export import EXPORTERS, Exporter, export, require_extras
-from quantizer.export.deployment import Deployment
 
+Exported = Callable[[str, str], Written]
 TOYS = ["residual", "mobile", "transposed", "branches", "nested_inputs", "several_outputs", "tied", "static_batch"]
 REPRODUCIBLE = ["onnx", "safetensors"]  # torch writes a .pt2 as a zip file of its own
 
@@ -35,38 +36,31 @@ def contents(path: Path) -> bytes:
 
 @pytest.mark.parametrize("target", EXPORTERS)
 @pytest.mark.parametrize("name", TOYS)
-def test_a_file_read_back_equals_test_mode(target: str, name: str, tmp_path: Path) -> None:
+def test_a_file_read_back_equals_test_mode(target: str, name: str, exported: Exported) -> None:
     needing(target)
-    batch = 2 if name == "static_batch" else 3
-    found = export(target, deployment(name, batch), tmp_path / "net")
-    assert (tmp_path / "net").stat().st_size
-    assert (found.max_difference, found.mean_difference, found.equal) == (0.0, 0.0, 1.0)
+    file = exported(target, name)
+    assert file.path.stat().st_size
+    assert (file.found.max_difference, file.found.mean_difference, file.found.equal) == (0.0, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("target", EXPORTERS)
-def test_a_file_holds_no_place_no_source_and_no_data(target: str, tmp_path: Path) -> None:
+def test_a_file_holds_no_place_no_source_and_no_data(target: str, exported: Exported) -> None:
     needing(target)
-    given = deployment("residual")
-    export(target, given, tmp_path / "net")
-    written = contents(tmp_path / "net")
-    sample = given.args[0][0].flatten()[:8].view(torch.uint8)
-    for unwanted in (str(Path.cwd()), str(tmp_path), "toys.py", "self.conv1", "site-packages"):
-        assert unwanted.encode() not in written
-    assert bytes(sample.tolist()) not in written
+    file = exported(target, "residual")
+    stored = contents(file.path)
+    sample = file.given.args[0][0].flatten()[:8].view(torch.uint8)
+    for unwanted in (str(Path.cwd()), str(file.path.parent), "toys.py", "self.conv1", "site-packages"):
+        assert unwanted.encode() not in stored
+    assert bytes(sample.tolist()) not in stored
 
 
 @pytest.mark.parametrize("target", REPRODUCIBLE)
-def test_two_files_of_one_network_are_equal(target: str, tmp_path: Path) -> None:
+def test_two_files_of_one_network_are_equal(target: str, exported: Exported, tmp_path: Path) -> None:
+    """Whatever call they are verified with."""
     needing(target)
-    for batch in (1, 4):
-        export(target, called_with(batch), tmp_path / str(batch))
-    assert (tmp_path / "1").read_bytes() == (tmp_path / "4").read_bytes()
-
-
-def called_with(batch: int) -> Deployment:
-    """One calibration, verified with another call."""
-    args, kwargs = built("mobile").call(batch)
-    return replace(deployment("mobile"), args=args, kwargs=kwargs)
+    first, (args, kwargs) = exported(target, "mobile"), built("mobile").call(4)
+    export(target, replace(first.given, args=args, kwargs=kwargs), tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == first.path.read_bytes()
 
 
 @pytest.mark.parametrize("target", EXPORTERS)

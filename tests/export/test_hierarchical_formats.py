@@ -11,13 +11,15 @@ import pytest
 import torch
 from hierarchies import Fields, hierarchy
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from toys import built, traced
 
+from quantizer.config.model import Config
 from quantizer.engine import calibrate
 from quantizer.errors import UsageError
 from quantizer.export import EXPORTERS, check, export
 from quantizer.export.deployment import Deployment
+from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
@@ -45,54 +47,80 @@ INPUTS: dict[str, Mapping[str, Any]] = {
 }
 
 
+def calibrated(original: Graph, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Deployment:
+    """A network with the scales of one batch."""
+    plan = resolve(config, run_passes(original, config.settings), original)
+    assert not any(found.severity == "error" for found in plan.diagnostics)
+    calibration = calibrate.start(plan)
+    calibrate.run(calibration, Network(plan.graph), [Batch(args, dict(kwargs), None, None)])
+    return Deployment(plan.graph, calibrate.solution(calibration), args, dict(kwargs))
+
+
 def deployed(name: str, fields: Fields, *, exclude: tuple[str, ...] = ()) -> Deployment:
     """A toy calibrated with a config that every layer with weights gets."""
-    config = hierarchy(fields, exclude=exclude)
-    plan = resolve(config, run_passes(traced(name), config.settings), traced(name))
-    assert not any(found.severity == "error" for found in plan.diagnostics)
-    args, kwargs = built(name).call(3)
-    calibration = calibrate.start(plan)
-    calibrate.run(calibration, Network(plan.graph), [Batch(args, kwargs, None, None)])
-    return Deployment(plan.graph, calibrate.solution(calibration), args, kwargs)
+    return calibrated(traced(name), hierarchy(fields, exclude=exclude), *built(name).call(3))
 
 
 def exported(target: str, given: Deployment, folder: Path) -> float:
     return export(target, given, folder / f"net{EXPORTERS[target].suffix}").max_difference
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
+class Side(nn.Module):
+    """Convolutions and linear layers side by side, one of each for a kind of quantization: one file holds all."""
+
+    def __init__(self, kinds: int) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(kinds))
+        self.linears = nn.ModuleList(nn.Linear(4, 5) for _ in range(kinds))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        rows = x.flatten(2).transpose(1, 2)
+        return [*(conv(x) for conv in self.convs), *(linear(rows) for linear in self.linears)]
+
+
+def side_by_side(*kinds: Fields) -> Deployment:
+    """A convolution and a linear layer of each kind, calibrated."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 6, 6)
+    names = {f"{kind}.{index}": each for index, each in enumerate(kinds) for kind in ("convs", "linears")}
+    given = calibrated(trace(Side(len(kinds)).eval(), (x,)), hierarchy({}, names=names), (x,), {})
+    assert len({tensor.spec for tensor in given.solution.tensors.values()}) >= len(kinds)
+    return given
+
+
 @pytest.mark.parametrize("target", EXPORTERS)
-def test_weights_of_every_kind_are_equal_in_every_file(target: str, kind: str, tmp_path: Path) -> None:
+def test_weights_of_every_kind_are_equal_in_every_file(target: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
-    given = deployed("residual", {"weights": WEIGHTS[kind]}, exclude=("conv1",))
+    given = side_by_side(*({"weights": kind} for kind in WEIGHTS.values()))
     assert exported(target, given, tmp_path) < 2e-6  # runtimes add up in orders of their own
 
 
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("target", ["pt2", "safetensors"])
+def test_programs_and_tensor_files_hold_every_kind_of_input(target: str, tmp_path: Path) -> None:
+    given = side_by_side(*({"weights": {}, "input": kind} for kind in INPUTS.values()))
+    assert exported(target, given, tmp_path) == 0.0
+
+
+@pytest.mark.parametrize("target", ["pt2", "safetensors"])
 @pytest.mark.parametrize("name", ["residual", "attention"])
-def test_programs_and_tensor_files_hold_every_kind_of_input(name: str, kind: str, tmp_path: Path) -> None:
-    given = deployed(name, {"weights": {}, "input": INPUTS[kind]})
-    assert exported("pt2", given, tmp_path) == 0.0
-    assert exported("safetensors", given, tmp_path) == 0.0
+def test_dynamic_inputs_inside_a_network(name: str, target: str, tmp_path: Path) -> None:
+    assert exported(target, deployed(name, {"weights": {}, "input": INPUTS["tokens"]}), tmp_path) == 0.0
 
 
 @pytest.mark.parametrize("kind", ["tokens", "mx"])
 def test_a_program_takes_any_number_of_rows(kind: str, tmp_path: Path) -> None:
     """Of a batch that is open, and several rows in each of its samples."""
     config, x = hierarchy({"weights": {}, "input": INPUTS[kind]}), torch.randn(4, 9, 64)
-    graph = trace(nn.Sequential(nn.Linear(64, 8)).eval(), (x,))
-    calibration = calibrate.start(resolve(config, graph, graph))
-    given = Deployment(graph, calibrate.solution(calibration), (x,), {})
+    given = calibrated(trace(nn.Sequential(nn.Linear(64, 8)).eval(), (x,)), config, (x,), {})
     assert exported("pt2", given, tmp_path) == 0.0
     rows = torch.randn(7, 9, 64)
     expected = replace(given, args=(rows,)).expected[0]
     assert torch.equal(torch.export.load(tmp_path / "net.pt2").module()(rows), expected)
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_onnx_has_eight_bit_floats(dtype: str, tmp_path: Path) -> None:
+def test_onnx_has_eight_bit_floats(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
-    given = deployed("residual", {"weights": {"dtype": dtype}, "input": {"dtype": dtype}})
+    given = side_by_side(*({"weights": {"dtype": kind}, "input": {"dtype": kind}} for kind in ("fp8_e4m3", "fp8_e5m2")))
     assert exported("onnx", given, tmp_path) < 2e-6
 
 

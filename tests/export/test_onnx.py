@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from deployments import deployment, fitted
+from deployments import Written, deployment, fitted
 from torch import Tensor, nn
 
 onnx = pytest.importorskip("onnx", reason="the ONNX target needs it (extra: onnx)")
@@ -136,9 +136,8 @@ def operator_sets(model: Any) -> list[int]:
     return [entry.version for entry in model.opset_import if not entry.domain]
 
 
-def test_weights_are_stored_as_codes(tmp_path: Path) -> None:
-    export(deployment("residual"), tmp_path / "net.onnx")
-    graph = onnx.load(tmp_path / "net.onnx").graph
+def test_weights_are_stored_as_codes(exported: Callable[[str, str], Written]) -> None:
+    graph = onnx.load(exported("onnx", "residual").path).graph
     codes = {t.name: t.data_type for t in graph.initializer if t.name.endswith(".codes")}
     assert len(codes) == 6
     assert set(codes.values()) == {onnx.TensorProto.INT8}
@@ -147,11 +146,10 @@ def test_weights_are_stored_as_codes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-def test_the_batch_is_open(batch: int, tmp_path: Path) -> None:
-    given = deployment("residual")
-    export(given, tmp_path / "net.onnx")
+def test_the_batch_is_open(batch: int, exported: Callable[[str, str], Written]) -> None:
+    given, path = exported("onnx", "residual").given, exported("onnx", "residual").path
     args, kwargs = built("residual").call(batch)
-    session = ort.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
     (output,) = session.run(None, {"input_0": args[0].numpy()})
     expected = replace(given, args=args, kwargs=kwargs).expected[0]
     step = float(given.solution.tensors[given.graph.output.name, "activation"].scale)

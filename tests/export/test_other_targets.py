@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from deployments import deployment, fitted
+from deployments import Written, fitted
 from torch import nn
 from toys import built
 
@@ -20,17 +21,17 @@ from quantizer.export.agreement import verify
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.safetensors import export as export_safetensors
 from quantizer.export.safetensors import load
-from quantizer.export.torch_pt2 import export as export_pt2
 from quantizer.graph.trace import trace
 from quantizer.numerics.fake_quantize import fake_quantize, fake_quantize_plain
 from quantizer.numerics.rounding import ROUND_MODES
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-def test_a_program_takes_any_batch_and_loads_without_quantizer(batch: int, tmp_path: Path) -> None:
-    given = deployment("mobile")
-    export_pt2(given, tmp_path / "net.pt2")
-    program = torch.export.load(tmp_path / "net.pt2")
+def test_a_program_takes_any_batch_and_loads_without_quantizer(
+    batch: int, exported: Callable[[str, str], Written]
+) -> None:
+    given, path = exported("pt2", "mobile").given, exported("pt2", "mobile").path
+    program = torch.export.load(path)
     namespaces = {str(n.target).partition(".")[0] for n in program.graph.nodes if n.op == "call_function"}
     assert namespaces == {"aten"}
     args, kwargs = built("mobile").call(batch)
