@@ -64,7 +64,7 @@ def deploy(options: RunOptions, outcome: Outcome, calibrated: Calibrated, batche
             continue
         files[path.name] = found.to_json()
         lines += _lines(path, found)
-    if files:
+    if files or folder.exists():
         write_json(folder / "verify.json", files)
     if refusals:  # the outcome is not shown then
         for line in [*lines, *(refusal.message for refusal in refusals[1:])]:

@@ -57,7 +57,8 @@ def activation_carrier(spec: QuantizationSpec, opset: int) -> tuple[Carrier, int
     >>> activation_carrier(QuantizationSpec(), 20)[1], activation_carrier(QuantizationSpec(), 21)[1]
     (0, 128)
     """
-    carrier = _narrowest([row for row in CARRIERS if row.high > 15], spec, opset)
+    signed = spec.quant_min < 0
+    carrier = _narrowest([row for row in CARRIERS if row.high > 15 and (row.low < 0) == signed], spec, opset)
     if carrier is INT8 and opset >= 21:
         return UINT8, UINT8.low - INT8.low
     return None if carrier is None else (carrier, 0)

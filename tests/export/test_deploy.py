@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runs import calibrate, check
 
-from quantizer.errors import UsageError
+from quantizer.errors import UsageError, VerificationError
 from quantizer.export import EXPORTERS
 
 
@@ -89,3 +89,20 @@ def test_a_refused_target_does_not_keep_the_others_away(
     assert "--deploy pt2 cannot express this" in capsys.readouterr().err
     assert set(json.loads((copy / "export" / "verify.json").read_text())) == {"ResNet.safetensors"}
     assert (copy / "export" / "ResNet.safetensors").exists()
+
+
+def test_a_file_that_fails_its_verification_is_exit_1_and_leaves_none_of_an_earlier_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "out", ignore=shutil.ignore_patterns("export")))
+    assert check(copy, "--deploy", "safetensors") == 0
+
+    def refused(*_: object) -> None:
+        raise VerificationError("ResNet.safetensors is not written: 8.80% are equal")
+
+    monkeypatch.setattr("quantizer.export.safetensors.export", refused)
+    capsys.readouterr()
+    assert check(copy, "--deploy", "safetensors") == 1
+    assert "ResNet.safetensors is not written: 8.80% are equal" in capsys.readouterr().err
+    assert not list((copy / "export").glob("ResNet*"))
+    assert json.loads((copy / "export" / "verify.json").read_text()) == {}
