@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.algorithms.adjustment import Adjustment, Run, adjusted
-from quantizer.algorithms.patches import LAYERS
 from quantizer.config.algorithms import Algorithm
 from quantizer.config.wording import shortened
 from quantizer.engine.calibrate import check_finite
@@ -124,7 +123,7 @@ def steps(graph: Graph, algorithms: Sequence[Algorithm]) -> tuple[Step, ...]:
 
 def _check_weights(graph: Graph) -> None:
     for node in graph.nodes:
-        if node.op in LAYERS and "weight" in node.params:
+        if node.row.is_linear_or_convolution and "weight" in node.params:
             try:
                 check_finite(graph.tensors[node.params["weight"]])
             except NonFiniteError as error:

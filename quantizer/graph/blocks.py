@@ -6,7 +6,6 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from quantizer.graph.folds import is_multiplying
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Block
 
@@ -21,7 +20,7 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
         parts = node.scope.split(".") if node.scope else []
         for depth in range(len(parts)):
             container, child = ".".join(parts[:depth]), parts[depth]
-            layers.setdefault(container, Counter())[child] += is_multiplying(node)
+            layers.setdefault(container, Counter())[child] += node.is_multiplying
             classes[container, child] = node.classes[len(parts) - 1 - depth]
     sizes: dict[str, int] = {}
     for container, children in layers.items():
@@ -47,7 +46,7 @@ def blocks_of(graph: Graph, container: str, least: int = 1) -> tuple[Block, ...]
         if node.scope.startswith(prefix) and node.scope != container:
             path = prefix + node.scope[len(prefix) :].split(".")[0]
             runs.setdefault(path, []).append(at)
-            layers[path] += is_multiplying(node)
+            layers[path] += node.is_multiplying
     return tuple(Block(path, run[0], run[-1] + 1) for path, run in runs.items() if layers[path] >= least)
 
 

@@ -9,7 +9,7 @@ from quantizer.config.algorithms import Names, ScalingLayer
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
 from quantizer.config.wording import closest, listed
 from quantizer.graph.blocks import blocks_of
-from quantizer.graph.folds import Folds, is_multiplying
+from quantizer.graph.folds import Folds
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import BlockNames, module_of, module_paths
 from quantizer.graph.structure import Block, InputGroup, Structure
@@ -201,4 +201,4 @@ def _relative(blocks: Sequence[BlockNames], *, modules: bool = False) -> list[st
 
 
 def _layers_in(graph: Graph, path: str) -> list[str]:
-    return [node.name for node in graph.nodes if is_multiplying(node) and node.scope == path]
+    return [node.name for node in graph.nodes if node.is_multiplying and node.scope == path]

@@ -24,10 +24,10 @@ from quantizer.engine.attach import quantized_network
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes, summary
 from quantizer.graph.passes.absorb_high_biases import absorb_high_biases
-from quantizer.graph.passes.channels import by_channel
 from quantizer.graph.passes.cross_layer_equalization import TOLERANCE, cross_layer_equalization
 from quantizer.graph.passes.pairs import find_pairs
 from quantizer.graph.trace import trace
+from quantizer.graph.weights import by_channel
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve
 
@@ -164,7 +164,7 @@ FOUND: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], int]] = {
     "pixels as channels of groups": (
         lambda: [conv(3, 4), nn.Flatten(), nn.Unflatten(1, (144, 1, 1)), conv(144, 4, groups=2)],
         IMAGE,
-        0,
+        1,
     ),
     "transposed": (
         lambda: [
@@ -226,7 +226,8 @@ def ranges(graph: Graph) -> list[Tensor]:
     for pair in find_pairs(graph):
         first, second = (by_channel(n, graph.tensors[n.params["weight"]]) for n in (pair.first, pair.second))
         r1 = first.abs().amax((2, 3)).flatten()
-        r2 = second.abs().amax((1, 3)).reshape(-1, pair.block).amax(1)
+        columns = second.abs().amax((1, 3)).flatten()
+        r2 = torch.zeros_like(r1).scatter_reduce(0, torch.tensor(pair.channels), columns, "amax")
         found.append((r1 / r2).log2())
     return found
 

@@ -163,7 +163,7 @@ def test_convolutions_of_all_kinds() -> None:
     assert nodes == [None, "stem", "depth", "point", "grouped", "norm"]
     shuffled = structure.groups[4]
     assert shuffled.fold is not None and shuffled.fold.channels == (0, 4, 1, 5, 2, 6, 3, 7)
-    assert [group.axis for group in structure.groups] == [1, 1, 1, 1, 1, -1]
+    assert [group.axis for group in structure.groups] == [-3, -3, -3, -3, -3, -1]
     assert [group.channels for group in structure.groups] == [3, 8, 8, 12, 8, 6]
     assert structure.blocks == ()
 
