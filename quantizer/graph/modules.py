@@ -54,9 +54,9 @@ def module_graph(model: nn.Module) -> Graph:
         name = namer.name(path, op)
         inputs = {}
         if is_called(module):
-            source = f"{namer.model}::module_input_{len(nodes)}"
-            nodes.append(Node(source, "module_input", "module", dtype=torch.int64 if op == "embedding" else dtype))
-            inputs["indices" if op == "embedding" else "input"] = Ref(source)
+            source, looks_up = f"{namer.model}::module_input_{len(nodes)}", isinstance(module, nn.Embedding)
+            nodes.append(Node(source, "module_input", "module", dtype=torch.int64 if looks_up else dtype))
+            inputs["indices" if looks_up else "input"] = Ref(source)
         makes_tensor = is_called(module) and not isinstance(module, nn.RNNBase)
         nodes.append(
             Node(

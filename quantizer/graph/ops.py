@@ -144,7 +144,7 @@ def _activation(name: str, kind: Kind, *types: str, **columns: Any) -> Op:
 
 def _pool(name: str, dims: int, kind: Kind, commutes: Commutes, *types: str) -> Op:
     """Windows over the last axes."""
-    return _row(name, kind, *types, axes=over_last(dims), commutes=commutes)
+    return _row(name, kind, *types, axes=over_last(dims), commutes=commutes, fresh=True)
 
 
 def _move(name: str, *types: str, axes: AxisRule = MOVED, aten: tuple[str, ...] | None = None) -> Op:
