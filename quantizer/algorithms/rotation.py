@@ -76,7 +76,7 @@ class _Work:
         )
 
     def is_quantized(self, layers: Iterable[str]) -> bool:
-        """Whether the plan has a grid for the weight of one of these layers."""
+        """Whether the plan quantizes the weight of one of these layers."""
         return any((layer, "weights") in self.task.specs for layer in layers)
 
 
@@ -167,13 +167,13 @@ def _turn_heads(work: _Work, group: InputGroup) -> tuple[str, ...]:
 
 
 def _turn_online(work: _Work, layers: list[str]) -> None:
-    """R4: a rotation before linear layers whose inputs have a grid and come from a product or an activation."""
+    """R4: a rotation before linear layers whose inputs are quantized and come from a product or an activation."""
     nodes = [work.graph.by_name[layer] for layer in layers]
     nodes = [node for node in nodes if node.row.spatial == 0 and work.is_quantized((node.name,))]
     source = work.graph.source(nodes[0]) if nodes else None
     if source is None or source.shape is None or not _is_product(work.graph, source):
         return
-    readers = tuple(node.name for node in nodes if _has_input_grid(work, node, source))
+    readers = tuple(node.name for node in nodes if _quantizes_input(work, node, source))
     channels = source.shape[-1]
     if not readers or channels is None:
         return
@@ -196,7 +196,7 @@ def _is_product(graph: Graph, node: Node | None) -> bool:
     return len(shapes) == 2 and all(shape == node.shape for shape in shapes)  # unlike the product with a norm's weight
 
 
-def _has_input_grid(work: _Work, node: Node, source: Node) -> bool:
+def _quantizes_input(work: _Work, node: Node, source: Node) -> bool:
     own = any(layer == node.name and base_role(role) == "input" for layer, role in work.task.specs)
     return own or (source.name, "activation") in work.task.specs
 

@@ -26,6 +26,7 @@ class Commutes(enum.Flag):
     SCALING = enum.auto()
     SHIFTS = enum.auto()
     ROTATIONS = enum.auto()
+    AFFINE = SCALING | SHIFTS
     LINEAR = SCALING | ROTATIONS
     ALL = SCALING | SHIFTS | ROTATIONS
 

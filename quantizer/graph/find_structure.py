@@ -10,7 +10,7 @@ from quantizer.graph.blocks import find_blocks
 from quantizer.graph.folds import Folds
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.named_structure import named_structure
-from quantizer.graph.structure import Block, InputGroup, Structure
+from quantizer.graph.structure import InputGroup, ModuleBlock, Structure
 from quantizer.graph.weights import by_channel
 
 
@@ -53,7 +53,7 @@ def _tied(graph: Graph, layers: Sequence[str]) -> tuple[str, ...]:
     return tuple(n.name for n in graph.nodes if n.name not in layers and n.params.get("weight") in weights)
 
 
-def _in_block(graph: Graph, blocks: Sequence[Block], group: InputGroup) -> InputGroup:
+def _in_block(graph: Graph, blocks: Sequence[ModuleBlock], group: InputGroup) -> InputGroup:
     """The group with its block: the one that has all its layers."""
     index = {node.name: at for at, node in enumerate(graph.nodes)}
     homes = {

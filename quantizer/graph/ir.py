@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.graph.ops import OPS, Op, unknown
+from quantizer.graph.op_row import Op
+from quantizer.graph.ops import OPS, unknown
 
 
 @dataclass(frozen=True)

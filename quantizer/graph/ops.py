@@ -5,8 +5,7 @@ An operator without a row is legal: it runs as torch runs it, stays float, and `
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from quantizer.graph.axis_rules import (
     ALIKE,
@@ -28,62 +27,7 @@ from quantizer.graph.axis_rules import (
     Commutes,
     over_last,
 )
-
-Kind = Literal["mac", "compute", "fusable", "nonlinear", "concat", "passthrough", "structural", "float", "unknown"]
-# mac          multiplies and accumulates; on integer hardware its inputs must be integers as well as its output
-# compute      makes new values; its output is quantized
-# fusable      an activation that hardware applies before writing the producer's output: one quantization for both
-# nonlinear    an activation of its own: quantized unless it is what the network returns
-# concat       joins tensors: they are quantized once, at its output
-# passthrough  moves or selects values, so that they keep the scale of its input
-# structural   inputs, parameters, constants, sizes and integers: nothing to quantize
-# float        known, and computed in float on purpose: few bits of what it makes say too little (roots, exponentials)
-
-
-@dataclass(frozen=True)
-class Op:
-    """One row of the table.
-
-    Args:
-        name: canonical.
-        kind: how it behaves towards quantization.
-        types: the classes and functions that users may name.
-        aten: the packets that torch traces it as; none for a layer of this package.
-        axes: where the channels of what it reads are in what it makes; None where they mix.
-        commutes: what may be done to these channels before it or after it, alike.
-        weight: whether it has a weight to quantize.
-        owns: whether parameters that it is called with are its own, though they stay float.
-        channels: the axis, in what it makes, that its own weight is about.
-        spatial: how many axes the kernel of a linear or convolution layer has; None for other operators.
-        transposed: whether its weight is [inputs, outputs, *kernel] instead of [outputs, inputs, *kernel].
-        keeps_scale: whether what it makes needs no other scale than what it reads.
-        fresh: whether the output shares no memory with an input.
-    """
-
-    name: str
-    kind: Kind
-    types: tuple[str, ...] = ()
-    aten: tuple[str, ...] = ()
-    axes: AxisRule | None = None
-    commutes: Commutes = Commutes.NOTHING
-    weight: bool = False
-    owns: bool = False
-    channels: int | None = None
-    spatial: int | None = None
-    transposed: bool = False
-    keeps_scale: bool = False
-    fresh: bool = False
-
-    @property
-    def is_linear_or_convolution(self) -> bool:
-        """Whether it multiplies channels with a weight that has its outputs and inputs as axes."""
-        return self.spatial is not None
-
-    @property
-    def only_moves(self) -> bool:
-        """Whether it moves values and computes nothing, as a maximum does."""
-        return self.kind == "passthrough" and Commutes.ROTATIONS in self.commutes
-
+from quantizer.graph.op_row import Kind, Op
 
 OPS: dict[str, Op] = {}
 """The rows by name."""
@@ -118,8 +62,7 @@ def unknown(name: str) -> Op:
 def _row(name: str, kind: Kind, *types: str, aten: tuple[str, ...] | None = None, **columns: Any) -> Op:
     """A row; what computes makes fresh memory, but an einsum that only permutes returns a view."""
     fresh = kind not in ("passthrough", "structural", "float", "unknown") and name not in _SEVERAL
-    columns = {"keeps_scale": kind == "passthrough", "fresh": fresh} | columns
-    return Op(name, kind, types, (name,) if aten is None else aten, **columns)
+    return Op(name, kind, types, (name,) if aten is None else aten, **{"fresh": fresh} | columns)
 
 
 def _rows(kind: Kind, *names: str, **columns: Any) -> tuple[Op, ...]:
@@ -152,14 +95,15 @@ def _move(name: str, *types: str, axes: AxisRule = MOVED, aten: tuple[str, ...] 
     return _row(name, "passthrough", *types, aten=aten, axes=axes, commutes=ALL)
 
 
-ALL, LINEAR, SCALING = Commutes.ALL, Commutes.LINEAR, Commutes.SCALING
-_AFFINE = Commutes.SCALING | Commutes.SHIFTS
+ALL, AFFINE, LINEAR, SCALING = Commutes.ALL, Commutes.AFFINE, Commutes.LINEAR, Commutes.SCALING
 _F = "torch.nn.functional."
 # They may return a view, or several tensors.
 _SEVERAL = ("einsum", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "quant_stub")
 _RESIZED = ("torch.nn.Upsample", _F + "interpolate")
-_SMOOTH = ("upsample_bilinear2d", "upsample_bicubic2d", "upsample_linear1d", "upsample_trilinear3d")
-_SMOOTH += ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
+_SMOOTH = (
+    *("upsample_bilinear2d", "upsample_bicubic2d", "upsample_linear1d", "upsample_trilinear3d"),
+    *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+)
 _NEAREST = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout")
 _ROWS = (
@@ -193,9 +137,9 @@ _ROWS = (
     _row("baddbmm", "mac", "torch.baddbmm"),
     _row("bilinear", "mac", "torch.nn.Bilinear", _F + "bilinear"),
     _row("einsum", "mac", "torch.einsum", axes=EINSUM, commutes=SCALING),
-    _row("scaled_dot_product_attention", "mac", _F + "scaled_dot_product_attention", axes=ATTENTION, commutes=_AFFINE),
+    _row("scaled_dot_product_attention", "mac", _F + "scaled_dot_product_attention", axes=ATTENTION, commutes=AFFINE),
     *_rows("compute", "add", "sub", axes=ALIKE, commutes=LINEAR),
-    *_rows("compute", "maximum", "minimum", axes=ALIKE, commutes=_AFFINE),
+    *_rows("compute", "maximum", "minimum", axes=ALIKE, commutes=AFFINE),
     _row("rsub", "compute", "torch.rsub"),
     _row("mul", "compute", "torch.mul", axes=PRODUCT, commutes=SCALING),
     _row("div", "compute", "torch.div", axes=QUOTIENT, commutes=SCALING),
@@ -211,7 +155,7 @@ _ROWS = (
     _pool("adaptive_avg_pool3d", 3, "compute", ALL, "torch.nn.AdaptiveAvgPool3d"),
     _row("interpolate", "compute", *_RESIZED, aten=_SMOOTH, axes=over_last(), commutes=ALL),
     _move("upsample_nearest", *_RESIZED, aten=_NEAREST, axes=over_last()),
-    _activation("relu", "fusable", "torch.nn.ReLU", _F + "relu", "torch.relu", commutes=SCALING, keeps_scale=True),
+    _activation("relu", "fusable", "torch.nn.ReLU", _F + "relu", "torch.relu", commutes=SCALING, rectifies=True),
     _activation("relu6", "fusable", "torch.nn.ReLU6", _F + "relu6"),
     _activation("leaky_relu", "fusable", "torch.nn.LeakyReLU", _F + "leaky_relu", commutes=SCALING),
     _activation("hardtanh", "fusable", "torch.nn.Hardtanh", _F + "hardtanh"),
@@ -237,13 +181,13 @@ _ROWS = (
     _row("log_softmax", "nonlinear", "torch.nn.LogSoftmax", "torch.log_softmax", _F + "log_softmax"),
     _row("cat", "concat", "torch.cat", axes=JOINED, commutes=ALL),
     _row("stack", "concat", "torch.stack", axes=JOINED, commutes=ALL),
-    _pool("max_pool1d", 1, "passthrough", _AFFINE, "torch.nn.MaxPool1d"),
-    _pool("max_pool2d", 2, "passthrough", _AFFINE, "torch.nn.MaxPool2d", _F + "max_pool2d"),
-    _pool("max_pool3d", 3, "passthrough", _AFFINE, "torch.nn.MaxPool3d"),
-    _pool("max_pool2d_with_indices", 2, "passthrough", _AFFINE, "torch.nn.MaxPool2d", _F + "max_pool2d"),
-    _pool("adaptive_max_pool1d", 1, "passthrough", _AFFINE, "torch.nn.AdaptiveMaxPool1d"),
-    _pool("adaptive_max_pool2d", 2, "passthrough", _AFFINE, "torch.nn.AdaptiveMaxPool2d"),
-    _pool("adaptive_max_pool3d", 3, "passthrough", _AFFINE, "torch.nn.AdaptiveMaxPool3d"),
+    _pool("max_pool1d", 1, "passthrough", AFFINE, "torch.nn.MaxPool1d"),
+    _pool("max_pool2d", 2, "passthrough", AFFINE, "torch.nn.MaxPool2d", _F + "max_pool2d"),
+    _pool("max_pool3d", 3, "passthrough", AFFINE, "torch.nn.MaxPool3d"),
+    _pool("max_pool2d_with_indices", 2, "passthrough", AFFINE, "torch.nn.MaxPool2d", _F + "max_pool2d"),
+    _pool("adaptive_max_pool1d", 1, "passthrough", AFFINE, "torch.nn.AdaptiveMaxPool1d"),
+    _pool("adaptive_max_pool2d", 2, "passthrough", AFFINE, "torch.nn.AdaptiveMaxPool2d"),
+    _pool("adaptive_max_pool3d", 3, "passthrough", AFFINE, "torch.nn.AdaptiveMaxPool3d"),
     _move("flatten", "torch.nn.Flatten", "torch.flatten", axes=RESHAPED),
     _move("unflatten", "torch.nn.Unflatten", "torch.unflatten", axes=RESHAPED),
     _move("reshape", "torch.reshape", axes=RESHAPED, aten=("reshape", "view", "_unsafe_view")),
@@ -281,9 +225,9 @@ _ROWS = (
     _row("neg", "compute", "torch.neg", axes=SAME, commutes=LINEAR),
     _row("abs", "compute", "torch.abs", axes=SAME, commutes=SCALING),
     *_rows("compute", "where", "masked_fill", "lerp", "addcmul", "scatter", "scatter_add", "index_add", "index_put"),
-    *_rows("passthrough", "amax", "amin", axes=REDUCED, commutes=_AFFINE),
+    *_rows("passthrough", "amax", "amin", axes=REDUCED, commutes=AFFINE),
     *_rows("passthrough", "max", "min", "sort", "topk", "median", "triu", "tril"),
-    *_rows("passthrough", "gather", axes=PICKED, commutes=_AFFINE),
+    *_rows("passthrough", "gather", axes=PICKED, commutes=AFFINE),
     *_rows("passthrough", "index_select", axes=PICKED, commutes=ALL),
     *_rows("passthrough", "flip", "narrow", "movedim", "swapaxes", axes=MOVED, commutes=ALL),
     _row("input_scale", "float", aten=(), axes=SAME, commutes=SCALING),  # inserted by algorithms, see `nn.rescale`

@@ -25,7 +25,7 @@ BATCH = 0
 
 
 @dataclass(frozen=True)
-class View:
+class TensorView:
     """A tensor as its layer sees it: its sizes (None: open, all None: unknown) and the axes that are taken unasked.
 
     `maps`: it holds what a convolution reads or makes, so that a token is a whole sample.
@@ -53,26 +53,26 @@ class Misfit:
     place: Place | None
 
 
-def parameter_view(graph: Graph, node: Node, role: str) -> View:
+def parameter_view(graph: Graph, node: Node, role: str) -> TensorView:
     """A weight's output channels come first (second in transposed layers); a bias has its features alone."""
     sizes = tuple(graph.tensors[node.params[parameter_name(role)]].shape)
     if base_role(role) == "bias" or node.op == "parameter":
-        return View(sizes)
+        return TensorView(sizes)
     channels = int(node.row.transposed)
-    return View(sizes, channels, (1 - channels) if len(sizes) > 1 else 0)
+    return TensorView(sizes, channels, (1 - channels) if len(sizes) > 1 else 0)
 
 
-def output_view(graph: Graph, group: Group) -> View:
+def output_view(graph: Graph, group: Group) -> TensorView:
     """What is quantized at the group's point; its features are those that the group's first layer makes."""
     return _activation_view(graph, graph.by_name[group.members[0]], group.point)
 
 
-def input_view(graph: Graph, node: Node, source: str) -> View:
+def input_view(graph: Graph, node: Node, source: str) -> TensorView:
     """What `node` reads of `source`."""
     return _activation_view(graph, node, source)
 
 
-def fitted(spec: QuantizationSpec, view: View, role: str) -> QuantizationSpec:
+def fitted(spec: QuantizationSpec, view: TensorView, role: str) -> QuantizationSpec:
     """The spec for one tensor: axes filled in and counted from the front, and nothing left that it does not read."""
     if not spec.is_scaled:
         return QuantizationSpec(dtype=spec.dtype)
@@ -92,7 +92,7 @@ def fitted(spec: QuantizationSpec, view: View, role: str) -> QuantizationSpec:
 
 
 def impossible(
-    layer: str, role: str, spec: QuantizationSpec, view: View, sources: Mapping[str, Sourced]
+    layer: str, role: str, spec: QuantizationSpec, view: TensorView, sources: Mapping[str, Sourced]
 ) -> Iterator[Diagnostic]:
     """Axes that the tensor does not have, or whose size is open, and fixed scales for groups that differ in number."""
     if spec.ch_axis is None:
@@ -113,7 +113,9 @@ def impossible(
         yield Diagnostic("QZ406", text, place, help="write the ch_axis of the channels, or set qscheme to per_tensor")
 
 
-def misfit(layer: str, role: str, spec: QuantizationSpec, view: View, sources: Mapping[str, Sourced]) -> Misfit | None:
+def misfit(
+    layer: str, role: str, spec: QuantizationSpec, view: TensorView, sources: Mapping[str, Sourced]
+) -> Misfit | None:
     """The tensor, if its groups do not divide its axis; blocks with a shared exponent may end with a shorter one."""
     size = spec.group_size
     if spec.ch_axis is None or size is None or size < 1 or spec.scale_type == BLOCK_SCALE or view.sizes is None:
@@ -139,8 +141,8 @@ def misfits(found: Sequence[Misfit]) -> Iterator[Diagnostic]:
         )
 
 
-def _activation_view(graph: Graph, node: Node, source: str) -> View:
+def _activation_view(graph: Graph, node: Node, source: str) -> TensorView:
     """Features of matrices lie along the last axis, those of convolutions along that of the channels."""
     path = node.params.get("weight")
     rank = graph.tensors[path].dim() if path and node.row.kind == "mac" else 0
-    return View(graph.by_name[source].shape, features=1 - rank if rank > 1 else -1, maps=rank > 2)
+    return TensorView(graph.by_name[source].shape, features=1 - rank if rank > 1 else -1, maps=rank > 2)

@@ -78,7 +78,7 @@ def _makes_values(graph: Graph, node: Node, where: Layout) -> bool:
         return True
     if node.row.axes is PADDED and not pads_zeros(node.attrs):
         return True
-    if node.row.keeps_scale and node.row.kind != "passthrough":
+    if node.row.rectifies:
         return grid_of(graph, where, node.name) is None
     return kind not in ("passthrough", "structural")
 

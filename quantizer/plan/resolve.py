@@ -13,7 +13,7 @@ from quantizer.config.roles import base_role, is_parameter, parameter_role
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
 from quantizer.plan import axes, checks, inheritance
-from quantizer.plan.axes import Misfit, View
+from quantizer.plan.axes import Misfit, TensorView
 from quantizer.plan.dpu_scales import with_finest_position
 from quantizer.plan.floating import OUTSIDE, outside_stubs
 from quantizer.plan.groups import Group, Layout, grid_of, layout
@@ -189,7 +189,7 @@ def _is_on_grid(state: _Resolver, where: Layout, name: str, spec: QuantizationSp
     return same and (point == name or (spec.qscheme == "per_tensor" and not spec.is_dynamic))
 
 
-def _add(state: _Resolver, layer: str, role: str, group: Group, view: View) -> bool:
+def _add(state: _Resolver, layer: str, role: str, group: Group, view: TensorView) -> bool:
     """Resolve and record one tensor; False when the config leaves it float."""
     base = base_role(role)
     rules = _rules_for(state, group.members, base)
@@ -223,7 +223,7 @@ def _is_refused(found: Iterable[Diagnostic]) -> bool:
     return any(finding.severity == "error" for finding in found)
 
 
-def _scales(spec: QuantizationSpec, view: View) -> int:
+def _scales(spec: QuantizationSpec, view: TensorView) -> int:
     """How many scales a parameter has."""
     sizes = tuple(size or 0 for size in view.sizes or ())
     return math.prod(scale_shape(sizes, spec.qscheme, spec.ch_axis, spec.group_size)) if spec.is_scaled else 0

@@ -18,7 +18,8 @@ from quantizer.config.model import Settings
 from quantizer.graph.axis_rules import MOVED, SAME, Commutes
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
-from quantizer.graph.ops import OPS, PACKETS, Op, register
+from quantizer.graph.op_row import Op
+from quantizer.graph.ops import OPS, PACKETS, register
 from quantizer.graph.passes import run_passes
 from quantizer.graph.passes.cross_layer_equalization import cross_layer_equalization
 from quantizer.graph.trace import trace
@@ -31,7 +32,6 @@ NAMED = {
     "graph/arguments.py": "how torch traces a ReLU6",
     "graph/functionalize.py": "what hands on its input in a traced program",
     "graph/describe.py": "how layers are written that have arguments of their own",
-    "graph/passes/absorb_high_biases.py": "the equation is about ReLU",
     "graph/passes/convert_activations.py": "rewrites these operators",
     "graph/passes/dpu_activations.py": "rewrites these operators",
     "graph/passes/fold_batch_norm.py": "rewrites this operator",
@@ -97,7 +97,7 @@ def swap(x: Tensor) -> Tensor:
 bend.register_fake(torch.empty_like)
 swap.register_fake(lambda x: torch.empty_like(x.mT))
 BEND = Op("bend", "fusable", ("made_up.bend",), ("made_up_bend",), axes=SAME, commutes=Commutes.SCALING, fresh=True)
-SWAP = Op("swap", "passthrough", (), ("made_up_swap",), axes=MOVED, commutes=Commutes.ALL, keeps_scale=True)
+SWAP = Op("swap", "passthrough", (), ("made_up_swap",), axes=MOVED, commutes=Commutes.ALL)
 
 
 class Bent(nn.Module):

@@ -1,4 +1,4 @@
-"""High biases move to the next layer, where a channel's values lie so far from zero that a grid would be wasted.
+"""High biases move to the next layer, where a channel lies so far from zero that most of its range is never used.
 
 relu(x - c) is relu(x) - c where x >= c; with c = max(0, mean - 3 std) of what a folded batch norm promises, that is
 all but 0.13 % of normally distributed values. Source: Nagel et al., "Data-Free Quantization Through Weight
@@ -48,7 +48,7 @@ def _high(mean: Tensor, std: Tensor) -> Tensor:
 
 def _shifts(pair: Pair) -> bool:
     """Whether a shift after the first layer goes through a ReLU and reaches every input of the second unchanged."""
-    others = [node for node in pair.between if node.op != "relu"]
+    others = [node for node in pair.between if not node.row.rectifies]
     through = len(others) < len(pair.between) and all(map(passes_shifts, others))
     return through and not is_padded(pair.second.attrs) and not pair.second.row.transposed
 

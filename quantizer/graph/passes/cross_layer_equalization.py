@@ -34,8 +34,8 @@ def cross_layer_equalization(graph: Graph) -> Graph:
     for _ in range(SWEEPS):
         if max((_balance(layers[p.first.name], layers[p.second.name]) for p in pairs), default=0.0) < TOLERANCE:
             break
-    reach = {(pair.first.name, pair.second.name): _reach(layers[pair.first.name].outputs) for pair in pairs}
-    done = [Change(NAME, pair, far) for pair, far in reach.items() if far >= TOLERANCE]
+    exponents = {(pair.first.name, pair.second.name): _exponent(layers[pair.first.name].outputs) for pair in pairs}
+    done = [Change(NAME, pair, exponent) for pair, exponent in exponents.items() if exponent >= TOLERANCE]
     if not done:
         return graph
     normal = {
@@ -50,9 +50,9 @@ class _Layer:
     """The ranges of a layer's channels while they change, and the factors so far; float64 on the CPU.
 
     `pair` is the one whose second layer this is, `before` the first; columns of one of its channels count as one.
-    `values` is the reach of the outputs as a folded batch norm promises it, else the bias, in units in which the
+    `values` is the range of the outputs as a folded batch norm promises it, else the bias, in units in which the
     largest one is as wide as the largest weight. It counts as a weight does: else a channel with hardly any weight
-    would be blown up until its values need all of the activation's grid.
+    would be blown up until its values need all of the activation's range.
     """
 
     def __init__(self, graph: Graph, node: Node, pair: Pair | None = None, before: _Layer | None = None) -> None:
@@ -67,7 +67,7 @@ class _Layer:
             largest = largest.new_zeros(1, outputs, count).scatter_reduce(2, index, largest, "amax")
             self.columns = torch.arange(count)
         self.weight = largest.to("cpu", torch.float64)  # [groups, outputs, columns]
-        self.outputs = torch.ones(groups * outputs, dtype=torch.float64)
+        self.outputs: Tensor = torch.ones(groups * outputs, dtype=torch.float64)
         self.inputs = torch.ones(count, dtype=torch.float64)
         values = _values(graph, node)
         self.values = torch.zeros_like(self.outputs) if values is None else values.to("cpu", torch.float64)
@@ -96,7 +96,7 @@ class _Layer:
 
 
 def _values(graph: Graph, node: Node) -> Tensor | None:
-    """How far each output channel reaches, as far as the parameters tell."""
+    """The largest magnitude of each output channel, as far as the parameters show it."""
     if node.name in graph.normal:
         mean, std = graph.normal[node.name]
         return mean.abs() + STDS * std
@@ -112,15 +112,15 @@ def _layers(graph: Graph, pairs: tuple[Pair, ...]) -> dict[str, _Layer]:
 
 
 def _balance(first: _Layer, second: _Layer) -> float:
-    """Make the channels of a pair equally wide; returns how far the factors reach."""
+    """Make the channels of a pair equally wide; returns the exponent of the largest factor."""
     r1, r2 = torch.maximum(first.weight.amax(2).flatten(), first.values), second.input_ranges()
     squared = r1 / r2
     s = torch.where((squared > 0) & squared.isfinite(), squared.sqrt(), 1.0)
     first.scale_outputs(1 / s)
     second.scale_inputs(s)
-    return _reach(s)
+    return _exponent(s)
 
 
-def _reach(factors: Tensor) -> float:
+def _exponent(factors: Tensor) -> float:
     """The largest exponent of two, of either sign."""
     return float(factors.log2().abs().max())
