@@ -16,14 +16,7 @@ from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
 from quantizer.algorithms.clip import COARSE, clipped_qparams
-from quantizer.algorithms.fold import (
-    admissible,
-    folded,
-    input_name,
-    multiplied,
-    parameter,
-    without_overlap,
-)
+from quantizer.algorithms.fold import admissible, folded, input_name, parameter, without_overlap
 from quantizer.algorithms.gram import DEEPEST, UNREACHED, zero_channels
 from quantizer.algorithms.group_sums import GroupSums, deepest, quantized_layers
 from quantizer.algorithms.patches import weight_matrix
@@ -33,6 +26,7 @@ from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.algorithms import AWQConfig
 from quantizer.errors import DataError
 from quantizer.graph.structure import InputGroup
+from quantizer.graph.weights import rescaled
 from quantizer.nn.network import Network
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import ObservationError
@@ -137,12 +131,12 @@ class _Search:
         for name in layers:
             node, spec = graph.by_name[name], self.task.specs[name, "weights"]
             weight, share = sampled_rows(parameter(graph, self.found, name), spec, node, rows)
-            scaled, layer = multiplied(node, weight.float(), factors), self.runner.network.layers[name]
+            scaled, layer = rescaled(node, weight.float(), inputs=factors), self.runner.network.layers[name]
             if clip:
                 grid = clipped_qparams(layer, spec, scaled, sums.divided(name, factors), COARSE)
             else:
                 grid = self._qparams(name, scaled)
-            lost = multiplied(node, nearest(scaled, spec, grid).sub_(scaled), 1 / factors)
+            lost = rescaled(node, nearest(scaled, spec, grid).sub_(scaled), inputs=1 / factors)
             total += share * output_error(sums.matrix(name), weight_matrix(layer, lost))
         return total
 
@@ -180,8 +174,8 @@ class _Search:
     def _plain_error(self, name: str, weight: Tensor, gathered: _Gathered) -> float:
         """What round-to-nearest would lose without the factors."""
         node, spec = self.task.graph.by_name[name], self.task.specs[name, "weights"]
-        before = multiplied(node, weight, 1 / gathered.factors)
-        lost = multiplied(node, nearest(before, spec, self._qparams(name, before)).sub_(before), gathered.factors)
+        before = rescaled(node, weight, inputs=1 / gathered.factors)
+        lost = rescaled(node, nearest(before, spec, self._qparams(name, before)).sub_(before), inputs=gathered.factors)
         return output_error(gathered.sums.matrix(name), weight_matrix(self.runner.network.layers[name], lost))
 
     def _qparams(self, name: str, weight: Tensor) -> QParams:

@@ -9,24 +9,13 @@ from torch import Tensor
 
 from quantizer.graph.ir import Node
 
-_CHANNEL_AXIS = {
-    "linear": -1,
-    "conv1d": -2,
-    "conv2d": -3,
-    "conv3d": -4,
-    "conv_transpose1d": -2,
-    "conv_transpose2d": -3,
-    "conv_transpose3d": -4,
-}
-"""Where each operator has its channels, counted from the end: a batch may be missing."""
-
 
 def channel_axis(node: Node) -> int:
-    """The axis of a layer's channels in its output, from the end; the layer has one bias."""
-    if node.op == "channel_scale":  # the channels of a batch norm come second, whatever follows
-        assert node.shape is not None  # its output is one tensor
-        return 1 - len(node.shape)
-    return _CHANNEL_AXIS[node.op]
+    """The axis of a layer's channels in its output, from the end, as a batch may be missing; the layer has one bias."""
+    axis = node.row.channels
+    assert axis is not None
+    assert axis < 0 or node.shape is not None  # the output of a batch norm is one tensor
+    return axis if axis < 0 else axis - len(node.shape or ())
 
 
 class ChannelMean:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from quantizer.graph.axis_rules import PADDED
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.groups import Layout, grid_of, layout
 from quantizer.plan.model import Key
@@ -46,19 +47,20 @@ def align(
     coarser, except that hardsigmoid and hardswish have least positions.
     """
     aligner = _Aligner(graph, layout(graph), dict(positions))
-    ties = {"pad": _tie_pad}
-    ties |= dict.fromkeys(_CONCATENATIONS if change_concat_input_fix else (), _tie_concat)
-    ties |= dict.fromkeys(_AVERAGES if change_pool_input_fix else (), _tie_pool)
     for node in reversed(graph.nodes):
-        if node.op in ties:
-            ties[node.op](aligner, node)
-    limited = [node for node in graph.nodes if node.op in _LIMITS]
+        if node.row.axes is PADDED:
+            _tie_pad(aligner, node)
+        elif node.row.kind == "concat" and change_concat_input_fix:
+            _tie_concat(aligner, node)
+        elif node.op in _AVERAGES and change_pool_input_fix:
+            _tie_pool(aligner, node)
+    limits = [(node, limit) for node in graph.nodes if (limit := _limit_of(node)) is not None]
     for round_ in range(3 * len(graph.nodes) + 3):
         # Ties can close a circle of layers that coarsen each other; weights move instead then.
         aligner.frozen = round_ > len(graph.nodes)
         before = dict(aligner.positions)
-        for node in limited:
-            _LIMITS[node.op](aligner, node)
+        for node, limit in limits:
+            limit(aligner, node)
         if aligner.positions == before:
             break
     return aligner.positions, tuple(aligner.moves)
@@ -178,11 +180,10 @@ def _limit_hardswish(aligner: _Aligner, node: Node) -> None:
 
 
 LimitRule = Callable[[_Aligner, Node], None]
-_CONCATENATIONS = ("cat", "stack")
 _AVERAGES = ("avg_pool2d", "adaptive_avg_pool2d")
-_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
-_LIMITS: dict[str, LimitRule] = {
-    **dict.fromkeys(_CONVOLUTIONS, _limit_shifts),
-    "hardsigmoid": _limit_hardsigmoid,
-    "hardswish": _limit_hardswish,
-}
+_LIMITS: dict[str, LimitRule] = {"hardsigmoid": _limit_hardsigmoid, "hardswish": _limit_hardswish}
+
+
+def _limit_of(node: Node) -> LimitRule | None:
+    """What the shifters of this operator can take."""
+    return _limit_shifts if node.row.is_linear_or_convolution else _LIMITS.get(node.op)

@@ -15,7 +15,7 @@ from torch import Tensor
 from quantizer.algorithms.adaquant import adaquant
 from quantizer.algorithms.adaround import adaround
 from quantizer.algorithms.gram import DEEPEST
-from quantizer.algorithms.patches import LAYERS, channel_rows, matrix_weight, patches, weight_matrix
+from quantizer.algorithms.patches import channel_rows, matrix_weight, patches, weight_matrix
 from quantizer.algorithms.rounding_problem import RoundingProblem
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.errors import DataError
@@ -49,13 +49,11 @@ def finetunable(node: Node, layer: Layer) -> bool:
     Each output channel must have one scale: groups of inputs are not what the solvers are about. Weights that are
     rounded down stay so: a code times its scale may be rounded down to the code below.
     """
-    if node.op not in LAYERS or "weights" not in layer.quantizers:
+    if not node.row.is_linear_or_convolution or "weights" not in layer.quantizers:
         return False
     spec = weight_quantizer(layer).spec
     depth = weight_matrix(layer, layer.get_parameter("weight")).shape[2]
-    rows = spec.qscheme == "per_tensor" or (
-        spec.qscheme == "per_channel" and spec.ch_axis == int("transpose" in node.op)
-    )
+    rows = spec.qscheme == "per_tensor" or (spec.qscheme == "per_channel" and spec.ch_axis == int(node.row.transposed))
     integer = spec.dtype == "int" and spec.round_mode in NEAREST
     return integer and rows and spec.bit_width <= MOST_BITS and depth <= DEEPEST
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment
-from quantizer.algorithms.patches import LAYERS
 from quantizer.graph.edits import Insertion
-from quantizer.graph.ir import Graph, Node
+from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Fold, InputGroup
+from quantizer.graph.weights import by_channel, rescaled
 
 SCALE_OP = "input_scale"
 
@@ -32,7 +32,7 @@ def folded(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) 
     fold = _fold(group, found)
     for layer in (*group.layers, *(fold.extra if fold else ())):
         weight = parameter(graph, found, layer)
-        found = found.with_parameters(layer, weight=multiplied(graph.by_name[layer], weight, factors))
+        found = found.with_parameters(layer, weight=rescaled(graph.by_name[layer], weight, inputs=factors))
     found = _inserted(group, factors, found) if fold is None else _divided(graph, fold, factors, found)
     changed = {*group.layers, *((fold.node, *fold.extra) if fold else ())}
     kept = {name: rounded for name, rounded in found.rounded.items() if name not in changed}
@@ -95,17 +95,6 @@ def input_name(group: InputGroup, found: Adjustment) -> str:
     return name
 
 
-def multiplied(node: Node, weight: Tensor, factors: Tensor) -> Tensor:
-    """The weight of a linear or convolution layer with each input channel times its factor; computed in float32."""
-    if "transpose" in node.op:
-        by_channel = factors.view(-1, *[1] * (weight.dim() - 1))
-        return (weight.float() * by_channel).to(weight.dtype)
-    groups = node.attrs.get("groups", 1) if weight.dim() > 2 else 1
-    rows = weight.float().view(groups, len(weight) // groups, *weight.shape[1:])
-    by_channel = factors.view(groups, 1, weight.shape[1], *[1] * (weight.dim() - 2))
-    return (rows * by_channel).view(weight.shape).to(weight.dtype)
-
-
 def without_overlap(groups: Sequence[InputGroup]) -> list[InputGroup]:
     """The groups; one whose fold would rescale layers of another group gets a multiplication of its own instead."""
     owner = {layer: group.source for group in groups for layer in group.layers}
@@ -130,10 +119,14 @@ def _parameters(graph: Graph, fold: Fold, found: Adjustment) -> Mapping[str, Ten
 def _divided(graph: Graph, fold: Fold, factors: Tensor, found: Adjustment) -> Adjustment:
     node, values = graph.by_name[fold.node], {}
     for key, value in _parameters(graph, fold, found).items():
-        channels = _outputs(node, value)
-        by_channel = _spread(node, value, 1 / _by_origin(fold, factors, channels))
-        offset = fold.offset if key == "weight" else 0.0
-        values[key] = ((value.float() + offset) * by_channel - offset).to(value.dtype)
+        is_weight = key == "weight"
+        if is_weight and node.is_multiplying:
+            inverse = 1 / _by_origin(fold, factors, by_channel(node, value).shape[:2].numel())
+            values[key] = rescaled(node, value, outputs=inverse)
+        else:
+            inverse = 1 / _by_origin(fold, factors, value.numel()).view(value.shape)
+            offset = fold.offset if is_weight else 0.0
+            values[key] = ((value.float() + offset) * inverse - offset).to(value.dtype)
     return found.with_parameters(fold.node, **values)
 
 
@@ -143,25 +136,6 @@ def _by_origin(fold: Fold, factors: Tensor, channels: int) -> Tensor:
         return factors
     origin = torch.tensor(fold.channels, device=factors.device)
     return torch.ones(channels, device=factors.device).scatter_reduce(0, origin, factors, "amax", include_self=False)
-
-
-def _outputs(node: Node, value: Tensor) -> int:
-    """How many output channels a parameter has."""
-    if "transpose" in node.op and value.dim() > 1:
-        return int(value.shape[1]) * int(node.attrs.get("groups", 1))
-    return len(value) if node.op in LAYERS else value.numel()
-
-
-def _spread(node: Node, value: Tensor, factors: Tensor) -> Tensor:
-    """A factor for each output channel, shaped so that it multiplies the parameter."""
-    if value.dim() < 2 or node.op not in LAYERS:
-        return factors.view(value.shape)
-    ones = [1] * (value.dim() - 2)
-    if "transpose" not in node.op:
-        return factors.view(-1, 1, *ones)
-    groups = int(node.attrs.get("groups", 1))
-    rows = factors.view(groups, 1, -1, *ones).expand(groups, len(value) // groups, *[-1] * (value.dim() - 1))
-    return rows.flatten(0, 1)
 
 
 def _inserted(group: InputGroup, factors: Tensor, found: Adjustment) -> Adjustment:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Task
 from quantizer.algorithms.gram import Gram
-from quantizer.algorithms.patches import LAYERS, weight_matrix
+from quantizer.algorithms.patches import weight_matrix
 from quantizer.errors import DataError
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
@@ -85,7 +85,7 @@ def quantized_layers(task: Task, group: InputGroup) -> list[str]:
     found = []
     for name in group.layers:
         spec = task.specs.get((name, "weights"))
-        if spec is not None and spec.is_scaled and task.graph.by_name[name].op in LAYERS:
+        if spec is not None and spec.is_scaled:
             found.append(name)
     return found
 

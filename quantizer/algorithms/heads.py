@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantizer.algorithms.axis_rules import input_of, is_move
+from quantizer.graph.axis_rules import ATTENTION, MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT
 from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.structure import InputGroup
 
-_VALUES = {"scaled_dot_product_attention": "value", "matmul": "other", "bmm": "mat2"}
+_ATTENTIONS = (ATTENTION, MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT)
+"""Rules of operators that end an attention: the last argument that they name has the values."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,14 @@ def heads(graph: Graph, group: InputGroup) -> Heads | None:
     Any other operator, such as a gate, works on single channels, which a rotation would mix.
     """
     fold = group.fold
-    if fold is None or fold.kind != "layer" or graph.by_name[fold.node].op != "linear" or fold.extra:
+    if fold is None or graph.by_name[fold.node].row.spatial != 0 or fold.extra:
         return None
     attention = _source(graph, graph.by_name[group.source])
-    values = attention.inputs.get(_VALUES.get(attention.op, "")) if attention is not None else None
-    if attention is None or not isinstance(values, Ref) or not attention.shape:
+    axes = attention.row.axes if attention is not None else None
+    if attention is None or axes is None or axes not in _ATTENTIONS:
+        return None
+    values = attention.inputs.get(axes.arguments[-1])
+    if not isinstance(values, Ref) or not attention.shape:
         return None
     maker, width = _source(graph, graph.by_name[values.name]), attention.shape[-1]
     if maker is None or maker.name != fold.node or not width or group.channels % width:
@@ -43,6 +47,6 @@ def heads(graph: Graph, group: InputGroup) -> Heads | None:
 
 def _source(graph: Graph, node: Node | None) -> Node | None:
     """What made the values that operators before this one only moved."""
-    while node is not None and (is_move(node) or node.op in ("split", "chunk", "getitem", "repeat_interleave")):
-        node = input_of(graph, node)
+    while node is not None and node.row.only_moves:
+        node = graph.source(node)
     return node

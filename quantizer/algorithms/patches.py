@@ -13,9 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-"""Operators that have this form."""
-
 
 def weight_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
     """The layer's weight as [groups, outputs of a group, inputs of a group times kernel positions].
@@ -58,7 +55,7 @@ def patches(layer: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
     """What the layer multiplies its weight with at some positions of its output, as [groups, positions, depth].
 
     Args:
-        layer: one of `LAYERS`, with zero padding.
+        layer: linear or convolution, with zero padding.
         x: its input.
         positions: int64, rows of `channel_rows(layer, layer(x))`.
 

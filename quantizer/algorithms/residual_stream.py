@@ -12,16 +12,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.axis_rules import input_of, is_move, moved, moved_back
 from quantizer.algorithms.parameter_chain import leaf, value
+from quantizer.graph.axis_rules import ALIKE, JOINED, PRODUCT, QUOTIENT, REDUCED, Commutes
+from quantizer.graph.channel_labels import ChannelLabels, passes_shifts, paths
 from quantizer.graph.ir import Graph, Node, Ref
 
 _NORMS = ("layer_norm", "rms_norm")
 _SQUARES = ("pow", "square")
-_SUMS = ("mean", "sum")
-_JOINS = ("cat", "stack")
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
-_WRITERS = {"linear": -1, "embedding": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}  # and the axis of what they write
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,12 @@ class Residual:
 def residuals(graph: Graph) -> Iterator[Residual]:
     """Each set of values that turn together, in the order of the graph; also those with an obstacle."""
     seen: set[str] = set()
+    labels = ChannelLabels(graph)
     for node in graph.nodes:
-        source = input_of(graph, node) if _normalizes(node) else None
+        source = graph.source(node) if _normalizes(node) else None
         if source is None or source.name in seen or not source.shape or source.shape[-1] is None:
             continue
-        found = _Search(graph, source.shape[-1]).run(source.name, len(source.shape) - 1)
+        found = _Search(labels, source.shape[-1]).run(source.name, len(source.shape) - 1)
         seen |= found.members.keys()
         yield found
 
@@ -75,6 +74,11 @@ def _squares(node: Node) -> bool:
     return node.op in _SQUARES and node.attrs.get("exponent", 2) == 2
 
 
+def _adds(node: Node) -> bool:
+    """Whether it adds two values as they are."""
+    return node.op == "add" and node.attrs.get("alpha", 1) == 1
+
+
 class _ObstacleError(Exception):
     """Ends a search."""
 
@@ -82,8 +86,8 @@ class _ObstacleError(Exception):
 class _Search:
     """Takes in values until all that reads or makes one is accounted for."""
 
-    def __init__(self, graph: Graph, channels: int) -> None:
-        self.graph, self.found = graph, Residual(channels)
+    def __init__(self, labels: ChannelLabels, channels: int) -> None:
+        self.labels, self.graph, self.found = labels, labels.graph, Residual(channels)
         self.norm: dict[str, str | None] = {}  # by member: the norm whose factors its channels still have
         self.queue: deque[str] = deque()
 
@@ -114,36 +118,35 @@ class _Search:
 
     def made(self, node: Node, axis: int) -> str | None:
         """Account for how the value is made; returns the norm whose factors it has."""
-        last = axis == len(node.shape or ()) - 1
+        last, axes, rotates = axis == len(node.shape or ()) - 1, node.row.axes, Commutes.ROTATIONS in node.row.commutes
         if node.op in ("parameter", "constant"):
             self.found.writers[node.name] = axis
-        elif node.op in _WRITERS:
-            channels = _WRITERS[node.op] % len(node.shape or ())
+        elif node.is_multiplying or node.op == "embedding":
+            channels = (node.row.channels or 0) % len(node.shape or ())
             if channels != axis or node.attrs.get("groups", 1) != 1 or "weight" not in node.params:
                 raise _ObstacleError(node)
             self.found.writers[node.name] = axis
-        elif is_move(node):
-            return self.moved(node, axis)
-        elif node.op in ("add", "sub"):
+        elif axes is ALIKE and rotates:
             return self.sum(node, axis)
-        elif node.op in ("mul", "div", "neg"):
+        elif axes in (PRODUCT, QUOTIENT) and not node.attrs.get("rounding_mode"):
             return self.product(node, axis)
+        elif axes is JOINED:
+            self.joined(node, axis)
+        elif rotates:
+            return self.moved(node, axis)
         elif node.op in _NORMS and last:
             return self.normalized(node, axis)
-        elif node.op in _JOINS:
-            self.joined(node, axis)
-        elif node.op in _SUMS:
-            return self.reduced(node, axis)
         elif node.op not in _ZEROS:
             raise _ObstacleError(node)
         return None
 
     def moved(self, node: Node, axis: int) -> str | None:
-        source, before = input_of(self.graph, node), moved_back(self.graph, node, axis)
+        """One value, moved, or averaged or summed over others of its axes."""
+        source, before = self.graph.source(node), self.labels.moved_back(node, axis)
         if source is None or before is None:
             raise _ObstacleError(node)
         self.take(source, before)
-        return self.norm[source.name]
+        return self.norm[source.name] if passes_shifts(node) else self.without_shift(source)
 
     def joined(self, node: Node, axis: int) -> None:
         """Rotated values side by side, in another dimension."""
@@ -151,17 +154,7 @@ class _Search:
         if dim == axis:
             raise _ObstacleError(node)
         for part in self.operands(node):
-            self.plain(part, axis - (node.op == "stack" and dim < axis))
-
-    def reduced(self, node: Node, axis: int) -> str | None:
-        """A mean or a sum over tokens or experts."""
-        source = input_of(self.graph, node)
-        axes = range(len(source.shape or ())) if source is not None else ()
-        before = next((at for at in axes if source is not None and self.kept(node, source, at) == axis), None)
-        if source is None or before is None:
-            raise _ObstacleError(node)
-        self.take(source, before)
-        return self.norm[source.name] if node.op == "mean" else self.without_shift(source)
+            self.plain(part, axis - (dim < axis and len(part.shape or ()) < len(node.shape or ())))
 
     def sum(self, node: Node, axis: int) -> str | None:
         """Two rotated values, or one and a number for each token; after a norm, its bias."""
@@ -169,7 +162,7 @@ class _Search:
         if len(parts) == 2:
             for part, other in (parts, parts[::-1]):
                 norm = self.norm.get(part.name)
-                if norm and node.op == "add" and axis == len(node.shape or ()) - 1:
+                if norm and _adds(node) and axis == len(node.shape or ()) - 1:
                     return self.shifted(node, norm, other)
         for part in parts:
             self.plain(part, axis - len(node.shape or ()) + len(part.shape or ()))
@@ -182,18 +175,18 @@ class _Search:
         """A rotated value times a number for each token, or times a parameter: the factors of a norm."""
         operands = self.operands(node)
         parts = [part for part in operands if self.spans(part, node, axis)]
-        if len(parts) == 1 and (node.op != "div" or parts[0] is operands[0]):
+        if len(parts) == 1 and (node.row.axes is PRODUCT or parts[0] is operands[0]):
             self.take(parts[0], axis - len(node.shape or ()) + len(parts[0].shape or ()))
             return self.without_shift(parts[0])
         factor = next((part for part in parts if part.name not in self.found.members and leaf(self.graph, part)), None)
-        if node.op != "mul" or factor is None or len(parts) != 2 or axis != len(node.shape or ()) - 1:
+        if node.row.axes is not PRODUCT or factor is None or len(parts) != 2 or axis != len(node.shape or ()) - 1:
             raise _ObstacleError(node)
         self.plain(next(part for part in parts if part is not factor), axis)
         return self.scaled(node, factor)
 
     def normalized(self, node: Node, axis: int) -> str | None:
         """A norm that is one operator."""
-        source = input_of(self.graph, node)
+        source = self.graph.source(node)
         sizes = list(node.attrs["normalized_shape"])
         if source is None or sizes != [self.found.channels]:
             raise _ObstacleError(node)
@@ -234,7 +227,7 @@ class _Search:
         """Account for one reader of a member; False where no rotation passes."""
         axis, norm = self.found.members[member.name], self.norm[member.name]
         last = axis == len(member.shape or ()) - 1
-        if node.op == "linear" and node.inputs.get("input") == Ref(member.name) and "weight" in node.params and last:
+        if node.is_multiplying and node.row.spatial == 0 and node.inputs["input"] == Ref(member.name) and last:
             self.found.readers[node.name] = norm
             return True
         if norm is None and _squares(node):
@@ -242,29 +235,22 @@ class _Search:
         if norm is None and self.is_mean(node, member, axis):
             self.found.keeps_mean = True
             return True
-        if node.op in _ZEROS or (node.op in ("type_as", "expand") and input_of(self.graph, node) is not member):
+        if node.op in _ZEROS or (node.row.only_moves and member.name not in paths(node)):
             return True  # reads its type or shape
-        after = moved(self.graph, node, axis) if is_move(node) else self.aligned(node, member, axis)
+        after = self.labels.moved(node, axis) if self.graph.source(node) is member else None
+        after = self.aligned(node, member, axis) if after is None else after
         if after is None:
             return False
         self.take(node, after)
         return True
 
     def aligned(self, node: Node, member: Node, axis: int) -> int | None:
-        """Where an operator that computes has the axis in its output."""
-        if node.op in _SUMS:
-            return self.kept(node, member, axis)
-        if node.op == "stack":
-            return axis + (int(node.attrs.get("dim", 0)) % len(node.shape or ()) <= axis)
-        computes = node.op in ("add", "sub", "mul", "div", "neg", "cat", *_NORMS)
-        return axis + len(node.shape or ()) - len(member.shape or ()) if computes and node.shape else None
-
-    def kept(self, node: Node, source: Node, axis: int) -> int | None:
-        """Where a mean or a sum over other dimensions leaves an axis."""
-        size, dims = len(source.shape or ()), node.attrs.get("dim")
-        if not isinstance(dims, list) or axis in (gone := [dim % size for dim in dims]):
-            return None
-        return axis if node.attrs.get("keepdim") else axis - sum(dim < axis for dim in gone)
+        """Where an operator that joins or combines values has the axis in its output."""
+        more = len(node.shape or ()) - len(member.shape or ())
+        if node.row.axes is JOINED:
+            return axis + (more and int(node.attrs.get("dim", 0)) % len(node.shape or ()) <= axis)
+        combines = node.row.axes in (ALIKE, PRODUCT, QUOTIENT) or node.op in _NORMS
+        return axis + more if combines and node.shape else None
 
     def without_shift(self, node: Node) -> str | None:
         """The norm whose factors a member still has; what is added after a norm would not pass a factor of tokens."""
@@ -277,7 +263,7 @@ class _Search:
         """Whether it is the mean or the sum over the channels alone."""
         dims = node.attrs.get("dim")
         size = len(member.shape or ())
-        return node.op in _SUMS and isinstance(dims, list) and [dim % size for dim in dims] == [axis]
+        return node.row.axes is REDUCED and isinstance(dims, list) and [dim % size for dim in dims] == [axis]
 
     def plain(self, node: Node, axis: int) -> None:
         """Take in a value whose channels have no factors."""

@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
-from quantizer.algorithms.axis_rules import input_of, is_move
 from quantizer.algorithms.heads import heads
 from quantizer.algorithms.residual_stream import Residual, residuals
 from quantizer.config.algorithms import RotationConfig
 from quantizer.config.roles import base_role
+from quantizer.graph.axis_rules import PRODUCT
 from quantizer.graph.edits import Insertion
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.structure import InputGroup
 from quantizer.numerics.hadamard import factors, rotated
 
-_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 Turn = Callable[[Tensor], Tensor]
 
 
@@ -77,7 +76,7 @@ class _Work:
         )
 
     def is_quantized(self, layers: Iterable[str]) -> bool:
-        """Whether the plan has a grid for the weight of one of these layers."""
+        """Whether the plan quantizes the weight of one of these layers."""
         return any((layer, "weights") in self.task.specs for layer in layers)
 
 
@@ -139,12 +138,12 @@ def _turn_residual(work: _Work, residual: Residual) -> None:
 def _turn_writer(work: _Work, node: Node, axis: int, turn: Turn) -> None:
     """The channels of what a layer makes."""
     weight = _known(work.value(node.name, "weight"))
-    if node.op in ("linear", *_CONVOLUTIONS):
-        axis = 0
+    if node.is_multiplying:
+        axis = int(node.row.transposed)
         if (bias := work.value(node.name, "bias")) is not None:
             work.put(node.name, "bias", turn(bias))
-    elif node.op == "embedding":
-        axis = 1
+    elif node.row.channels is not None:
+        axis = node.row.channels
     work.put(node.name, "weight", _along(weight, axis, turn))
 
 
@@ -168,13 +167,13 @@ def _turn_heads(work: _Work, group: InputGroup) -> tuple[str, ...]:
 
 
 def _turn_online(work: _Work, layers: list[str]) -> None:
-    """R4: a rotation before linear layers whose inputs have a grid and come from a product or an activation."""
+    """R4: a rotation before linear layers whose inputs are quantized and come from a product or an activation."""
     nodes = [work.graph.by_name[layer] for layer in layers]
-    nodes = [node for node in nodes if node.op == "linear" and work.is_quantized((node.name,))]
-    source = input_of(work.graph, nodes[0]) if nodes else None
+    nodes = [node for node in nodes if node.row.spatial == 0 and work.is_quantized((node.name,))]
+    source = work.graph.source(nodes[0]) if nodes else None
     if source is None or source.shape is None or not _is_product(work.graph, source):
         return
-    readers = tuple(node.name for node in nodes if _has_input_grid(work, node, source))
+    readers = tuple(node.name for node in nodes if _quantizes_input(work, node, source))
     channels = source.shape[-1]
     if not readers or channels is None:
         return
@@ -189,15 +188,15 @@ def _turn_online(work: _Work, layers: list[str]) -> None:
 
 def _is_product(graph: Graph, node: Node | None) -> bool:
     """Whether the value is a product of two, or an activation function's, but for moves."""
-    while node is not None and is_move(node):
-        node = input_of(graph, node)
-    if node is None or node.op != "mul":
+    while node is not None and node.row.only_moves:
+        node = graph.source(node)
+    if node is None or node.row.axes is not PRODUCT:
         return node is not None and node.row.kind in ("nonlinear", "fusable")
     shapes = [graph.by_name[name].shape for name in node.refs()]
     return len(shapes) == 2 and all(shape == node.shape for shape in shapes)  # unlike the product with a norm's weight
 
 
-def _has_input_grid(work: _Work, node: Node, source: Node) -> bool:
+def _quantizes_input(work: _Work, node: Node, source: Node) -> bool:
     own = any(layer == node.name and base_role(role) == "input" for layer, role in work.task.specs)
     return own or (source.name, "activation") in work.task.specs
 

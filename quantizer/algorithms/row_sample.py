@@ -19,7 +19,7 @@ def sampled_rows(weight: Tensor, spec: QuantizationSpec, node: Node, rows: int) 
     across = 0 if spec.qscheme == "per_group" else 1
     own = spec.qscheme in ("per_channel", "per_group") and spec.ch_axis != across
     stride = -(-rows // ROWS)
-    if not own or stride == 1 or "transpose" in node.op or node.attrs.get("groups", 1) != 1:
+    if not own or stride == 1 or node.row.transposed or node.attrs.get("groups", 1) != 1:
         return weight, 1.0
     sample = weight[::stride]
     return sample, len(weight) / len(sample)

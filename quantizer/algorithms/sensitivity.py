@@ -80,8 +80,8 @@ def layer_errors(
     found: dict[str, list[float]] = {}
     runner = SequentialRunner(network, batches)
     for source, names in _readers(network, changes).items():
-        shared = next((name for name in names if network.graph.by_name[name].op == "linear"), "")
-        owner = {name: shared if network.graph.by_name[name].op == "linear" else name for name in names}
+        shared = next((name for name in names if network.graph.by_name[name].row.spatial == 0), "")
+        owner = {name: shared if network.graph.by_name[name].row.spatial == 0 else name for name in names}
         grams = {name: Gram(network.layers[name]) for name in dict.fromkeys(owner.values())}
         runner.advance(source, {source: _watcher(grams)})
         for name in names:

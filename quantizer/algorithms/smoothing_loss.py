@@ -9,12 +9,13 @@ from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment, Task
 from quantizer.algorithms.channel_ranges import ChannelRanges
-from quantizer.algorithms.fold import multiplied, parameter
+from quantizer.algorithms.fold import parameter
 from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.algorithms.row_sample import sampled_rows
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.graph.structure import InputGroup
+from quantizer.graph.weights import rescaled
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.qparams import QParams, qparams_from_range
 from quantizer.observers import grid_of
@@ -43,7 +44,7 @@ def smoothing_loss(task: Task, group: InputGroup, seen: ChannelRanges, found: Ad
         weight, share = parameter(task.graph, found, name).float(), 1.0
         if spec is not None:
             weight, share = sampled_rows(weight, spec, node, rows)
-        scaled = multiplied(node, weight, factors)
+        scaled = rescaled(node, weight, inputs=factors)
         quantized = scaled if spec is None else _quantized_weight(scaled, spec)
         inputs = seen.sample(name)
         by_input = factors.view(len(inputs), 1, -1).repeat_interleave(inputs.shape[2] * len(inputs) // len(factors), 2)

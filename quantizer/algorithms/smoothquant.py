@@ -13,12 +13,11 @@ from torch import Tensor
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
 from quantizer.algorithms.channel_ranges import ChannelRanges
 from quantizer.algorithms.fold import admissible, folded, input_name, parameter, without_overlap
-from quantizer.algorithms.patches import LAYERS
 from quantizer.algorithms.smoothing_loss import input_spec, smoothing_loss
 from quantizer.config.algorithms import SmoothQuantConfig
 from quantizer.errors import DataError
-from quantizer.graph.ir import Node
 from quantizer.graph.structure import InputGroup
+from quantizer.graph.weights import by_channel
 from quantizer.nn.network import Network
 from quantizer.sources.batches import naming_batch
 
@@ -61,7 +60,7 @@ def smoothquant(task: Task, settings: SmoothQuantConfig, found: Adjustment) -> A
 
 def _concerned(task: Task, group: InputGroup) -> bool:
     """Whether anything of the group is quantized, and its weights are its own."""
-    if group.tied or any(task.graph.by_name[layer].op not in LAYERS for layer in group.layers):
+    if group.tied:
         return False
     weights = [task.specs.get((layer, "weights")) for layer in group.layers]
     inputs = [input_spec(task, layer) for layer in group.layers]
@@ -110,12 +109,5 @@ def _factors(inputs: Tensor, columns: Tensor, alpha: float, least: float) -> Ten
 
 def _column_sizes(task: Task, group: InputGroup, found: Adjustment) -> Tensor:
     """max|W_j| of each input channel, over all layers of the group."""
-    sizes = [_column_size(task.graph.by_name[name], parameter(task.graph, found, name)) for name in group.layers]
-    return torch.stack(sizes).amax(0)
-
-
-def _column_size(node: Node, weight: Tensor) -> Tensor:
-    if "transpose" in node.op:
-        return weight.float().abs().flatten(1).amax(1)
-    groups = node.attrs.get("groups", 1) if weight.dim() > 2 else 1
-    return weight.float().abs().reshape(groups, len(weight) // groups, weight.shape[1], -1).amax((1, 3)).flatten()
+    tables = (by_channel(task.graph.by_name[name], parameter(task.graph, found, name)) for name in group.layers)
+    return torch.stack([table.float().abs().amax((1, 3)).flatten() for table in tables]).amax(0)

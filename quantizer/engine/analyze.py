@@ -11,7 +11,6 @@ from torch import Tensor
 
 from quantizer.algorithms.budget import Option, choose
 from quantizer.algorithms.output_gradients import PROJECTIONS, predicted_noise
-from quantizer.algorithms.patches import LAYERS
 from quantizer.algorithms.sensitivity import (
     AfterLayer,
     Candidate,
@@ -181,7 +180,7 @@ def candidates(plan: Plan) -> tuple[list[Candidate], dict[str, str]]:
 
 def _why_kept(plan: Plan, name: str) -> str | None:
     tensor = plan.tensors.get((name, "weights"))
-    if plan.graph.by_name[name].op not in LAYERS:
+    if not plan.graph.by_name[name].row.is_linear_or_convolution:
         return "no linear or convolution layer"
     if tensor is None:
         return "not quantized"

@@ -13,7 +13,6 @@ import torch
 
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.fast_finetune import FinetunedLayer, fast_finetune
-from quantizer.algorithms.patches import LAYERS
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import Config
 from quantizer.engine import fingerprint
@@ -200,7 +199,8 @@ def finetune(
     targets = list(reference.outputs())
     before, after = _noise(targets, outputs), _noise(targets, quantized.outputs())
     quantized_weights = {name for name, role in found.tensors if role == "weights"}
-    rest = [node for node in graph.nodes if node.op in LAYERS and node.name in quantized_weights - layers.keys()]
+    left = quantized_weights - layers.keys()
+    rest = [node for node in graph.nodes if node.row.is_linear_or_convolution and node.name in left]
     made = Finetuned(finetuned(found, layers), layers, before, after, len(rest))
     return dataclasses.replace(made, solution=found) if made.undone else made
 

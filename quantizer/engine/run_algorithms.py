@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from quantizer.algorithms.adjustment import Adjustment, Run, Task, adjusted
-from quantizer.algorithms.patches import LAYERS
 from quantizer.config.algorithm_words import written
 from quantizer.config.algorithms import ALGORITHMS, AlgoConfig
 from quantizer.config.model import Algorithm
@@ -159,7 +158,7 @@ def algorithm_steps(graph: Graph, algorithms: Sequence[Algorithm]) -> tuple[Algo
 
 def _check_weights(graph: Graph) -> None:
     for node in graph.nodes:
-        if node.op in LAYERS and "weight" in node.params:
+        if node.row.is_linear_or_convolution and "weight" in node.params:
             try:
                 check_finite(graph.tensors[node.params["weight"]])
             except NonFiniteError as error:

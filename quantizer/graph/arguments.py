@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 NORM_WITHOUT_STATISTICS = "aten._native_batch_norm_legit_no_training.default"
-RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def target_name(node: Any) -> str:

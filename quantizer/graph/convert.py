@@ -20,8 +20,6 @@ from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
 from quantizer.graph.stubs import MARK, STUBS
 
-_PARAMETRIC = ("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "prelu")
-
 
 def convert(
     program: ExportedProgram, namer: Namer, module: nn.Module, input_paths: tuple[tuple[Any, ...], ...]
@@ -169,11 +167,11 @@ class _Converter:
         inputs: dict[str, Any] = {}
         attrs: dict[str, Any] = {}
         params: dict[str, str] = {}
-        if op in call.RECURRENT and all(item in self.paths for item in arguments["params"]):
+        if "params" in arguments and all(item in self.paths for item in arguments["params"]):  # of a recurrent layer
             names = call.parameter_names(arguments)
             params = dict(zip(names, (self.paths[item] for item in arguments["params"]), strict=True))
             arguments = {key: value for key, value in arguments.items() if key != "params"}
-        owns = op in OPS and (OPS[op].weight or op in _PARAMETRIC)
+        owns = op in OPS and (OPS[op].weight or OPS[op].owns)
         for key, argument in arguments.items():
             if owns and isinstance(argument, fx.Node) and argument in self.paths and key not in ("input", "indices"):
                 params[key] = self.paths[argument]

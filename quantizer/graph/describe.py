@@ -82,7 +82,6 @@ INSERTED_LAYERS: dict[str, str] = {
 }
 _CLASS_OF_TARGET = {target: name for name, target in reversed(FUNCTION_LAYERS.items())}
 _STRUCTURE = {"input": "Input", "quant_stub": "QuantStub", "dequant_stub": "DeQuantStub"}
-_RECURRENT = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN", "rnn_relu": "RNN"}
 # Activations that may overwrite their input when nobody else reads it.
 _INPLACE = ("relu", "relu6", "leaky_relu", "hardtanh", "silu", "hardswish")
 
@@ -103,7 +102,7 @@ def describe(graph: Graph, node: Node) -> LayerCall:
     if node.op in ("parameter", "constant"):
         tensor = graph.tensors[node.params["weight"]]
         return LayerCall(node.op.capitalize(), (list(tensor.shape),), {"dtype": tensor.dtype})
-    if node.op in _RECURRENT and node.params:
+    if "weight_hh_l0" in node.params:
         return _recurrent(node, graph.tensors)
     if node.row.weight and "weight" in node.params:
         return _weighted(node, graph.tensors)
@@ -130,22 +129,17 @@ def _owns_input(graph: Graph, node: Node) -> bool:
 
 def _weighted(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
     """Constructor arguments as torch.nn spells them, read off the weight's shape and the call's constants."""
-    shape = tensors[node.params["weight"]].shape
+    shape, dims, transposed = tensors[node.params["weight"]].shape, node.row.spatial, node.row.transposed
     bias = "bias" in node.params
-    if node.op == "linear":
-        return LayerCall("Linear", (), {"in_features": shape[1], "out_features": shape[0], "bias": bias})
-    if node.op == "channel_scale":
+    if dims == 0:
+        return LayerCall(_class(node), (), {"in_features": shape[1], "out_features": shape[0], "bias": bias})
+    if not node.row.types:
         return LayerCall("ChannelScale", (shape[0],))
-    if node.op == "embedding":
+    if dims is None:
         padding = node.attrs.get("padding_idx", -1)
-        return LayerCall(
-            "Embedding",
-            (),
-            {"num_embeddings": shape[0], "embedding_dim": shape[1], "padding_idx": None if padding == -1 else padding},
-        )
-    dims = len(shape) - 2
+        sizes = {"num_embeddings": shape[0], "embedding_dim": shape[1]}
+        return LayerCall(_class(node), (), {**sizes, "padding_idx": None if padding == -1 else padding})
     groups = node.attrs.get("groups", 1)
-    transposed = "transpose" in node.op
     kwargs: dict[str, Any] = {
         "in_channels": shape[0] if transposed else shape[1] * groups,
         "out_channels": shape[1] * groups if transposed else shape[0],
@@ -156,7 +150,12 @@ def _weighted(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
     if transposed:
         kwargs["output_padding"] = _spread(node.attrs.get("output_padding", 0), dims)
     kwargs |= {"dilation": _spread(node.attrs.get("dilation", 1), dims), "groups": groups, "bias": bias}
-    return LayerCall(("ConvTranspose" if transposed else "Conv") + f"{dims}d", (), kwargs)
+    return LayerCall(_class(node), (), kwargs)
+
+
+def _class(node: Node) -> str:
+    """The class of torch.nn, after which ours is named."""
+    return node.row.types[0].rpartition(".")[2]
 
 
 def _recurrent(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
@@ -173,7 +172,7 @@ def _recurrent(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
     }
     kwargs |= {"proj_size": hidden[1]} if projection else {}
     kwargs |= {"nonlinearity": "relu"} if node.op == "rnn_relu" else {}
-    return LayerCall(_RECURRENT[node.op], (), kwargs)
+    return LayerCall(_class(node), (), kwargs)
 
 
 def _spread(value: Any, dims: int) -> Any:

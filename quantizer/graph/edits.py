@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,16 +34,25 @@ def with_weights(graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> G
 
     A layer without a bias may be given one.
     """
-    tensors = dict(graph.tensors)
-    nodes = []
+    uses = Counter(path for node in graph.nodes for path in node.params.values())
+    tensors, nodes = dict(graph.tensors), []
     for node in graph.nodes:
-        if node.name in weights:
-            own = {key: f"{node.params.get(key, key)}@{node.name}" for key in weights[node.name]}
-            tensors |= {own[key]: tensor for key, tensor in weights[node.name].items()}
+        if own := weights.get(node.name):
+            paths = {key: _path(node, key, uses) for key in own}
+            tensors |= {paths[key]: tensor for key, tensor in own.items()}
             attrs = {key: value for key, value in node.attrs.items() if key not in own}  # a bias given as None
-            node = dataclasses.replace(node, params={**node.params, **own}, attrs=attrs)
+            node = dataclasses.replace(node, params={**node.params, **paths}, attrs=attrs)
         nodes.append(node)
     return graph.replaced(nodes=tuple(nodes), tensors=tensors) if weights else graph
+
+
+def _path(node: Node, key: str, uses: Mapping[str, int]) -> str:
+    """Where the layer's own parameter stands: at its place if nobody else uses that."""
+    weight = node.params.get("weight", key)
+    beside = f"{weight.removesuffix('weight')}{key}" if weight.endswith("weight") else f"{weight}.{key}"
+    path = node.params.get(key, beside)
+    is_own = uses[weight] <= 1 and uses[path] <= int(key in node.params)
+    return path if is_own else f"{path}@{node.name}"
 
 
 def inserted(graph: Graph, insertions: Iterable[Insertion]) -> Graph:

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from quantizer.config.structure_names import Names
 from quantizer.graph.blocks import find_blocks
-from quantizer.graph.folds import Folds, channel_axis, is_multiplying
+from quantizer.graph.folds import Folds
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.named_structure import named_structure
-from quantizer.graph.structure import Block, InputGroup, Structure
+from quantizer.graph.structure import InputGroup, ModuleBlock, Structure
+from quantizer.graph.weights import by_channel
 
 
 def find_structure(graph: Graph, names: Names | None = None) -> Structure:
@@ -32,7 +33,7 @@ def input_groups(graph: Graph) -> tuple[InputGroup, ...]:
     """All layers that multiply, by the value that they read, and no more of the groups."""
     by_source: dict[str, list[Node]] = {}
     for node in graph.nodes:
-        if is_multiplying(node):
+        if node.is_multiplying:
             by_source.setdefault(node.inputs["input"].name, []).append(node)
     order = [node.name for node in graph.nodes if node.name in by_source]
     return tuple(group for name in order for group in _by_axis(graph, name, by_source[name]))
@@ -42,15 +43,9 @@ def _by_axis(graph: Graph, source: str, layers: Sequence[Node]) -> list[InputGro
     """A group, or one for each axis along which the layers of one value find their channels."""
     by_axis: dict[tuple[int, int], list[str]] = {}
     for node in layers:
-        dims = len(graph.by_name[source].shape or node.shape or ())
-        by_axis.setdefault((channel_axis(node, dims), _channels(graph, node)), []).append(node.name)
+        table = by_channel(node, graph.tensors[node.params["weight"]])
+        by_axis.setdefault((node.row.channels or 0, table.shape[0] * table.shape[2]), []).append(node.name)
     return [InputGroup(source, tuple(names), axis, channels) for (axis, channels), names in by_axis.items()]
-
-
-def _channels(graph: Graph, node: Node) -> int:
-    """How many channels a layer reads."""
-    shape = graph.tensors[node.params["weight"]].shape
-    return shape[0] if "transpose" in node.op else shape[1] * int(node.attrs.get("groups", 1))
 
 
 def _tied(graph: Graph, layers: Sequence[str]) -> tuple[str, ...]:
@@ -58,7 +53,7 @@ def _tied(graph: Graph, layers: Sequence[str]) -> tuple[str, ...]:
     return tuple(n.name for n in graph.nodes if n.name not in layers and n.params.get("weight") in weights)
 
 
-def _in_block(graph: Graph, blocks: Sequence[Block], group: InputGroup) -> InputGroup:
+def _in_block(graph: Graph, blocks: Sequence[ModuleBlock], group: InputGroup) -> InputGroup:
     """The group with its block: the one that has all its layers."""
     index = {node.name: at for at, node in enumerate(graph.nodes)}
     homes = {

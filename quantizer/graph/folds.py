@@ -12,24 +12,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quantizer.graph.channel_labels import CARRIERS, NONE, Step, carried, channels_along, compressed, distinct
-from quantizer.graph.fake_values import fake_values
-from quantizer.graph.ir import Graph, Node, Ref
+from quantizer.graph.axis_rules import ALIKE, PRODUCT, SAME
+from quantizer.graph.channel_labels import (
+    NONE,
+    ChannelLabels,
+    channels_along,
+    compressed,
+    distinct,
+    numbered,
+    paths,
+)
+from quantizer.graph.ir import Graph, Node
 from quantizer.graph.structure import Fold, InputGroup
-
-_NORMS = {"layer_norm": -1, "rms_norm": -1, "batch_norm": 1, "channel_scale": 1, "group_norm": 1, "instance_norm": 1}
-"""Normalizations that end with a factor for each channel, and the axis of the channels."""
-
-
-def is_multiplying(node: Node) -> bool:
-    """Whether it is a linear or convolution layer with a weight of its own and one input."""
-    layer = node.op == "linear" or node.op.startswith("conv")
-    return layer and "weight" in node.params and isinstance(node.inputs.get("input"), Ref)
-
-
-def channel_axis(node: Node, dims: int) -> int:
-    """The axis of the channels in what a multiplying layer reads or makes, a value of `dims` dimensions."""
-    return -1 if node.op == "linear" else dims - 1 - int(node.op[-2])
+from quantizer.graph.targets import call
 
 
 @dataclass(frozen=True)
@@ -48,10 +43,12 @@ class Flow:
 
     Args:
         ends: multiplying layer -> for each channel of its input the source's channel.
+        between: the nodes that they go through.
         mixed: who reads channels in any other way -> those channels; "" is the network's output.
     """
 
     ends: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    between: list[str] = field(default_factory=list)
     mixed: dict[str, frozenset[int]] = field(default_factory=dict)
 
     def mix(self, reader: str, labels: Any) -> None:
@@ -64,7 +61,7 @@ class Folds:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.values = fake_values(graph)
+        self.channels = ChannelLabels(graph)
         self._index = {node.name: at for at, node in enumerate(graph.nodes)}
         self._flows: dict[str, Flow] = {}
 
@@ -76,13 +73,14 @@ class Folds:
         """The group with its fold, or with the reason why it has none."""
         if group.tied:
             return replace(group, fold=None, why_not=f"its weight is also that of {', '.join(group.tied)}")
-        sources, why_not = self.sources(group.source)
+        sources, end = self.sources(group.source)
+        reasons = list[str]()
         for source in sorted(sources, key=lambda each: -self._index[each.node.name]):
             found = self._fold(source, group)
             if isinstance(found, Fold):
                 return replace(group, fold=found, why_not="")
-            why_not = found
-        return replace(group, fold=None, why_not=why_not)
+            reasons.append(found)
+        return replace(group, fold=None, why_not=next(iter(reasons), end))
 
     def sources(self, name: str) -> tuple[list[Source], str]:
         """Layers whose channels a value's may be, nearest first, and what ends the first way back otherwise."""
@@ -92,12 +90,12 @@ class Folds:
         while waiting:
             node = self.graph.by_name[waiting.pop(0)]
             source = self._source(node)
-            paths = CARRIERS[node.op].paths(node) if source is None and node.op in CARRIERS else ()
+            ways = paths(node) if source is None else ()
             if source is not None:
                 found.append(source)
-            elif not paths:
+            elif not ways:
                 ends.append(_end(node))
-            for path in paths:
+            for path in ways:
                 if (factor := self._factor(node, path)) is not None:
                     found.append(factor)
                 elif path not in seen:
@@ -110,8 +108,8 @@ class Folds:
         seen, waiting = {name}, [name]
         while waiting:
             node = self.graph.by_name[waiting.pop()]
-            if self._source(node) is None and node.op in CARRIERS:
-                new = set(CARRIERS[node.op].paths(node)) - seen
+            if self._source(node) is None:
+                new = set(paths(node)) - seen
                 seen |= new
                 waiting += new
         return frozenset(seen)
@@ -120,28 +118,26 @@ class Folds:
         """The node, where the rows of its own weight are the channels of what it makes."""
         if not node.is_float or "weight" not in node.params or "bias" in node.inputs:
             return None
-        if is_multiplying(node):
+        if node.is_multiplying:
             return Source("layer", node)
         one_axis = self.graph.tensors[node.params["weight"]].dim() == 1
-        return Source("norm", node) if node.op in _NORMS and one_axis else None
+        return Source("norm", node) if node.row.channels is not None and one_axis else None
 
     def _factor(self, node: Node, name: str) -> Source | None:
         """What a decomposed normalization multiplies with: a tensor of the model, or one and a number."""
-        if node.op != "mul":
+        if node.row.axes is not PRODUCT:
             return None
         offset, skipped = 0.0, ""
         factor = self.graph.by_name[name]
         while factor.op not in ("parameter", "constant"):
-            other = factor.attrs.get("other")
-            plain = factor.op == "add" and isinstance(other, (int, float)) and factor.attrs.get("alpha", 1) == 1
-            if plain and not skipped:
-                offset, skipped = float(other or 0), factor.name
-            elif factor.op != "to":
+            before = self.graph.source(factor)
+            if before is None or len(list(factor.refs())) != 1:
                 return None
-            first = next(iter(factor.inputs.values()), None)
-            if not isinstance(first, Ref):
+            if factor.row.axes is ALIKE and not skipped:
+                offset, skipped = float(call(factor.target, {**factor.attrs, "input": torch.zeros(())})), factor.name
+            elif not (factor.row.only_moves and factor.row.axes is SAME):
                 return None
-            factor = self.graph.by_name[first.name]
+            factor = before
         weight = self.graph.tensors[factor.params["weight"]]
         is_vector = weight.is_floating_point() and weight.numel() > 1 and max(weight.shape) == weight.numel()
         return Source("norm", factor, offset, skipped) if is_vector else None
@@ -181,13 +177,8 @@ class Folds:
         if node.op in ("parameter", "constant"):
             shape = self.graph.tensors[node.params["weight"]].shape
             return torch.arange(shape.numel(), dtype=torch.float32).view(shape)
-        if node.name not in self.values:
-            return None
-        shape = self.values[node.name].shape
-        axis = _NORMS[node.op] if node.op in _NORMS else channel_axis(node, len(shape))
-        view = [1] * len(shape)
-        view[axis] = shape[axis]
-        return torch.arange(shape[axis], dtype=torch.float32).view(view).expand(shape)
+        made, axis = self.channels.values.get(node.name), node.row.channels
+        return None if made is None or axis is None else numbered(made.shape, axis)
 
     def flow(self, source: Source) -> Flow:
         """Follow a source's channels in execution order."""
@@ -217,6 +208,7 @@ class Folds:
                 made = self._step(node, source, labels, flow)
                 if made is not None:
                     labels[node.name] = made
+                    flow.between.append(node.name)
                     waiting = [node.name]
         return flow
 
@@ -225,17 +217,18 @@ class Folds:
         read = {name: labels[name] for name in node.refs() if name in labels}
         if node.name == source.skipped:
             return next(iter(read.values()))
-        if is_multiplying(node):
+        axis = node.row.channels
+        if node.is_multiplying and axis is not None:
             value = read.get(node.inputs["input"].name)
-            channels = channels_along(value, channel_axis(node, value.dim())) if isinstance(value, Tensor) else None
+            channels = channels_along(value, axis) if isinstance(value, Tensor) else None
             if channels is not None and len(read) == 1:
                 flow.ends[node.name] = channels
                 return None
-        paths = CARRIERS[node.op].paths(node) if node.op in CARRIERS else ()
-        carriers = {name: found for name, found in read.items() if name in paths}
-        made = carried(Step(node, carriers, self.values)) if carriers else None
+        ways = paths(node)
+        carriers = {name: found for name, found in read.items() if name in ways}
+        made = self.channels.carried(node, carriers) if carriers else None
         for name, found in read.items():
-            if made is None or name not in paths:
+            if made is None or name not in ways:
                 flow.mix(node.name, found)
         return made
 

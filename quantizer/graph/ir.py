@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.graph.ops import OPS, Op
+from quantizer.graph.op_row import Op
+from quantizer.graph.ops import OPS, unknown
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,18 @@ class Node:
     @property
     def row(self) -> Op:
         """The operator's row, or an "unknown" one."""
-        return OPS.get(self.op) or Op(self.op, "unknown", fresh=False)
+        return OPS.get(self.op) or unknown(self.op)
 
     @property
     def is_float(self) -> bool:
         """Whether the node makes one floating-point tensor."""
         return self.dtype is not None and self.dtype.is_floating_point
+
+    @property
+    def is_multiplying(self) -> bool:
+        """Whether it is a linear or convolution layer with a weight of its own and one input."""
+        owns_weight = self.row.is_linear_or_convolution and "weight" in self.params
+        return owns_weight and isinstance(self.inputs.get("input"), Ref)
 
     def input_roles(self) -> dict[str, str]:
         """The node read by each whole argument, by its role: "input" for the first argument, then "input_1", …"""
@@ -115,6 +122,11 @@ class Graph:
         for name in dict.fromkeys(references(self.output)):
             table[name].append("")
         return {name: tuple(readers) for name, readers in table.items()}
+
+    def source(self, node: Node) -> Node | None:
+        """The node whose value is the first argument."""
+        first = next(iter(node.inputs.values()), None)
+        return self.by_name[first.name] if isinstance(first, Ref) else None
 
     def replaced(self, **changes: Any) -> Graph:
         """A copy with some fields changed."""

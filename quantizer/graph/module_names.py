@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from quantizer.graph.folds import is_multiplying
 from quantizer.graph.ir import Graph
 
 
@@ -33,7 +32,7 @@ class BlockNames:
         self._modules = sorted(each for each in module_paths(graph) if each.startswith(f"{path}."))
         self._layers: dict[str, list[str]] = {}
         for node in graph.nodes:
-            if is_multiplying(node) and f"{node.scope}.".startswith(f"{path}."):
+            if node.is_multiplying and f"{node.scope}.".startswith(f"{path}."):
                 self._layers.setdefault(node.scope, []).append(node.name)
 
     def known(self, *, modules: bool = False) -> list[str]:

@@ -15,21 +15,15 @@ from torch.nn.parameter import is_lazy
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.names import Namer
+from quantizer.graph.ops import OPS
 
 OPERATORS: dict[type[nn.Module], str] = {
-    nn.Linear: "linear",
-    nn.Conv1d: "conv1d",
-    nn.Conv2d: "conv2d",
-    nn.Conv3d: "conv3d",
-    nn.ConvTranspose1d: "conv_transpose1d",
-    nn.ConvTranspose2d: "conv_transpose2d",
-    nn.ConvTranspose3d: "conv_transpose3d",
-    nn.Embedding: "embedding",
-    nn.LSTM: "lstm",
-    nn.GRU: "gru",
-    nn.RNN: "rnn_tanh",
-    nn.MultiheadAttention: "linear",  # its projection of query, key and value
+    getattr(nn, name.removeprefix("torch.nn.")): row.name
+    for row in OPS.values()
+    for name in row.types
+    if row.weight and hasattr(nn, name.removeprefix("torch.nn."))
 }
+OPERATORS[nn.MultiheadAttention] = OPERATORS[nn.Linear]  # its projection of query, key and value
 """The operator of a class and of its subclasses."""
 
 _PROJECTIONS = {"weight_q": "q_proj_weight", "weight_k": "k_proj_weight", "weight_v": "v_proj_weight"}
@@ -60,9 +54,9 @@ def module_graph(model: nn.Module) -> Graph:
         name = namer.name(path, op)
         inputs = {}
         if is_called(module):
-            source = f"{namer.model}::module_input_{len(nodes)}"
-            nodes.append(Node(source, "module_input", "module", dtype=torch.int64 if op == "embedding" else dtype))
-            inputs["indices" if op == "embedding" else "input"] = Ref(source)
+            source, looks_up = f"{namer.model}::module_input_{len(nodes)}", isinstance(module, nn.Embedding)
+            nodes.append(Node(source, "module_input", "module", dtype=torch.int64 if looks_up else dtype))
+            inputs["indices" if looks_up else "input"] = Ref(source)
         makes_tensor = is_called(module) and not isinstance(module, nn.RNNBase)
         nodes.append(
             Node(
@@ -96,10 +90,10 @@ def operator_of(module: nn.Module) -> str | None:
     """The operator that a module computes with its weight, None if it is none of ours."""
     if isinstance(module, torch.jit.ScriptModule):
         return None
-    if isinstance(module, nn.RNN) and module.nonlinearity == "relu":
-        return "rnn_relu"
+    if isinstance(module, nn.RNN):
+        return f"rnn_{module.nonlinearity}"
     if is_transposed(module):
-        return "linear"
+        return OPERATORS[nn.Linear]
     return next((op for cls, op in OPERATORS.items() if isinstance(module, cls)), None)
 
 

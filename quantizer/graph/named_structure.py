@@ -9,10 +9,10 @@ from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
 from quantizer.config.structure_names import Names, ScalingLayer
 from quantizer.config.wording import closest, listed
 from quantizer.graph.blocks import blocks_of
-from quantizer.graph.folds import Folds, is_multiplying
+from quantizer.graph.folds import Folds
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import BlockNames, module_of, module_paths
-from quantizer.graph.structure import Block, InputGroup, Structure
+from quantizer.graph.structure import InputGroup, ModuleBlock, Structure
 
 _SHOWN = 6  # names that a help line lists where none is close
 
@@ -51,12 +51,12 @@ class _Reading:
             groups = self._scaling(blocks, self.names.scaling)
         return Structure(blocks, groups)
 
-    def _blocks(self) -> tuple[Block, ...]:
+    def _blocks(self) -> tuple[ModuleBlock, ...]:
         path = self.names.blocks
         if path is None:
             field = next((key for key in ("inside", "scaling") if getattr(self.names, key) is not None), None)
             if field and not self.found.blocks:
-                self._tell(
+                self._report(
                     "QZ502",
                     "the graph shows no blocks that repeat, so names relative to a block find nothing",
                     self.names.places.get(field),
@@ -68,7 +68,7 @@ class _Reading:
             self._unknown(path, self.paths, self.names.places.get("blocks"), "the model has")
         elif not blocks:
             known = listed(dict.fromkeys(block.path.rpartition(".")[0] for block in self.found.blocks))
-            self._tell(
+            self._report(
                 "QZ502",
                 f"{path} holds no modules with linear or convolution layers",
                 self.names.places.get("blocks"),
@@ -78,7 +78,7 @@ class _Reading:
             )
         return blocks
 
-    def _inside(self, blocks: Sequence[Block], wanted: Sequence[str]) -> tuple[InputGroup, ...]:
+    def _inside(self, blocks: Sequence[ModuleBlock], wanted: Sequence[str]) -> tuple[InputGroup, ...]:
         """The groups of these layers alone, each in the order of the list."""
         place = self.names.places.get("inside")
         rank: dict[str, int] = {}
@@ -99,26 +99,26 @@ class _Reading:
 
     def _check_order(
         self,
-        block: Block,
+        block: ModuleBlock,
         groups: Iterable[InputGroup],
         rank: Mapping[str, int],
         wanted: Sequence[str],
         place: Place | None,
     ) -> None:
-        """A layer is settled on what those before it make, so the list follows the network."""
+        """A layer is rounded on what those before it make, so the list follows the network."""
         inside = {node.name for node in self.graph.nodes[block.start : block.stop]}
         run = [[rank[layer] for layer in group.layers if layer in inside] for group in groups]
         firsts = [ranks[0] for ranks in run if ranks]
         if firsts != sorted(firsts):
             order = dict.fromkeys(wanted[at] for ranks in run for at in ranks)
-            self._tell(
+            self._report(
                 "QZ503",
                 f"the layers of {block.path} run in another order",
                 place,
                 f"list them as they run: {listed(order)}",
             )
 
-    def _scaling(self, blocks: Sequence[Block], entries: Sequence[ScalingLayer]) -> tuple[InputGroup, ...]:
+    def _scaling(self, blocks: Sequence[ModuleBlock], entries: Sequence[ScalingLayer]) -> tuple[InputGroup, ...]:
         """A group for each entry and each value that its layers read."""
         read = [BlockNames(self.graph, block.path) for block in blocks]
         taken: set[str] = set()
@@ -128,7 +128,7 @@ class _Reading:
             self._check_names(entry, read, place)
             found = self._groups(entry, read, place)
             if twice := [layer for group in found for layer in group.layers if layer in taken]:
-                self._tell("QZ504", f"{module_of(self.graph, twice[0])} is in two entries", place, "list it once")
+                self._report("QZ504", f"{module_of(self.graph, twice[0])} is in two entries", place, "list it once")
             taken.update(layer for group in found for layer in group.layers)
             groups += found
         index = {node.name: at for at, node in enumerate(self.graph.nodes)}
@@ -163,7 +163,7 @@ class _Reading:
         inputs = [name for path in block.modules(entry.inp, prefix) for name in _layers_in(self.graph, path)]
         for layer in (*layers, *inputs):
             if self.group_of[layer].source != source:
-                self._tell(
+                self._report(
                     "QZ504",
                     f"{module_of(self.graph, layer)} does not read what {module_of(self.graph, layers[0])} reads",
                     place,
@@ -175,7 +175,7 @@ class _Reading:
         if before and not any(f"{module}.".startswith(f"{path}.") for module in way for path in before):
             sources, why = self.folds.sources(source)
             makers = listed(module_of(self.graph, each.node.name) for each in sources)
-            self._tell(
+            self._report(
                 "QZ505",
                 f"{before[0]} does not make what {module_of(self.graph, layers[0])} reads",
                 place,
@@ -188,11 +188,11 @@ class _Reading:
         known = sorted(path for path in known if path)
         near = closest(name, known)
         shown = listed(known[:_SHOWN]) + (", …" if len(known) > _SHOWN else "")
-        self._tell(
+        self._report(
             "QZ501", f"there is no module {name!r}", place, f"did you mean {near!r}?" if near else f"{has} {shown}"
         )
 
-    def _tell(self, code: str, message: str, place: Place | None, remedy: str | None) -> None:
+    def _report(self, code: str, message: str, place: Place | None, remedy: str | None) -> None:
         self.problems.append(Diagnostic(code, message, place, help=remedy))
 
 
@@ -201,4 +201,4 @@ def _relative(blocks: Sequence[BlockNames], *, modules: bool = False) -> list[st
 
 
 def _layers_in(graph: Graph, path: str) -> list[str]:
-    return [node.name for node in graph.nodes if is_multiplying(node) and node.scope == path]
+    return [node.name for node in graph.nodes if node.is_multiplying and node.scope == path]

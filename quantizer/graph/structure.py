@@ -10,7 +10,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Block:
+class ModuleBlock:
     """A run of nodes that repeats: `path` is its module's, `start` and `stop` are indices into `graph.nodes`."""
 
     path: str
@@ -46,7 +46,7 @@ class InputGroup:
 
     Args:
         source: the node whose value they read.
-        layers: linear and convolution layers in execution order; an algorithm settles those that the plan quantizes.
+        layers: linear and convolution layers in execution order; an algorithm rounds those that the plan quantizes.
         axis: of the value, along which its channels lie (-1 for linear layers).
         channels: how many there are.
         block: index into `Structure.blocks`; None outside.
@@ -68,5 +68,5 @@ class InputGroup:
 class Structure:
     """Blocks and groups in execution order. A layer is in one group at most."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[ModuleBlock, ...]
     groups: tuple[InputGroup, ...]

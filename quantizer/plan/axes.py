@@ -58,7 +58,7 @@ def parameter_view(graph: Graph, node: Node, role: str) -> TensorView:
     sizes = tuple(graph.tensors[node.params[parameter_name(role)]].shape)
     if base_role(role) == "bias" or node.op == "parameter":
         return TensorView(sizes)
-    channels = 1 if "transpose" in node.op else 0
+    channels = int(node.row.transposed)
     return TensorView(sizes, channels, (1 - channels) if len(sizes) > 1 else 0)
 
 

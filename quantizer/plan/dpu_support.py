@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.graph.axis_rules import ALIKE, RESHAPED, SAME
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.dpu_limits import FUSED, LIMITS, OPERATORS, PYTORCH, Geometry
 from quantizer.plan.groups import Layout, grid_of, layout
 from quantizer.plan.model import Plan
 
 RESTRICTIONS = "the DPU's restrictions on a configuration: 8 bits, symmetric, one power-of-two scale"
-MOVES = ("flatten", "unflatten", "reshape", "squeeze", "unsqueeze", "contiguous", "clone", "getitem", "dropout")
 STUBS = ("quant_stub", "dequant_stub")  # they say where quantization begins and ends, and compute nothing
 
 
@@ -69,7 +69,7 @@ def _verdict(graph: Graph, node: Node, found: Mapping[str, Verdict]) -> Verdict:
     several = node.dtype is None and any(graph.by_name[name].is_float for name in node.refs())  # results
     if node.row.kind == "structural" or node.op in STUBS or not (node.is_float or several):
         return Verdict("")
-    if node.op in MOVES or (node.op == "to" and node.dtype == graph.by_name[next(node.refs())].dtype):
+    if _stays(graph, node):
         source = found[next(node.refs())]
         return source if source.device != "CPU" else _refused("it moves what the CPU makes")
     op = _activation(node)
@@ -77,6 +77,12 @@ def _verdict(graph: Graph, node: Node, found: Mapping[str, Verdict]) -> Verdict:
         return _fused(graph, node, op, found)
     rule = _RULES.get(node.op)
     return rule(graph, node) if rule else _refused(f"the DPU has no {node.op}")
+
+
+def _stays(graph: Graph, node: Node) -> bool:
+    """Whether the values stay as they lie in memory, in the dtype that they have."""
+    in_order = node.row.only_moves and node.row.axes in (SAME, RESHAPED)
+    return node.op == "getitem" or (in_order and node.dtype == graph.by_name[next(node.refs())].dtype)
 
 
 def _within_limits(engine: str, geometry: Geometry) -> Verdict:
@@ -104,11 +110,8 @@ def _convolution(graph: Graph, node: Node) -> Verdict:
     shape, attrs = graph.by_name[next(node.refs())].shape, node.attrs
     if shape is None or len(shape) != 4 or "weight" not in node.params:
         return _refused("it is not a convolution of [b, channels, height, width] with a weight of its own")
-    weight, transposed, groups = (
-        graph.tensors[node.params["weight"]].shape,
-        "transpose" in node.op,
-        attrs.get("groups", 1),
-    )
+    weight, transposed = graph.tensors[node.params["weight"]].shape, node.row.transposed
+    groups = attrs.get("groups", 1)
     channels = (weight[0], weight[1] * groups) if transposed else (weight[1] * groups, weight[0])
     if groups not in (1, channels[0]):
         return _refused(f"it has {groups} groups, and the DPU has 1 or one per input channel")
@@ -135,7 +138,7 @@ def _linear(graph: Graph, node: Node) -> Verdict:
         return _refused("it is not a linear layer of [b, features] with a weight of its own")
     out, features = graph.tensors[node.params["weight"]].shape
     source = graph.by_name[next(node.refs())]
-    before = graph.by_name[next(source.refs())].shape if source.op in ("flatten", "reshape") else None
+    before = graph.by_name[next(source.refs())].shape if source.row.axes is RESHAPED else None
     if before is not None and len(before) == 4 and before[1] and before[2] and before[3]:
         return _within_limits("conv2d", Geometry((before[2], before[3]), in_channels=before[1], out_channels=out))
     return _within_limits("conv2d", Geometry(in_channels=features, out_channels=out))
@@ -158,7 +161,7 @@ def _elementwise(graph: Graph, node: Node) -> Verdict:
     shapes = {graph.by_name[name].shape for name in node.refs()}
     if len(shapes) > 1:
         return _refused("its operands differ in shape")
-    if len(node.input_roles()) < 2 and node.op == "add":
+    if len(node.input_roles()) < 2 and node.row.axes is ALIKE:
         return _refused("it adds a constant")
     channels = (node.shape or (1, 1))[1:2]
     return _within_limits("eltwise", Geometry(in_channels=channels[0] or 1 if channels else 1))

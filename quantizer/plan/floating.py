@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from quantizer.graph.ir import Graph, Node, references
 
 DERIVED = "computed from constants and integers alone"
-MASK = "may hold a mask's lowest values, which leave no grid for the others"
+MASK = "may hold a mask's lowest values, which leave no resolution for the others"
 FLOAT_READERS = "only float operators read it"
 UNREAD = "nothing reads it"
 OUTSIDE = "outside QuantStub … DeQuantStub"

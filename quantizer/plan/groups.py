@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quantizer.graph.axis_rules import PADDED, pads_zeros
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.floating import DERIVED, floating, multiplied, readers
 
@@ -63,7 +64,7 @@ def grid_of(graph: Graph, where: Layout, name: str) -> str | None:
         return name
     if where.served.get(name):
         return grid_of(graph, where, where.served[name])
-    if node.row.kind == "passthrough" or node.op == "relu":
+    if node.row.keeps_scale:
         return grid_of(graph, where, next(node.refs()))
     return None
 
@@ -75,10 +76,10 @@ def _makes_values(graph: Graph, node: Node, where: Layout) -> bool:
         return _feeds_mac(graph, node, where)
     if node.op == "input":
         return True
-    if node.op == "relu":
-        return grid_of(graph, where, node.name) is None
-    if node.op == "pad" and not _pads_zeros(node):
+    if node.row.axes is PADDED and not pads_zeros(node.attrs):
         return True
+    if node.row.rectifies:
+        return grid_of(graph, where, node.name) is None
     return kind not in ("passthrough", "structural")
 
 
@@ -120,8 +121,3 @@ def _feeds_mac(graph: Graph, node: Node, where: Layout) -> bool:
 def _is_last_activation(graph: Graph, node: Node) -> bool:
     """A sigmoid or softmax whose result is only what the network returns."""
     return node.row.kind == "nonlinear" and {name for name, _ in readers(graph, node.name)} == {""}
-
-
-def _pads_zeros(node: Node) -> bool:
-    """Padding with zeros, or with the tensor's own values, stays on the grid."""
-    return node.attrs.get("mode", "constant") != "constant" or not node.attrs.get("value")

@@ -155,7 +155,7 @@ def _why_float(state: _Resolver, node: Node, where: Layout) -> str:
         return "not a floating-point tensor"
     if node.row.kind == "unknown" and any(state.graph.by_name[name].is_float for name in node.refs()):
         return NO_RULES
-    if node.row.kind == "passthrough" or node.op == "relu":
+    if node.row.keeps_scale:
         return "keeps the grid of its input"
     return "not an activation" if node.row.kind == "structural" else "not a floating-point tensor"
 

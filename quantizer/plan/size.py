@@ -73,7 +73,7 @@ def peak_activation_bytes(graph: Graph, batch_size: int) -> int:
 def _bytes(graph: Graph, name: str, batch_size: int) -> int:
     """Bytes of one value; views and parameters take none of their own."""
     node = graph.by_name[name]
-    if node.shape is None or node.dtype is None or not (node.row.fresh or node.op == "input" or "pool" in node.op):
+    if node.shape is None or node.dtype is None or not (node.row.fresh or node.op == "input"):
         return 0
     return (
         math.prod(batch_size if size is None else size for size in node.shape)

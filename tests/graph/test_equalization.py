@@ -24,10 +24,10 @@ from quantizer.engine.attach import quantized_network
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes, summary
 from quantizer.graph.passes.absorb_high_biases import absorb_high_biases
-from quantizer.graph.passes.channels import by_channel
 from quantizer.graph.passes.cross_layer_equalization import TOLERANCE, cross_layer_equalization
 from quantizer.graph.passes.pairs import find_pairs
 from quantizer.graph.trace import trace
+from quantizer.graph.weights import by_channel
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve
 
@@ -124,6 +124,17 @@ class Means(nn.Module):
         return self.b(F.relu(self.a(x)).permute(0, 2, 3, 1).mean((1, 2), self.keepdim))
 
 
+class Through(nn.Module):
+    """Two linear layers around a function of the first one's output and of the input."""
+
+    def __init__(self, between: Callable[[Tensor, Tensor], Tensor], reads: int = 6) -> None:
+        super().__init__()
+        self.between, self.a, self.b = between, nn.Linear(6, 6), nn.Linear(reads, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.between(self.a(x), x))
+
+
 class Returned(Readers):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         y = self.a(x)
@@ -164,7 +175,7 @@ FOUND: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], int]] = {
     "pixels as channels of groups": (
         lambda: [conv(3, 4), nn.Flatten(), nn.Unflatten(1, (144, 1, 1)), conv(144, 4, groups=2)],
         IMAGE,
-        0,
+        1,
     ),
     "transposed": (
         lambda: [
@@ -186,6 +197,14 @@ FOUND: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], int]] = {
     "returned as well": (lambda: [Returned()], IMAGE, 0),
     "called twice": (lambda: [Twice()], IMAGE, 0),
     "mean of channels last": (lambda: [Means(keepdim=False)], IMAGE, 1),
+    "maxima and linear": (lambda: [conv(3, 4), nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(16, 2)], IMAGE, 1),
+    "shuffled channels": (lambda: [conv(3, 4), nn.ReLU(), nn.ChannelShuffle(2), conv(4, 2)], IMAGE, 1),
+    "some channels": (lambda: [Through(lambda y, x: y[..., 1:4], reads=3)], IMAGE, 1),
+    "channels several times": (lambda: [Through(lambda y, x: y.repeat_interleave(2, -1), reads=12)], IMAGE, 1),
+    "a gate": (lambda: [Through(lambda y, x: y * torch.sigmoid(x))], IMAGE, 1),
+    "attention": (lambda: [Through(lambda y, x: F.scaled_dot_product_attention(x, x, y))], IMAGE, 1),
+    "a sum with its rectified self": (lambda: [Through(lambda y, x: F.relu(y) + y)], IMAGE, 1),
+    "a sum with the input": (lambda: [Through(lambda y, x: y + x)], IMAGE, 0),
     "mean that keeps dimensions": (lambda: [Means(keepdim=True)], IMAGE, 1),
 }
 
@@ -226,7 +245,8 @@ def ranges(graph: Graph) -> list[Tensor]:
     for pair in find_pairs(graph):
         first, second = (by_channel(n, graph.tensors[n.params["weight"]]) for n in (pair.first, pair.second))
         r1 = first.abs().amax((2, 3)).flatten()
-        r2 = second.abs().amax((1, 3)).reshape(-1, pair.block).amax(1)
+        columns = second.abs().amax((1, 3)).flatten()
+        r2 = torch.zeros_like(r1).scatter_reduce(0, torch.tensor(pair.channels), columns, "amax")
         found.append((r1 / r2).log2())
     return found
 

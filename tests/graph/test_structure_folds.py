@@ -11,6 +11,8 @@ from structures import PIXELS, Mixture, Mobile, changed_by_folding, modules_of, 
 from torch import Tensor, nn
 
 from quantizer.graph.find_structure import find_structure
+from quantizer.graph.ir import Graph
+from quantizer.graph.passes.pairs import find_pairs
 from quantizer.graph.structure import InputGroup
 
 X = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
@@ -30,7 +32,10 @@ class Net(nn.Module):
 
 
 def last_group(net: nn.Module, *inputs: Any) -> InputGroup:
-    graph = prepared(net, *inputs)
+    return last_of(prepared(net, *inputs), inputs)
+
+
+def last_of(graph: Graph, inputs: tuple[Any, ...] = (X,)) -> InputGroup:
     structure = find_structure(graph)
     assert changed_by_folding(graph, inputs, structure) < 1e-5
     return structure.groups[-1]
@@ -54,19 +59,28 @@ PASSES: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "halves_swapped": lambda net, y, x: torch.cat([*reversed(y.chunk(2, -1))], -1),
     "constant": lambda net, y, x: 0.5 * y,
     "a_wider_type": lambda net, y, x: y.to(torch.float64).type_as(x),
+    "a_sum_with_itself": lambda net, y, x: torch.relu(y) - y.roll(1, 1),
+    "the_larger_of_two": lambda net, y, x: torch.maximum(y, y[:, :1]),
 }
 
 
 @pytest.mark.parametrize("name", PASSES)
 def test_a_factor_passes_through(name: str) -> None:
-    fold = last_group(Net(PASSES[name]), X).fold
+    graph = prepared(Net(PASSES[name]), X)
+    fold = last_of(graph).fold
     assert fold is not None and fold.kind == "layer" and "first" in fold.node
+    assert [(pair.first.scope, pair.second.scope) for pair in find_pairs(graph)] == [("first", "last")]
 
 
 STOPS: dict[str, tuple[Callable[[Net, Tensor, Tensor], Tensor], str]] = {
     "gelu": (lambda net, y, x: nn.functional.gelu(y), "no factor passes through Net::Net/gelu"),
     "sum": (lambda net, y, x: y + x, "no factor passes through Net::Net/add"),
     "its_own_gate": (lambda net, y, x: y * torch.sigmoid(y), "is also read by Net::Net/sigmoid"),
+    "a_sum_of_others": (lambda net, y, x: y + y.roll(1, -1), "no factor passes through Net::Net/add"),
+    "its_keys": (
+        lambda net, y, x: nn.functional.scaled_dot_product_attention(x, y, y),
+        "no factor passes through Net::Net/scaled_dot_product_attention",
+    ),
     "its_square": (lambda net, y, x: y * y, "no factor passes through Net::Net/mul"),
     "softmax_of_it": (lambda net, y, x: torch.softmax(y, -1) @ y.mT @ y, "is also read by"),
     "tokens_as_channels": (lambda net, y, x: y[:, :4].mT.reshape(3, 4, 8), "not each of its channels is one of"),
@@ -83,9 +97,11 @@ STOPS: dict[str, tuple[Callable[[Net, Tensor, Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("name", STOPS)
 def test_what_no_factor_passes_is_named(name: str) -> None:
     between, why = STOPS[name]
-    group = last_group(Net(between), X)
+    graph = prepared(Net(between), X)
+    group = last_of(graph)
     assert group.fold is None
     assert why in group.why_not
+    assert not find_pairs(graph)
 
 
 def test_a_value_that_the_network_returns_is_left_alone() -> None:
@@ -163,7 +179,7 @@ def test_convolutions_of_all_kinds() -> None:
     assert nodes == [None, "stem", "depth", "point", "grouped", "norm"]
     shuffled = structure.groups[4]
     assert shuffled.fold is not None and shuffled.fold.channels == (0, 4, 1, 5, 2, 6, 3, 7)
-    assert [group.axis for group in structure.groups] == [1, 1, 1, 1, 1, -1]
+    assert [group.axis for group in structure.groups] == [-3, -3, -3, -3, -3, -1]
     assert [group.channels for group in structure.groups] == [3, 8, 8, 12, 8, 6]
     assert structure.blocks == ()
 

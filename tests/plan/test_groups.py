@@ -83,6 +83,7 @@ CASES: dict[str, tuple[Callable[[Net, Tensor], Any], Groups]] = {
     "concat relu": (lambda n, x: F.relu(torch.cat([n.a(x), n.b(x)])), {"relu": ("cat", "relu")}),
     "concat of concat": (lambda n, x: torch.cat([torch.cat([n.a(x), n.b(x)]), n.b(x)]), {"cat.1": ("cat.1",)}),
     "moves": (lambda n, x: n.b(F.max_pool2d(n.a(x).permute(0, 1, 3, 2).flatten(2).reshape(2, 4, 6, 6), 1)), A | B),
+    "transposed": (lambda n, x: n.b(n.a(x).mT), A | B),
     "padding with zeros": (lambda n, x: n.b(F.pad(n.a(x), (1, 1))), A | B),
     "padding with ones": (lambda n, x: n.b(F.pad(n.a(x), (1, 1), value=1.0)), A | B | {"pad": ("pad",)}),
     "chunks": (twice(lambda n, y: n.b(torch.cat(y.chunk(2, 1)[::-1], 1))), A | B | {"cat": ("cat",)}),

@@ -18,13 +18,13 @@ Pass = Callable[[Graph], Graph]
 
 
 @dataclass(frozen=True)
-class Row:
+class PassRow:
     """One pass: its module, the setting and the device that switch it on (None: always), and what it keeps.
 
     `changes` says what it does to the float function: "nothing", "on purpose" (the config asks for it), or "device"
     (what the device computes instead; the float network that test mode compares with is left alone). Outputs differ by
-    less than `tolerance` of the largest where it changes nothing. `told` is a sentence on its `Graph.changes`, with
-    their count and the largest amount.
+    less than `tolerance` of the largest where it changes nothing. `summary` is a sentence on its `Graph.changes`,
+    with their count and the largest amount.
     """
 
     module: str
@@ -32,31 +32,31 @@ class Row:
     device: str | None = None
     changes: Literal["nothing", "on purpose", "device"] = "nothing"
     tolerance: float = 1e-5
-    told: str = ""
+    summary: str = ""
 
 
-PASSES: dict[str, Row] = {
-    "remove_dropout": Row("remove_dropout"),
-    "compute_weights": Row("compute_weights"),
-    "linear_from_matmul": Row("linear_from_matmul"),
-    "convert_relu6_to_relu": Row("convert_activations", "convert_relu6_to_relu", changes="on purpose"),
-    "convert_silu_to_hswish": Row("convert_activations", "convert_silu_to_hswish", changes="on purpose"),
-    "fold_batch_norm": Row("fold_batch_norm"),
-    "cross_layer_equalization": Row(
+PASSES: dict[str, PassRow] = {
+    "remove_dropout": PassRow("remove_dropout"),
+    "compute_weights": PassRow("compute_weights"),
+    "linear_from_matmul": PassRow("linear_from_matmul"),
+    "convert_relu6_to_relu": PassRow("convert_activations", "convert_relu6_to_relu", changes="on purpose"),
+    "convert_silu_to_hswish": PassRow("convert_activations", "convert_silu_to_hswish", changes="on purpose"),
+    "fold_batch_norm": PassRow("fold_batch_norm"),
+    "cross_layer_equalization": PassRow(
         "cross_layer_equalization",
         "include_cle",
-        told="pairs of layers equalized: {count}; largest factor 2^{amount:.1f}",
+        summary="pairs of layers equalized: {count}; largest factor 2^{amount:.1f}",
     ),
     # Outputs differ where a value lies more than three standard deviations below its mean.
-    "absorb_high_biases": Row(
+    "absorb_high_biases": PassRow(
         "absorb_high_biases",
         "include_cle",
         tolerance=0.05,
-        told="layers whose high biases the next one absorbs: {count}; most channels {amount:.0f}",
+        summary="layers whose high biases the next one absorbs: {count}; most channels {amount:.0f}",
     ),
-    "dpu_average_pooling": Row("dpu_pooling", device="DPU", changes="device"),
-    "dpu_leaky_relu": Row("dpu_activations", device="DPU", changes="device"),
-    "dpu_hard_activations": Row("dpu_activations", device="DPU", changes="device"),
+    "dpu_average_pooling": PassRow("dpu_pooling", device="DPU", changes="device"),
+    "dpu_leaky_relu": PassRow("dpu_activations", device="DPU", changes="device"),
+    "dpu_hard_activations": PassRow("dpu_activations", device="DPU", changes="device"),
 }
 
 
@@ -75,7 +75,7 @@ def summary(graph: Graph) -> list[str]:
     for name, row in PASSES.items():
         amounts = [change.amount for change in graph.changes if change.rewrite == name]
         if amounts:
-            lines.append(row.told.format(count=len(amounts), amount=max(amounts)))
+            lines.append(row.summary.format(count=len(amounts), amount=max(amounts)))
     return lines
 
 

@@ -1,4 +1,4 @@
-"""High biases move to the next layer, where a channel's values lie so far from zero that a grid would be wasted.
+"""High biases move to the next layer, where a channel lies so far from zero that most of its range is never used.
 
 relu(x - c) is relu(x) - c where x >= c; with c = max(0, mean - 3 std) of what a folded batch norm promises, that is
 all but 0.13 % of normally distributed values. Source: Nagel et al., "Data-Free Quantization Through Weight
@@ -10,9 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantizer.graph.axis_rules import is_padded
+from quantizer.graph.channel_labels import passes_shifts
+from quantizer.graph.edits import with_weights
 from quantizer.graph.ir import Change, Graph, Node
-from quantizer.graph.passes.channels import by_channel, with_parameters
 from quantizer.graph.passes.pairs import Pair, find_pairs
+from quantizer.graph.weights import by_channel
 
 STDS = 3
 
@@ -34,7 +37,7 @@ def absorb_high_biases(graph: Graph) -> Graph:
     if not changes:
         return graph
     rounded = {name: {"bias": bias.to(_weight(graph, graph.by_name[name]).dtype)} for name, bias in biases.items()}
-    return with_parameters(graph, rounded).replaced(normal=normal, changes=(*graph.changes, *changes))
+    return with_weights(graph, rounded).replaced(normal=normal, changes=(*graph.changes, *changes))
 
 
 def _high(mean: Tensor, std: Tensor) -> Tensor:
@@ -45,20 +48,9 @@ def _high(mean: Tensor, std: Tensor) -> Tensor:
 
 def _shifts(pair: Pair) -> bool:
     """Whether a shift after the first layer goes through a ReLU and reaches every input of the second unchanged."""
-    on_the_way = "relu" in [node.op for node in pair.between] and not any(map(_bends, pair.between))
-    return on_the_way and "transpose" not in pair.second.op and _unpadded(pair.second)
-
-
-def _bends(node: Node) -> bool:
-    """Whether a layer that keeps channels apart makes another value of a constant above zero."""
-    if node.op.startswith("avg_pool"):
-        return not _unpadded(node) or node.attrs.get("divisor_override") is not None
-    return node.op in ("leaky_relu", "prelu", "pad")
-
-
-def _unpadded(node: Node) -> bool:
-    padding = node.attrs.get("padding", 0)
-    return padding == "valid" or not any(padding if isinstance(padding, (list, tuple)) else [padding])
+    others = [node for node in pair.between if not node.row.rectifies]
+    through = len(others) < len(pair.between) and all(map(passes_shifts, others))
+    return through and not is_padded(pair.second.attrs) and not pair.second.row.transposed
 
 
 def _weight(graph: Graph, node: Node) -> Tensor:
@@ -76,5 +68,5 @@ def _bias(graph: Graph, node: Node) -> Tensor:
 def _response(graph: Graph, pair: Pair, shift: Tensor) -> Tensor:
     """What the second layer makes of a constant in each channel of the first."""
     taps = by_channel(pair.second, _weight(graph, pair.second)).sum(3, dtype=torch.float64)
-    inputs = shift.repeat_interleave(pair.block).reshape(len(taps), -1, 1)
+    inputs = shift[list(pair.channels)].reshape(len(taps), -1, 1)
     return (taps @ inputs).flatten()

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantizer.graph.edits import with_weights
 from quantizer.graph.ir import Graph, Node, references, rewire
-from quantizer.graph.passes.channels import by_channel, scaled, with_parameters
+from quantizer.graph.weights import by_channel, rescaled
 
 
 def fold_batch_norm(graph: Graph) -> Graph:
@@ -32,7 +33,7 @@ def fold_batch_norm(graph: Graph) -> Graph:
             changed[source.name] = _folded(graph, source, part)
             normal[source.name] = part.beta, part.gamma.abs()
             moved[node.name] = next(node.refs())
-    graph = with_parameters(graph, changed).replaced(normal=normal) if changed else graph
+    graph = with_weights(graph, changed).replaced(normal=normal) if changed else graph
     for node in norms:
         graph = graph if node.name in moved else _as_scale(graph, node)
     return rewire(graph, moved, moved) if moved else graph
@@ -86,9 +87,7 @@ def _sources(graph: Graph, norm: Node) -> list[Node]:
 
 def _can_take(graph: Graph, layer: Node, reader: Node) -> bool:
     """Whether the layer's channels are dimension 1 and `reader` alone reads them."""
-    if not (layer.op.startswith("conv") or layer.op == "linear") or set(layer.inputs) != {"input"}:
-        return False
-    if "weight" not in layer.params or layer.shape is None:
+    if not layer.is_multiplying or set(layer.inputs) != {"input"} or layer.shape is None:
         return False
     batched = len(layer.shape) == graph.tensors[layer.params["weight"]].dim()
     return batched and graph.consumers[layer.name] == (reader.name,)
@@ -102,7 +101,7 @@ def _folded(graph: Graph, layer: Node, norm: _Norm) -> dict[str, Tensor]:
     """New weight and bias, computed in float64 and rounded once."""
     weight = graph.tensors[layer.params["weight"]]
     bias = graph.tensors[layer.params["bias"]] if "bias" in layer.params else 0.0
-    return {"weight": scaled(layer, weight, norm.factor), "bias": norm.of_bias(bias).to(weight.dtype)}
+    return {"weight": rescaled(layer, weight, norm.factor), "bias": norm.of_bias(bias).to(weight.dtype)}
 
 
 def _as_scale(graph: Graph, node: Node) -> Graph:

@@ -1,0 +1,68 @@
+"""What a row of the table of operators (`ops`) says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quantizer.graph.axis_rules import AxisRule, Commutes
+
+Kind = Literal["mac", "compute", "fusable", "nonlinear", "concat", "passthrough", "structural", "float", "unknown"]
+# mac          multiplies and accumulates; on integer hardware its inputs must be integers as well as its output
+# compute      makes new values; its output is quantized
+# fusable      an activation that hardware applies before writing the producer's output: one quantization for both
+# nonlinear    an activation of its own: quantized unless it is what the network returns
+# concat       joins tensors: they are quantized once, at its output
+# passthrough  moves or selects values, so that they keep the scale of its input
+# structural   inputs, parameters, constants, sizes and integers: nothing to quantize
+# float        known, and computed in float on purpose: few bits of what it makes say too little (roots, exponentials)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One row of the table.
+
+    Args:
+        name: canonical.
+        kind: how it behaves towards quantization.
+        types: the classes and functions that users may name.
+        aten: the packets that torch traces it as; none for a layer of this package.
+        axes: where the channels of what it reads are in what it makes; None where they mix.
+        commutes: what may be done to these channels before it or after it, alike.
+        weight: whether it has a weight to quantize.
+        owns: whether parameters that it is called with are its own, though they stay float.
+        channels: the axis, in what it makes, that its own weight is about.
+        spatial: how many axes the kernel of a linear or convolution layer has; None for other operators.
+        transposed: whether its weight is [inputs, outputs, *kernel] instead of [outputs, inputs, *kernel].
+        rectifies: whether it is max(x, 0).
+        fresh: whether the output shares no memory with an input.
+    """
+
+    name: str
+    kind: Kind
+    types: tuple[str, ...] = ()
+    aten: tuple[str, ...] = ()
+    axes: AxisRule | None = None
+    commutes: Commutes = Commutes.NOTHING
+    weight: bool = False
+    owns: bool = False
+    channels: int | None = None
+    spatial: int | None = None
+    transposed: bool = False
+    rectifies: bool = False
+    fresh: bool = False
+
+    @property
+    def is_linear_or_convolution(self) -> bool:
+        """Whether it multiplies channels with a weight that has its outputs and inputs as axes."""
+        return self.spatial is not None
+
+    @property
+    def keeps_scale(self) -> bool:
+        """Whether what it makes needs no other scale than what it reads."""
+        return self.kind == "passthrough" or self.rectifies
+
+    @property
+    def only_moves(self) -> bool:
+        """Whether it moves values, all alike; a maximum chooses among them."""
+        return self.kind == "passthrough" and Commutes.ROTATIONS in self.commutes
