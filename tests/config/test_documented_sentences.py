@@ -1,7 +1,7 @@
 """Sentences of the documented format, each said as JSON and as dataclasses: both are one document and one plan.
 
 Source: AMD Quark for PyTorch, "Configuration Description" and "Quantization Strategies". That the plans are carried
-out is tested in tests/api; defaults and fields of the dataclasses in tests/api/test_seeds.py.
+out is tested in tests/api; defaults and fields of the dataclasses in tests/api/test_documented_dataclasses.py.
 """
 
 from __future__ import annotations
