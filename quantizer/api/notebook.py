@@ -10,7 +10,7 @@ from rich.console import Console
 
 from quantizer.engine.events import Events, Forked, Logged
 from quantizer.report.bars import Bars
-from quantizer.report.tables import Listing
+from quantizer.report.listing import Listing
 
 
 def follower() -> Events:
@@ -26,15 +26,15 @@ def in_notebook() -> bool:
 
 
 def html_table(listing: Listing) -> str:
-    """An HTML table of the same rows; all text is escaped."""
-    head = _row("th", listing.titles, listing)
-    body = "".join(_row("td", row, listing) for row in listing.rows)
+    """An HTML table of the same rows in the widest layout; all text is escaped."""
+    head = _row("th", listing.widest, listing)
+    body = "".join(_row("td", row, listing) for row in listing.rows_of(listing.widest))
     return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
 def _row(tag: str, values: tuple[str, ...], listing: Listing) -> str:
     cells = []
-    for title, text in zip(listing.titles, values, strict=True):
+    for title, text in zip(listing.widest, values, strict=True):
         side = "right" if title in listing.numbers else "left"
         cells.append(f'<{tag} style="text-align:{side}">{html.escape(text)}</{tag}>')
     return f"<tr>{''.join(cells)}</tr>"

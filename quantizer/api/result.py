@@ -26,6 +26,7 @@ from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.plan.model import Plan
 from quantizer.report import summary, tables
+from quantizer.report.view import View
 from quantizer.sources.data import Batches, load_batches
 
 
@@ -43,7 +44,7 @@ class PlanView:
         return f"Plan({len(self.plan.tensors)} tensors of {self.plan.graph.model})"
 
     def _repr_html_(self) -> str:
-        return html_table(tables.rule_table(self.plan)) + html_table(tables.plan_table(self.plan))
+        return html_table(tables.rule_table(self.plan)) + html_table(tables.plan_table(self.plan, View()))
 
 
 class Comparison:
@@ -81,7 +82,7 @@ class Comparison:
         return f"Comparison({', '.join(f'{name}={value:.6g}' for name, value in self.metrics.items())})"
 
     def _repr_html_(self) -> str:
-        shown = html_table(tables.damage_table(self.layers))
+        shown = html_table(tables.damage_table(self.layers, View()))
         pairs = html_table(tables.metric_table(self._pairs)) if self._pairs else ""
         return f"<p>{self!r}</p>{pairs}{shown}"
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import click
-from rich.console import RenderableType
 from rich.text import Text
 
 from quantizer.cli import session
 from quantizer.cli.follow import progress
 from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import DEVICE, SEED, SETTINGS, SUBSET_LEN, ModelOptions, model_options
+from quantizer.cli.options import DEVICE, SEED, SETTINGS, SUBSET_LEN, ModelOptions, model_options, table_options
+from quantizer.cli.table_view import table_view
 from quantizer.cli.write_text import write_text
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document
@@ -59,6 +59,7 @@ class AnalyzeOptions(ModelOptions):
 
 
 @click.command(cls=GroupedCommand, context_settings=SETTINGS)
+@table_options
 @model_options
 @click.option("--budget", type=float, metavar="BITS", help="Mean bits per weight, without scales, e.g. 4.5.")
 @click.option("--size", metavar="SHARE", help="Size of all weights in percent of the config's, e.g. 60%.")
@@ -82,7 +83,8 @@ class AnalyzeOptions(ModelOptions):
 def analyze(options: ModelOptions, **own: Any) -> None:
     """Measure how much each weight loses at each bit width; with a budget, choose widths and write a config with them.
 
-    Without -o FILE the config is printed, and the table goes to standard error.
+    If one width for all weights turns out to be better, the config has that one. Without -o FILE the config is printed,
+    and the table goes to standard error.
 
     \b
     quantizer analyze --config_file net.json --model my_model.py
@@ -99,22 +101,26 @@ def analyze(options: ModelOptions, **own: Any) -> None:
     if asked.json:
         click.echo(session.as_json(result.content))
         return
-    # Paths and layer names are not markup, and a path is one line however long.
     on_stdout = budget is None or asked.output not in (None, "-")
-    console = session.console(stderr=not on_stdout)
-    for item in result.shown:
-        console.print(Text(item) if isinstance(item, str) else item, soft_wrap=isinstance(item, str))
+    console, view = session.console(stderr=not on_stdout), table_view(asked, result.graph, stderr=not on_stdout)
+    console.print(sensitivity.table(result.found, result.picked, view))
+    for line in (*sensitivity.kept_lines(result.found, view), *result.lines):
+        console.print(Text(line), soft_wrap=True)  # a path is one line however long, and no markup
     if not on_stdout:
         click.echo(result.text, nl=False)
 
 
 @dataclass(frozen=True)
 class Result:
-    """`content` is what --json prints, `shown` what people see, `text` the file that is written."""
+    """What was found on a graph, and with a budget the widths picked; `text` is the file that is written, `content`
+    what --json prints, `lines` what people see below the table."""
 
+    graph: Graph
+    found: Analysis
     content: dict[str, Any]
-    shown: list[RenderableType]
     text: str
+    picked: Choice | None = None
+    lines: tuple[str, ...] = ()
 
 
 def parse_choices(text: str) -> tuple[Width, ...]:
@@ -170,20 +176,22 @@ def _run(asked: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | None
     plan = session.make_plan(read, original, quiet=asked.json)
     if read.config.algorithms:
         names = ", ".join(algorithm.name for algorithm in read.config.algorithms)
-        click.echo(f"note: errors are those of plain rounding, without {names}", err=True)
+        click.echo(f"note: errors are those of round-to-nearest, without {names}", err=True)
     found = _measure(asked, plan, widths, batches)
     if budget is None:
         content = sensitivity.analysis_json(found)
-        return Result(
-            content,
-            [sensitivity.sensitivity_table(found), *sensitivity.kept_lines(found)],
-            session.as_json(content) + "\n",
-        )
-    picked = engine.chosen(found, budget)
-    changes = engine.specs_of(plan, found, picked)
+        return Result(plan.graph, found, content, session.as_json(content) + "\n")
+    choices = {"mixed": engine.chosen(found, budget), "uniform": engine.uniform(found, budget)}
+    noise = {
+        label: engine.measured(plan, found, picked, lambda: _on_device(asked, batches))
+        for label, picked in choices.items()
+        if picked is not None
+    }
+    best = min(noise, key=noise.__getitem__)  # of equally good ones the first
+    changes = engine.specs_of(plan, found, choices[best] or ())
     changed = patched(read.config.document, changes)
     _check(plan, original, changes, changed)
-    return _result(asked, plan, found, batches, {"mixed": picked, "uniform": engine.uniform(found, budget)}, changed)
+    return _result(asked, plan.graph, found, choices, noise, best, changed)
 
 
 def _measure(asked: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batches: Batches) -> Analysis:
@@ -215,30 +223,29 @@ def _check(plan: Plan, original: Graph, changes: Changes, changed: dict[str, Any
 
 def _result(
     asked: AnalyzeOptions,
-    plan: Plan,
+    graph: Graph,
     found: Analysis,
-    batches: Batches,
-    choices: dict[str, Choice | None],
+    choices: Mapping[str, Choice | None],
+    noise: Mapping[str, float],
+    best: str,
     changed: dict[str, Any],
 ) -> Result:
-    """The choice beside the uniform one, both measured."""
-    picked = choices["mixed"] or ()
-    content = sensitivity.analysis_json(found, picked)
-    shown: list[RenderableType] = [sensitivity.choice_table(found, picked), *sensitivity.kept_lines(found)]
-    noise: dict[str, float] = {}
-    for label, each in choices.items():
-        if each is None:
-            continue
-        noise[label] = engine.measured(plan, found, each, lambda: _on_device(asked, batches))
+    """The choice beside the uniform one, both as measured, and the config with the better one."""
+    picked = choices[best] or ()
+    content = sensitivity.analysis_json(found, picked) | {"written": best, "config": changed}
+    lines = []
+    for label, measured in noise.items():
+        each = choices[label] or ()
+        content[label] = sensitivity.choice_json(found, each, measured)
         name = label if label == "mixed" else f"uniform {found.widths[each[0]]}"
-        content[label] = sensitivity.choice_json(found, each, noise[label])
-        shown.append(sensitivity.choice_line(name, found, each, noise[label]))
-    if noise["mixed"] > noise.get("uniform", math.inf):
-        shown.append("warning: as measured, the uniform width is better: try --passes every, or other --choices")
-    content["config"] = changed
+        lines.append(sensitivity.choice_line(name, found, each, measured))
+    if best == "uniform":
+        lines.append("note: as measured, the uniform width is better, so the config has that one")
+        lines.append("note: --passes every or other --choices may find better widths")
     if asked.output and asked.output != "-":
-        shown.append(f"config: {asked.output}")
-    return Result(content, shown, json.dumps(changed, indent=2, ensure_ascii=False) + "\n")
+        lines.append(f"config: {asked.output}")
+    text = json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
+    return Result(graph, found, content, text, picked, tuple(lines))
 
 
 def _on_device(asked: AnalyzeOptions, batches: Batches) -> Iterator[Batch]:

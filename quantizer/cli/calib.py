@@ -9,6 +9,7 @@ from quantizer.cli import runlog, session
 from quantizer.cli.follow import followed
 from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome
+from quantizer.cli.table_view import show_layers
 from quantizer.config.diagnostics import ConfigError
 from quantizer.engine import pipeline, results
 from quantizer.engine.checkpoint import Checkpoints
@@ -62,7 +63,7 @@ def _confirm(options: RunOptions, job: Job) -> None:
         ResultError: a checkpoint is of another mode of finetuning.
     """
     if options.inspect:
-        session.console().print(tables.layer_table(job.plan.graph, job.plan.tensors, job.plan.floats))
+        show_layers(options, job.plan.graph, job.plan.tensors, job.plan.floats)
     if job.needs_data:
         session.require_data(job.batches)
     if options.resume and job.checkpoints:

@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from quantizer.cli.follow import progress
 from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome
+from quantizer.cli.table_view import table_view
 from quantizer.engine.events import Stage
 from quantizer.engine.exact import ExactComparison, compare_exact
 from quantizer.engine.result_files import write_json
@@ -44,7 +45,7 @@ def run_exact(options: RunOptions, outcome: Outcome, graph: Graph, info: QuantIn
         outcome,
         metrics={**outcome.metrics, **metric},
         content={**outcome.content, "metrics": {**outcome.content["metrics"], **metric}, "exact": content},
-        shown=[*outcome.shown, exact_table(found), *_lines(found)],
+        shown=[*outcome.shown, exact_table(found, table_view(options, graph)), *_lines(found)],
     )
 
 

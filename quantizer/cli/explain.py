@@ -54,5 +54,5 @@ def explain(name: str | None, options: ModelOptions) -> int | None:
 def _help_for(name: str) -> str:
     beginning = [code for code in all_codes() if len(name) > 2 and code.startswith(name.upper())]
     near = listed(beginning) or closest(name, [*key_names(), *setting_names(), *all_codes()])
-    every = "`quantizer explain` lists all codes and keys, and --model M asks about a layer"
+    every = "`quantizer explain` lists all codes and keys, and --model M explains a layer"
     return f"did you mean {near}? {every}" if near else every

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 
 import click
@@ -9,28 +11,27 @@ import click
 from quantizer.cli.help import GroupedCommand
 from quantizer.cli.options import SETTINGS
 from quantizer.cli.write_text import write_text
-from quantizer.config.resources import resource
+from quantizer.config.form import form_of
+from quantizer.config.resources import load_resource, presets, resource
 from quantizer.errors import UsageError
 
-PRESETS = {"CPU": "cpu_int8.json", "GPU": "gpu.json", "DPU": "dpu.json"}
+DEVICES = {"CPU": "cpu_int8", "GPU": "gpu", "DPU": "dpu"}
 STRATEGIES = {
-    "weight_only": "weight_int8.json",
-    "static": "static_fp8.json",
-    "dynamic": "dynamic_int8.json",
-    "smoothquant": "smoothquant_int8.json",
-    "awq": "awq_int4_group.json",
-    "gptq": "gptq_int4_group.json",
+    "weight_only": "weight_int8",
+    "static": "static_fp8",
+    "dynamic": "dynamic_int8",
+    "smoothquant": "smoothquant_int8",
+    "awq": "awq_int4_group",
+    "gptq": "gptq_int4_group",
 }
-"""Files of the hierarchical form."""
+"""The preset for each device, and for each strategy, all of these in the hierarchical form."""
 
 
 @click.command(cls=GroupedCommand, context_settings=SETTINGS)
 @click.option(
     "--device",
-    type=click.Choice(list(PRESETS), case_sensitive=False),
-    default="CPU",
-    show_default=True,
-    help="What the network is to run on.",
+    type=click.Choice(list(DEVICES), case_sensitive=False),
+    help="What the network is to run on.  [default: CPU]",
 )
 @click.option(
     "--strategy",
@@ -38,6 +39,8 @@ STRATEGIES = {
     help="Write the hierarchical form: weights only, activations in calibrated (static) or run-time (dynamic) ranges, "
     "or an algorithm.",
 )
+@click.option("--preset", type=click.Choice(presets()), metavar="NAME", help="Write one of the presets of --list.")
+@click.option("--list", "listed", is_flag=True, help="List every preset and when to use it.")
 @click.option(
     "--output",
     "-o",
@@ -48,14 +51,21 @@ STRATEGIES = {
     help="Where to write it; - for standard output.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
-def init(device: str, strategy: str | None, output: str, overwrite: bool) -> None:
+def init(
+    device: str | None, strategy: str | None, preset: str | None, listed: bool, output: str, overwrite: bool
+) -> None:
     """Write a config to start from that is valid for the device.
 
     \b
+    quantizer init --list
     quantizer init --device DPU -o net.json
     quantizer init --strategy dynamic -o net.json
+    quantizer init --preset mxfp4 -o net.json
     """
-    text = _preset(device, strategy)
+    if listed:
+        click.echo(_listing(), nl=False)
+        return
+    text = _text(device, strategy, preset)
     if output == "-":
         click.echo(text, nl=False)
         return
@@ -69,11 +79,26 @@ def init(device: str, strategy: str | None, output: str, overwrite: bool) -> Non
     )
 
 
-def _preset(device: str, strategy: str | None) -> str:
+def _listing() -> str:
+    """Each preset with its comment, which says when to use it; a line each, unless a terminal is too narrow."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
+    formatter = click.HelpFormatter(indent_increment=0, width=width)
+    formatter.write_dl([(name, load_resource("configs", f"{name}.json")["//"]) for name in presets()])
+    return f"{formatter.getvalue()}`quantizer init --preset NAME` writes one of them\n"
+
+
+def _text(device: str | None, strategy: str | None, preset: str | None) -> str:
     """The text of the preset; it names its schema by a path that does not hold where the new file is."""
-    if strategy and device == "DPU":
-        raise UsageError("--strategy does not go with --device DPU", help="the DPU has the layered form only")
-    name = STRATEGIES[strategy] if strategy else PRESETS[device]
-    preset = resource("configs", name).read_text("utf-8").splitlines(keepends=True)
-    text = "".join(line for line in preset if not line.lstrip().startswith('"$schema"'))
-    return text.replace('"target_device": "CPU"', f'"target_device": "{device}"') if strategy else text
+    if strategy and preset:
+        raise UsageError("--strategy and --preset both name a preset", help="give one of them")
+    name = preset or (STRATEGIES[strategy] if strategy else DEVICES[device or "CPU"])
+    lines = resource("configs", f"{name}.json").read_text("utf-8").splitlines(keepends=True)
+    text = "".join(line for line in lines if not line.lstrip().startswith('"$schema"'))
+    if not device or not (strategy or preset):
+        return text
+    if form_of(load_resource("configs", f"{name}.json")) == "layered":
+        raise UsageError(f"the preset {name} says its device itself", help="leave out --device, or change the file")
+    if device == "DPU":
+        given = f"--strategy {strategy}" if strategy else f"--preset {preset}"
+        raise UsageError(f"{given} does not go with --device DPU", help="the DPU has the layered form only")
+    return text.replace('"target_device": "CPU"', f'"target_device": "{device}"')

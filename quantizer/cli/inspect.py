@@ -11,8 +11,9 @@ import click
 from quantizer.cli import session
 from quantizer.cli.gates import parse_gate, require_known
 from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import SETTINGS, ModelOptions, model_options
+from quantizer.cli.options import SETTINGS, ModelOptions, filter_option, model_options, table_options
 from quantizer.cli.structures import named_structures
+from quantizer.cli.table_view import config_to_look, filtered_view
 from quantizer.engine.result_files import write_bytes
 from quantizer.errors import GateError, UsageError
 from quantizer.graph.emit import emit
@@ -23,14 +24,17 @@ from quantizer.plan.dpu_support import Verdict, subgraphs, verdicts
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import remarks
 from quantizer.report import dpu_tables, tables
+from quantizer.report.listing import Listing
 from quantizer.report.structure import structure_json, structure_tables
-from quantizer.report.tables import Listing
+from quantizer.report.view import View
 
 COUNTS = ("dpu_operators", "cpu_operators", "dpu_subgraphs")
 """What gates may ask for."""
 
 
 @click.command(cls=GroupedCommand, context_settings=SETTINGS)
+@table_options
+@filter_option
 @model_options
 @click.option("--target", type=click.Choice(["DPU"]), help="List which layers this device can run, and why not.")
 @click.option("--algorithms", is_flag=True, help="List blocks, layers that share an input, and where factors fold.")
@@ -38,21 +42,25 @@ COUNTS = ("dpu_operators", "cpu_operators", "dpu_subgraphs")
 def inspect(options: ModelOptions, target: str | None, algorithms: bool, gate: tuple[str, ...]) -> None:
     """List each layer's name, operator and output shape, what is quantized, and why the rest is not.
 
-    With --target DPU, or a config for the DPU, it lists what the device can run instead; with --algorithms, the blocks
-    and groups of layers that algorithms find, by the names that scaling_layers and inside_layer_modules take.
-    With -o FILE.py it also writes the network as readable code, as calibration does.
+    Without a config it lists the network as it is, and all that can be quantized. With --target DPU, or a config for
+    the DPU, it lists what the device can run instead; with --algorithms, the blocks and groups of layers that
+    algorithms find, by the names that scaling_layers and inside_layer_modules take. With -o FILE.py it also writes the
+    network as readable code, as calibration does.
 
     \b
     quantizer inspect --model my_model.py
+    quantizer inspect --filter 'layer1.*' --model my_model.py
     quantizer inspect --target DPU --model my_model.py
     quantizer inspect --algorithms --model my_model.py
     """
     gates = [parse_gate(text) for text in gate]
-    read = session.read_config(options.config_file)
+    read = config_to_look(options.config_file)
     settings = read.config.settings
     for_dpu = target is not None or (options.config_file is not None and settings.target_device == "DPU")
     if algorithms and for_dpu:
         raise UsageError("--algorithms and the DPU do not go together", help="leave out --target, or the DPU's config")
+    if algorithms and (given := [n for n in ("names", "top", "filter") if getattr(options, n)]):
+        raise UsageError(f"--{given[0]} is for tables of layers", help="leave it out, or --algorithms")
     if gates and not for_dpu:
         raise UsageError("--gate asks what the DPU can run", help="add --target DPU, or a config for the DPU")
     require_known(gates, COUNTS)
@@ -66,6 +74,7 @@ def inspect(options: ModelOptions, target: str | None, algorithms: bool, gate: t
         _show_structure(options, read, session.apply_passes(original, settings, device=False))
         return
     plan = session.make_plan(read, original, quiet=True)
+    view = filtered_view(options, plan.graph, original)
     content: dict[str, Any] = plan.to_json() | {"float": dict(plan.floats)}
     metrics: dict[str, float] = {}
     if for_dpu:
@@ -75,9 +84,9 @@ def inspect(options: ModelOptions, target: str | None, algorithms: bool, gate: t
     if options.json:
         click.echo(session.as_json(content))
     elif for_dpu:
-        _show_support(plan, found, session.apply_passes(original, settings, device=False), metrics)
+        _show_support(plan, found, session.apply_passes(original, settings, device=False), metrics, view)
     else:
-        session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
+        session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats, view))
         for line in remarks(plan):
             click.echo(line)
     if options.output and options.output != "-":
@@ -108,11 +117,13 @@ def _counts(graph: Graph, found: dict[str, Verdict]) -> dict[str, float]:
     return dict(zip(COUNTS, (devices.count("DPU"), devices.count("CPU"), subgraphs(graph, found)), strict=True))
 
 
-def _show_support(plan: Plan, found: dict[str, Verdict], reference: Graph, metrics: dict[str, float]) -> None:
+def _show_support(
+    plan: Plan, found: dict[str, Verdict], reference: Graph, metrics: dict[str, float], view: View
+) -> None:
     """The table, what is approximated, the documents, and the sums."""
-    session.console().print(dpu_tables.support_table(plan.graph, found))
+    session.console().print(dpu_tables.support_table(plan.graph, found, view))
     for line in dpu_tables.approximations(plan.graph, reference):
-        click.echo(line)
+        click.echo(view.text(line))
     for source in dict.fromkeys(verdict.source for verdict in found.values() if verdict.source):
         click.echo(f"limits: {source}")
     on, off, pieces = metrics.values()

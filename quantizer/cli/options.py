@@ -48,6 +48,8 @@ class RunOptions:
     deploy: tuple[str, ...] = ()
     exact: bool = False
     overwrite: bool = False
+    names: str | None = None
+    top: int | str | None = None
     json: bool = False
     quiet: bool = False
     debug: bool = False
@@ -67,6 +69,20 @@ class ModelOptions:
     config_file: str | None = None
     output: str | None = None
     json: bool = False
+    names: str | None = None
+    top: int | str | None = None
+    filter: str | None = None
+
+
+def rows_shown(text: str) -> int | str:
+    """The value of `--top`: a whole number, or "all".
+
+    Raises:
+        BadParameter: it is neither.
+    """
+    if text != "all" and not (text.isdecimal() and int(text)):
+        raise click.BadParameter(f"{text!r} is neither a number of rows nor 'all'.")
+    return text if text == "all" else int(text)
 
 
 _FILE = click.Path(readable=False)  # shells complete it; nothing is checked before it is used
@@ -113,6 +129,15 @@ _TEXTS = (
 _BATCH_SIZE = _data(
     "--batch_size", type=click.IntRange(1), metavar="N", help="Samples per batch.  [default: 32; for texts 1]"
 )
+_NAMES = _output(
+    "--names",
+    type=click.Choice(["path", "exact"]),
+    help="Name layers in tables by module path or exactly.  [default: path on a terminal, else exact]",
+)
+_TOP = _output(
+    "--top", type=rows_shown, metavar="N|all", help="Rows of a table of layers.  [default: 15 on a terminal, else all]"
+)
+_FILTER = _output("--filter", metavar="GLOB", help="Show only these layers: a pattern, a module path or a name.")
 _JSON = _output("--json", is_flag=True, help="Print the result as JSON.")
 
 _RUN = (
@@ -163,6 +188,8 @@ _RUN = (
         help="Test mode also writes the network for another runtime, to DIR/export; may be repeated.",
     ),
     _output("--gate", multiple=True, metavar="TEST", help="Exit with 1 unless TEST holds, e.g. 'sqnr_db>=20'."),
+    _NAMES,
+    _TOP,
     _JSON,
     _output("--quiet", "-q", is_flag=True, help="No progress and no notes."),
     _debugging("--inspect", is_flag=True, help="Print the table of layers before the run."),
@@ -188,13 +215,25 @@ def run_options(command: Command) -> Command:
     return command
 
 
+def table_options(command: Command) -> Command:
+    """Add the options of a table of layers, above `model_options`."""
+    for add in (_TOP, _NAMES):
+        command = add(command)
+    return command
+
+
+def filter_option(command: Command) -> Command:
+    """Add `--filter`, above `model_options`."""
+    return _FILTER(command)  # type: ignore[no-any-return]
+
+
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that look at a model; the command gets them as one argument, `options: ModelOptions`."""
     names = [field.name for field in fields(ModelOptions)]
 
     @functools.wraps(command)
     def collected(*args: Any, **kwargs: Any) -> Any:
-        options = ModelOptions(**{name: kwargs.pop(name) for name in names})
+        options = ModelOptions(**{name: kwargs.pop(name) for name in names if name in kwargs})
         return command(*args, options=options, **kwargs)
 
     for add in reversed(_LOOK):

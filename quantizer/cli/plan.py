@@ -8,8 +8,9 @@ import click
 
 from quantizer.cli import session
 from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import SETTINGS, ModelOptions, model_options
+from quantizer.cli.options import SETTINGS, ModelOptions, filter_option, model_options, table_options
 from quantizer.cli.structures import named_structures
+from quantizer.cli.table_view import filtered_view
 from quantizer.engine.result_files import write_json
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
 from quantizer.report import tables
@@ -19,6 +20,8 @@ _MB = 1e6
 
 
 @click.command(cls=GroupedCommand, context_settings=SETTINGS)
+@table_options
+@filter_option
 @model_options
 def plan(options: ModelOptions) -> None:
     """Show how many layers each rule matches, each tensor's spec, the size before and after, and the memory calibration
@@ -29,13 +32,14 @@ def plan(options: ModelOptions) -> None:
     \b
     quantizer plan --config_file net.json --model my_model.py
     """
-    read = session.read_config(options.config_file)
     with session.told_notes(options.json):
+        read = session.read_config(options.config_file)
         loaded = session.open_model(options)
         batches = session.open_data(options, loaded)
         original = session.trace_model(options, loaded, batches)
     found = session.make_plan(read, original)
     named_structures(read, found.graph)
+    view = filtered_view(options, found.graph, original)
     algorithms = [algorithm.name for algorithm in read.config.algorithms]
     before, after = weight_bytes(found)
     size = options.batch_size or batches.first_size or DEFAULT_BATCH_SIZE
@@ -53,11 +57,11 @@ def plan(options: ModelOptions) -> None:
     console = session.console()
     console.print(tables.rule_table(found))
     console.print()
-    console.print(tables.plan_table(found))
+    console.print(tables.plan_table(found, view))
     console.print()
     click.echo(f"{len(found.tensors)} tensors quantized; weights {before / _MB:.2f} MB -> {after / _MB:.2f} MB")
     if algorithms:
-        unknown = any(algorithm.stage == "rescale" for algorithm in read.config.algorithms)
-        hidden = "; layers that it inserts are not in the table" if unknown else ""
+        inserts = any(algorithm.stage == "rescale" for algorithm in read.config.algorithms)
+        hidden = "; layers that it inserts are not in the table" if inserts else ""
         click.echo(f"calibration runs {', then '.join(algorithms)}{hidden}")
-    click.echo(f"activations alive at once in calibration: {memory / _MB:.1f} MB at batch size {size}")
+    click.echo(f"calibration keeps up to {memory / _MB:.1f} MB of activations at batch size {size}")

@@ -17,6 +17,7 @@ from quantizer.cli.follow import progress
 from quantizer.cli.gates import MEASURED, names_in_test, parse_gate, require_known
 from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome, show
+from quantizer.cli.table_view import config_to_look, show_layers, table_view
 from quantizer.engine import results
 from quantizer.engine.calibrated import reopened
 from quantizer.engine.exact import require_wide
@@ -27,6 +28,7 @@ from quantizer.engine.scores import Scores, measure, score
 from quantizer.errors import GateError, UsageError
 from quantizer.export import require_extras
 from quantizer.report import summary, tables
+from quantizer.report.view import View
 from quantizer.seeding import seed_everything
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 
@@ -66,8 +68,8 @@ def run_float(options: RunOptions) -> Outcome:
     batches = session.open_data(options, loaded, evaluation=True)
     if options.inspect:
         graph = session.trace_model(options, loaded, batches)
-        plan = session.make_plan(session.read_config(options.config_file), graph, quiet=options.quiet)
-        session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats))
+        plan = session.make_plan(config_to_look(options.config_file), graph, quiet=options.quiet)
+        show_layers(options, plan.graph, plan.tensors, plan.floats)
     device, follower = session.device_of(options), progress(quiet=options.quiet)
     metrics = measure(loaded.module, batches, device, follower, "float", evaluator)
     if not metrics:
@@ -102,14 +104,14 @@ def run_test(options: RunOptions) -> Outcome:
         if options.exact:
             require_wide(graph, info.solution)
         if options.inspect:
-            session.console().print(tables.layer_table(graph, info.solution.tensors, {}))
+            show_layers(options, graph, info.solution.tensors, {})
 
         def check(metrics: Collection[str]) -> None:
             require_known(gates, names_in_test(metrics, exact=options.exact))
 
         follower = progress(quiet=options.quiet)
         scores = score(calibrated, loaded.module, batches, follower, evaluator, check)
-        outcome = _report(folder, info, scores, batches.stamp)
+        outcome = _report(table_view(options, graph), folder, info, scores, batches.stamp)
         if options.exact:
             outcome = run_exact(options, outcome, graph, info, batches)
         return deploy(options, outcome, calibrated, batches) if options.deploy else outcome
@@ -122,7 +124,7 @@ def _evaluate(options: RunOptions, loaded: LoadedModel) -> Evaluate | None:
     return load_evaluate(options.evaluate) if options.evaluate else loaded.evaluate
 
 
-def _report(folder: Path, info: results.QuantInfo, scores: Scores, stamp: str | None) -> Outcome:
+def _report(view: View, folder: Path, info: results.QuantInfo, scores: Scores, stamp: str | None) -> Outcome:
     """Write what test mode found, and say what to show of it."""
     compared = scores.comparison
     rows = summary.layer_rows(compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()})
@@ -130,13 +132,12 @@ def _report(folder: Path, info: results.QuantInfo, scores: Scores, stamp: str | 
     report = summary.report(scores.metrics, rows, stamp)
     write_json(folder / "report.json", report)
     write_bytes(folder / "layers.csv", summary.as_csv(rows).encode())
-    shown: list[RenderableType] = [tables.damage_table(rows)]
-    if scores.pairs:
-        shown.append(tables.metric_table(scores.pairs))
-    shown += _lines(compared.metrics())
+    shown: list[RenderableType] = [tables.damage_table(rows, view), f"results: {folder}"]
     if stamp:
         shown.append(f"note: {stamp}")
-    return Outcome(scores.metrics, report, [*shown, f"results: {folder}"])
+    if scores.pairs:
+        shown.append(tables.metric_table(scores.pairs))
+    return Outcome(scores.metrics, report, [*shown, *_lines(compared.metrics())])
 
 
 def _lines(metrics: dict[str, float]) -> list[RenderableType]:

@@ -33,6 +33,8 @@ from quantizer.sources.models import LoadedModel, load_model
 from quantizer.sources.text import DEFAULT_SEQ_LEN, Windows, longest_window
 from quantizer.sources.tokenizer import load_tokenizer
 
+logger = logging.getLogger(__name__)
+
 Options = RunOptions | ModelOptions
 
 
@@ -46,12 +48,13 @@ class ReadConfig:
 
 
 def read_config(path: str | None) -> ReadConfig:
-    """The config of `--config_file`, or the built-in default.
+    """The config of `--config_file`, or the built-in default, which is logged.
 
     Raises:
         ConfigError: with all findings, when it cannot be used.
     """
     if path is None:
+        logger.info("no --config_file: the built-in default for the DPU holds; `quantizer init --list` shows others")
         return ReadConfig(default_config(), (), {})
     result = load_config(path)
     return ReadConfig(result.require(), result.diagnostics, dict(result.sources))

@@ -6,7 +6,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 from quantizer.config.diagnostics import Place
@@ -66,6 +66,15 @@ class Document:
             return Place(self.dotted[pointer], 0, 0, pointer=pointer)
         span = self.keys.get(pointer, self.values[pointer]) if key else self.values[pointer]
         return self.source.place(span, pointer)
+
+    @cached_property
+    def paths_at(self) -> Mapping[str, tuple[str | int, ...]]:
+        """The path of the value that stands at a place, by what the place prints as."""
+        return {str(self.place(pointer_to(*path))): path for path in _paths(self.value)}
+
+    def at(self, *path: str | int) -> Any:
+        """The value at a path."""
+        return reduce(lambda value, part: value[part], path, self.value)
 
     def __contains__(self, pointer: str) -> bool:
         return pointer in self.values

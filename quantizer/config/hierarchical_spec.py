@@ -51,6 +51,34 @@ METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 """Each observer's method, and the schemes that it supports; the first is meant where the file names none."""
 
+
+def observer_word(spec: QuantizationSpec) -> str | None:
+    """The observer that stands for a method and a granularity, if there is one."""
+    known = ((method, schemes[0], name) for name, (method, schemes) in METHODS.items())
+    return next((name for method, scheme, name in known if (method, scheme) == (spec.method, spec.qscheme)), None)
+
+
+def specification(spec: QuantizationSpec) -> dict[str, Any]:
+    """The spec in the form's words, every key written, so that nothing of a wider level shows through.
+
+    >>> specification(QuantizationSpec(dtype="bfloat16"))
+    {'dtype': 'bfloat16'}
+    """
+    if spec.dtype in CAST_ONLY:
+        return {"dtype": spec.dtype}
+    integers = {"symmetric": spec.symmetric, "round_method": RoundType(spec.round_mode).name}
+    scales = {} if spec.scale_type == "e8m0" else {"scale_type": ScaleType(spec.scale_type).name}
+    return {
+        "dtype": dtype_word(spec) if spec.dtype == "int" else spec.dtype,
+        "observer_cls": observer_word(spec),
+        **(integers if spec.dtype == "int" else {}),
+        **scales,
+        "qscheme": spec.qscheme,
+        "is_dynamic": spec.is_dynamic,
+        **({"percentage": spec.percentage} if spec.method == "percentile" else {}),
+    }
+
+
 PARAMETERS = frozenset({"weights", "bias"})
 
 KINDRED = frozenset({"symmetric", "round_method", "mx_element_dtype", "scale_calculation_mode", "scale_format"})

@@ -26,6 +26,11 @@ def resource(folder: str, name: str) -> Path:
     )
 
 
+def presets() -> tuple[str, ...]:
+    """The names of the shipped configs."""
+    return tuple(sorted(path.stem for path in resource("configs", "default.json").parent.glob("*.json")))
+
+
 @cache
 def load_resource(folder: str, name: str) -> Any:
     """The parsed JSON of a shipped file; shared, so never to be changed."""

@@ -9,10 +9,9 @@ from typing import Any
 from quantizer.config.algorithm_words import written
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.hierarchical import ROLE_OF
-from quantizer.config.hierarchical_spec import METHODS, dtype_word
-from quantizer.config.model import CAST_ONLY, ROLES, Config, ConfigRule, Fields, QuantizationSpec, Role, Settings
+from quantizer.config.hierarchical_spec import dtype_word, observer_word, specification
+from quantizer.config.model import ROLES, Config, ConfigRule, Fields, QuantizationSpec, Role, Settings
 from quantizer.config.to_layered import WEIGHTED
-from quantizer.config.types import RoundType, ScaleType
 from quantizer.config.wording import listed
 
 _KEY_OF = {role: key for key, role in ROLE_OF.items()}
@@ -34,8 +33,9 @@ def to_hierarchical(config: Config) -> tuple[dict[str, Any], tuple[Diagnostic, .
     for rule in layers:
         findings += _entry(rule)
         if rule.roles or rule.selector.kind == "type":
-            level = {_KEY_OF[role]: _spec(rule.fields[role]) for role in ROLES if role in (rule.roles or ())}
-            level |= {_KEY_OF[role]: {"dtype": "float32"} for role in roles if role not in (rule.roles or ())}
+            said = [role for role in ROLES if role in (rule.roles or ())]
+            level = {_KEY_OF[role]: specification(QuantizationSpec.of(rule.fields[role])) for role in said}
+            level |= {_KEY_OF[role]: {"dtype": "float32"} for role in roles if role not in said}
             blocks[_BLOCKS[rule.selector.kind]][rule.selector.text] = level
         else:
             excluded.append(rule.selector.text)
@@ -43,7 +43,7 @@ def to_hierarchical(config: Config) -> tuple[dict[str, Any], tuple[Diagnostic, .
     found += [f for rule in layers for role in rule.roles or () for f in _inexpressible(role, rule.fields[role])]
     document: dict[str, Any] = {
         "global_quant_config": {
-            **{_KEY_OF[role]: _spec(everywhere[role]) for role in roles},
+            **{_KEY_OF[role]: specification(QuantizationSpec.of(everywhere[role])) for role in roles},
             "target_device": config.settings.target_device,
         }
     }
@@ -120,7 +120,7 @@ def _limits(spec: QuantizationSpec) -> Iterator[_Limit]:
         yield _Limit("narrow_range", "narrow_range")
     if spec.statistic != "max":
         yield _Limit("statistic", f"calib_statistic_method {spec.statistic}")
-    if _observer(spec) is None:
+    if observer_word(spec) is None:
         yield _Limit("method", f"method {spec.method} with {spec.qscheme}")
 
 
@@ -129,25 +129,3 @@ def _inexpressible(role: Role, values: Fields) -> Iterator[Diagnostic]:
         place: Place | None = values[limit.field].place if limit.field in values else None
         text = f"the hierarchical form cannot express {limit.what} ({role})"
         yield Diagnostic("QZ124", text, place, help=_HELP)
-
-
-def _spec(values: Fields) -> dict[str, Any]:
-    """The spec in the form's words, every key written, so that nothing of a wider level shows through."""
-    spec = QuantizationSpec.of(values)
-    if spec.dtype in CAST_ONLY:
-        return {"dtype": spec.dtype}
-    return {
-        "dtype": dtype_word(spec),
-        "observer_cls": _observer(spec),
-        "symmetric": spec.symmetric,
-        "scale_type": ScaleType(spec.scale_type).name,
-        "round_method": RoundType(spec.round_mode).name,
-        "qscheme": spec.qscheme,
-        "is_dynamic": False,
-        **({"percentage": spec.percentage} if spec.method == "percentile" else {}),
-    }
-
-
-def _observer(spec: QuantizationSpec) -> str | None:
-    known = ((method, schemes[0], name) for name, (method, schemes) in METHODS.items())
-    return next((name for method, scheme, name in known if (method, scheme) == (spec.method, spec.qscheme)), None)

@@ -148,4 +148,4 @@ def _overridden(layers: list[ConfigRule], excluded: list[ConfigRule]) -> Iterato
 
 def _specificity(text: str) -> int:
     """Of a name selector: how specific it is; 0 is a pattern, 1 a module path, 2 a layer name."""
-    return 0 if text.startswith("re:") or "*" in text or "?" in text else 2 if "::" in text else 1
+    return 0 if text.startswith(("re:", "kind:")) or "*" in text or "?" in text else 2 if "::" in text else 1

@@ -112,7 +112,7 @@ def analyze(
     passes: str,
     after_layer: AfterLayer = lambda: None,
 ) -> Analysis:
-    """Measure what round-to-nearest of each weight costs at each width, the smallest first.
+    """Measure what rounding each weight to nearest costs at each width, the smallest first.
 
     Raises:
         GateError: the plan has no weights that could get another width.
@@ -155,7 +155,7 @@ def few(batches: Callable[[], Iterable[Batch]]) -> Iterable[Batch]:
 
 
 def candidates(plan: Plan) -> tuple[list[Candidate], dict[str, str]]:
-    """Weights of linear and convolution layers on integer grids; and why other quantized ones are none."""
+    """The weights of linear and convolution layers that become integers; and why other quantized ones do not count."""
     sharing: dict[str, list[str]] = {}
     for node in plan.graph.nodes:
         for path in node.params.values():
@@ -181,11 +181,11 @@ def candidates(plan: Plan) -> tuple[list[Candidate], dict[str, str]]:
 def _why_kept(plan: Plan, name: str) -> str | None:
     tensor = plan.tensors.get((name, "weights"))
     if not plan.graph.by_name[name].row.is_linear_or_convolution:
-        return "no linear or convolution layer"
+        return "not a linear or convolution layer"
     if tensor is None:
         return "not quantized"
     if tensor.spec.dtype != "int" or tensor.spec.scale_type == "e8m0":
-        return f"{tensor.spec.dtype}, no integer grid with a scale"
+        return f"its format is {tensor.spec.dtype}, and only integers with a scale have other widths"
     return None
 
 
@@ -268,7 +268,7 @@ def specs_of(plan: Plan, found: Analysis, picked: Sequence[int]) -> dict[str, di
 
 
 def differing(before: Plan, after: Plan, changed: Mapping[str, Mapping[Role, QuantizationSpec]]) -> list[str]:
-    """The tensors that a patched config's plan has otherwise than it should: none but the weights of `changed`."""
+    """The tensors that differ after a patch and should not: all but the weights of `changed` stay as they were."""
     wanted = {key: tensor.spec for key, tensor in before.tensors.items()}
     for name, specs in changed.items():
         wanted[name, "weights"] = specs["weights"]

@@ -109,7 +109,7 @@ def measure(model: Callable[..., Any], batches: Iterable[Batch]) -> dict[str, fl
 
 
 def _following(output: Tensor, batch: Batch) -> Tensor | None:
-    """What the logits of a language model should say; None if the output is none for these targets."""
+    """The tokens that the logits of a language model should predict; None if the output does not fit the targets."""
     following = next_tokens(batch) if output.dim() == 3 else None
     return following if following is not None and following.shape == output.shape[:2] else None
 
@@ -161,7 +161,7 @@ def _one_batch(
         for quantizer, noise in taps.get(name, ()):
             noise.local.add(x, _apart(quantizer, x))
             assert noise.accumulated is not None  # only parameters have none
-            # What the quantizer hands on: a layer's own input grid comes after the value that both networks made.
+            # What the quantizer hands on: a layer quantizes its own input after the value that both networks made.
             noise.accumulated.add(x, y if noise.layer == name else _apart(quantizer, y))
     _outputs(left.float_outputs(), right.float_outputs(), batch, result)
 
@@ -191,7 +191,7 @@ def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
 
 
 def _outputs(reference: list[Tensor], quantized: list[Tensor], batch: Batch, result: Comparison) -> None:
-    """Noise of all floating-point outputs, and what classes the first one says."""
+    """Noise of all floating-point outputs, and which classes the first one ranks highest."""
     pairs = list(zip(reference, quantized, strict=True))
     for x, y in pairs:
         if not bool(torch.isfinite(x).all()):

@@ -1,4 +1,4 @@
-"""Perplexity: how well a language model's logits foretell the tokens of a text. Runs no model."""
+"""Perplexity: how well a language model's logits predict the tokens of a text. Runs no model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The modules of a traced model by their dotted paths, and names relative to one block."""
+"""The modules of a traced model by their dotted paths, layers by those of their modules, names relative to a block."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -22,6 +23,54 @@ def module_paths(graph: Graph) -> frozenset[str]:
     return frozenset(
         ".".join(parts[:depth]) for parts in (path.split(".") for path in paths) for depth in range(1, len(parts) + 1)
     )
+
+
+def path_names(graph: Graph) -> dict[str, str]:
+    """What people call each layer: its module's path, and the operator where the module alone does not say which.
+
+    A module alone stands for its only operator, or for the one with its weights. Later calls of a module keep their
+    number (`layer1.0.relu.1`). Where two layers would be called alike, both keep their exact names.
+    """
+    paths = {node.name: module_of(graph, node.name) for node in graph.nodes}
+    around = {parent for path in paths.values() for parent in _parents(path)}
+    operators: dict[str, dict[str, bool]] = {}
+    for node in graph.nodes:
+        weighted = bool(node.params) and node.op not in ("parameter", "constant")
+        operators.setdefault(paths[node.name], {})[_kind(node.name)] = weighted
+    found = {}
+    for name, path in paths.items():
+        inside = operators[path]
+        only = len(inside) == 1 or (inside[_kind(name)] and sum(inside.values()) == 1)
+        found[name] = call_paths(name, path)[bool(path) and path not in around and only]
+    counts = Counter(found.values())
+    return {name: path if counts[path] == 1 else name for name, path in found.items()}
+
+
+def call_paths(name: str, path: str) -> tuple[str, str]:
+    """A layer by the path of its module, with its operator and without.
+
+    >>> call_paths("Net::Net/Sequential[layers]/ReLU[0]/relu.1", "layers.0")
+    ('layers.0.relu.1', 'layers.0.1')
+    """
+    operator = _operator(name)
+    again = "".join(operator.partition(".")[1:])
+    return f"{path}.{operator}" if path else operator, f"{path}{again}"
+
+
+def _operator(name: str) -> str:
+    """The last part of a layer's name."""
+    return name.rpartition("::")[2].rpartition("/")[2]
+
+
+def _kind(name: str) -> str:
+    """The operator in a layer's name, without the number of a later call."""
+    return _operator(name).partition(".")[0]
+
+
+def _parents(path: str) -> list[str]:
+    """The modules around the one at `path`, the model itself excepted."""
+    parts = path.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
 class BlockNames:

@@ -9,7 +9,7 @@ from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.model import Config, ConfigRule, QuantizationSpec, Role, Sourced
 from quantizer.config.rules import conflicts
 from quantizer.graph.ir import Graph
-from quantizer.plan.match import RANKS, Match, closest
+from quantizer.plan.match import KINDS, RANKS, Match, advice
 from quantizer.plan.model import Key
 
 _KEYS = {
@@ -28,19 +28,18 @@ def unmatched(config: Config, matches: Sequence[Match], original: Graph) -> Iter
         selector = rule.selector
         if found.note:
             yield Diagnostic("QZ404", found.note, selector.place, "note")
-        if found.layers or selector.kind == "all" or not selector.required:
+        if found.layers or selector.kind == "all" or not selector.required or selector.text in KINDS:
             continue
         if selector.kind == "weighted":
             text = f"{rule.label} applies to no layer: {original.model} has none with weights of its own"
-            yield Diagnostic("QZ402", text, selector.place, help="`quantizer inspect` lists all layers")
+            yield Diagnostic("QZ402", text, selector.place, help="`quantizer inspect --top all` lists all layers")
             continue
         if found.absorbed:
             text = f"all {len(found.absorbed)} layers of type {selector.text!r} are folded into the layers before them"
             help_ = "select those layers instead, by type or by name"
         else:
             text = f"{_KEYS[config.form, selector.kind]} {selector.text!r} matches no layer"
-            near = closest(selector, original)
-            help_ = f"closest: {', '.join(near)}" if near else "`quantizer inspect` lists all layers"
+            help_ = advice(selector, original)
         yield Diagnostic("QZ402", text, selector.place, help=help_)
 
 

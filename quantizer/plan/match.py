@@ -6,13 +6,23 @@ import dataclasses
 import difflib
 import fnmatch
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from quantizer.config.model import Selector
+from quantizer.graph.folds import is_multiplying
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.module_names import call_paths, module_of
 
 # Weakest first: a rule of a higher rank wins, field by field.
 RANKS = ("all", "weighted", "type", "pattern", "path", "name", "exclude")
+
+KINDS: Mapping[str, Callable[[Graph], list[str]]] = {
+    "kind:embedding": lambda graph: [node.name for node in graph.nodes if node.op == "embedding"],
+    "kind:head": lambda graph: [node.name for node in graph.nodes if is_multiplying(node)][-1:],
+}
+"""What can be said of any model, so that a model without such layers is no error. The head is the last layer that
+multiplies."""
 
 _OTHER_WORDS = {"dense": "Linear"}  # the word of other frameworks, which the documentation of the form uses, too
 
@@ -81,16 +91,24 @@ def closest(selector: Selector, original: Graph) -> list[str]:
         near = difflib.get_close_matches(selector.text.rpartition(".")[2], short, 3, 0.5)
         return [short[name] for name in near]
     layers = [node for node in original.nodes if node.op not in ("module", "module_input")]
-    known = {node.name for node in layers} | {node.scope for node in layers if node.scope}
+    known = {node.name for node in layers} | {node.scope for node in layers if node.scope} | {*KINDS}
     scope = selector.text.rpartition("/")[0]
     same_scope = [node.name for node in layers if scope and node.name.rpartition("/")[0] == scope]
     return (same_scope + difflib.get_close_matches(selector.text, sorted(known), 3, 0.5))[:3]
 
 
+def advice(selector: Selector, original: Graph) -> str:
+    """What to do about a selector that found nothing."""
+    near = closest(selector, original)
+    return f"closest: {', '.join(near)}" if near else "`quantizer inspect --top all` lists all layers"
+
+
 def _by_name(text: str, graph: Graph, original: Graph) -> Match:
-    """Exact name, then the same scope with another last part, a module path, `re:`, and a glob, in this order."""
+    """Exact name, then a kind, the same scope with another last part, a module path, its operator, `re:`, a glob."""
     if text in original.by_name:
         return _survivors([text], "name", graph)
+    if text in KINDS:
+        return Match(tuple(KINDS[text](graph)), RANKS.index("pattern"))
     scope = text.rpartition("/")[0]
     siblings = [name for name in original.by_name if name.rpartition("/")[0] == scope] if "::" in text else []
     if len(siblings) == 1:
@@ -100,6 +118,9 @@ def _by_name(text: str, graph: Graph, original: Graph) -> Match:
     inside = [node.name for node in original.nodes if node.scope == text or node.scope.startswith(f"{text}.")]
     if inside and not text.startswith("re:"):
         return _survivors(inside, "path", graph)
+    called = [n.name for n in original.nodes if text in call_paths(n.name, module_of(original, n.name))]
+    if called:
+        return _survivors(called, "name", graph)
     patterns = _patterns(text)
     if patterns is None:
         return Match((), RANKS.index("name"))

@@ -27,7 +27,7 @@ ENTRIES = ("input", "quant_stub")
 """Operators whose output is what a config calls the network's input."""
 _FIELDS = tuple(f.name for f in dataclasses.fields(QuantizationSpec))
 _NO_VALUES = {"constant": "a constant", "module": "a module without weights that can be quantized"}
-_DERIVED = ("ch_axis", "finest_position")  # from the layer and from the device
+_DERIVED = ("ch_axis", "finest_position")  # by default from the layer and from the device
 
 
 @dataclass
@@ -198,7 +198,8 @@ def _add(state: _Resolver, layer: str, role: str, group: Group, view: TensorView
         _count_silenced(state, rules, base)
         return False
     spec, sources = axes.fitted(merged[0], view, role), merged[1]
-    origins = {name: sources[name].origin if name in sources else "default" for name in _FIELDS if name not in _DERIVED}
+    stated = {name: sources[name].origin for name in _FIELDS if name in sources}
+    origins = {name: stated.get(name, "default") for name in _FIELDS if name in stated or name not in _DERIVED}
     weakest_first = [rule for _, rule in rules]
     found = [
         *checks.conflicting(layer, base, spec, sources, state.config, weakest_first),

@@ -1,4 +1,4 @@
-"""Tables about the DPU: its integers against the simulation, and what it can run. Text in, rich renderables out."""
+"""Tables about the DPU: its integers against the simulation, and what it can run."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ from quantizer.engine.exact import ExactComparison
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.integer import HARDSWISH_POSITION, LEAKY_SLOPE, SIXTH
 from quantizer.plan.dpu_support import Verdict
-from quantizer.report.tables import Listing, shape_text
+from quantizer.report.listing import Listing
+from quantizer.report.tables import shape_text
+from quantizer.report.view import View
 
 
-def exact_table(found: ExactComparison) -> Listing:
-    """One line per tensor with codes, in execution order."""
+def exact_table(found: ExactComparison, view: View) -> Listing:
+    """One line per tensor with codes, in execution order; the first to show are those with the most wrong ones."""
     rows = [
         (row.layer, row.role, str(row.position), str(row.codes), str(row.differing), str(row.most_steps))
         for row in found.layers
     ]
     titles = ("layer", "tensor", "position", "codes", "differing", "at most steps")
-    return Listing(titles, rows, frozenset(titles[2:]))
+    ranks = [-row.differing / row.codes if row.differing else None for row in found.layers]
+    return view.listing(titles, rows, ranks, numbers=titles[2:], what="tensor", idle="without a difference")
 
 
-def support_table(graph: Graph, found: Mapping[str, Verdict]) -> Listing:
-    """One line per layer: what runs it, and why not the DPU."""
+def support_table(graph: Graph, found: Mapping[str, Verdict], view: View) -> Listing:
+    """One line per layer: what runs it, and why not the DPU; the first to show are those that the DPU cannot run."""
     rows = [
         (node.name, node.op, shape_text(node), found[node.name].device, found[node.name].why or found[node.name].engine)
         for node in graph.nodes
     ]
-    return Listing(("layer", "operator", "output", "device", "engine, or why not"), rows)
+    ranks = [{"CPU": 0.0, "DPU": 1.0}.get(found[node.name].device) for node in graph.nodes]
+    titles = ("layer", "operator", "output", "device", "engine, or why not")
+    return view.listing(titles, rows, ranks, idle="computing nothing")
 
 
 def approximations(graph: Graph, reference: Graph) -> Iterator[str]:
@@ -43,8 +48,8 @@ def _average(node: Node, before: Node) -> str:
     multiplier, shift = node.attrs["multiplier"], node.attrs["shift"]
     height, width = node.attrs["kernel_size"]
     share = multiplier * height * width / 2**shift
-    told = "which is exact" if share == 1 else f"{share:.6g} of the mean"
-    return f"the average of {height}x{width} is its sum * {multiplier} / 2^{shift}, {told}"
+    effect = "which is exact" if share == 1 else f"which is {share:.6g} of the mean"
+    return f"the average of {height}x{width} is its sum * {multiplier} / 2^{shift}, {effect}"
 
 
 def _leaky_relu(node: Node, before: Node) -> str:

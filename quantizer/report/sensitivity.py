@@ -6,50 +6,58 @@ from collections.abc import Sequence
 from typing import Any
 
 from quantizer.engine.analyze import Analysis
+from quantizer.report.listing import Listing
 from quantizer.report.summary import finite
-from quantizer.report.tables import Listing
+from quantizer.report.view import View
 
 
-def sensitivity_table(found: Analysis) -> Listing:
-    """One line per weight, most sensitive first: at each width, how far the noise lies below the output, in dB."""
-    worst = sum(row.noise[0] for row in found.rows)
+def table(found: Analysis, picked: Sequence[int] | None, view: View) -> Listing:
+    """One line per weight: with a choice, its width; without one, what each width costs, most sensitive first."""
+    return _sensitivity_table(found, view) if picked is None else _choice_table(found, picked, view)
+
+
+def _sensitivity_table(found: Analysis, view: View) -> Listing:
+    """At each width, how far the noise lies below the output, in dB."""
+    total = sum(row.noise[0] for row in found.rows)
+    ordered = sorted(found.rows, key=lambda row: (-row.noise[0], row.name))
     rows = [
         (
             row.name,
             str(row.values),
             str(row.own),
             *(f"{found.db(noise):.1f}" for noise in row.noise),
-            _percent(row.noise[0], worst),
+            _percent(row.noise[0], total),
         )
-        for row in sorted(found.rows, key=lambda row: (-row.noise[0], row.name))
+        for row in ordered
     ]
-    widths = tuple(f"{width} bits dB" if isinstance(width, int) else f"{width} dB" for width in found.widths)
-    share = f"share at {found.widths[0]}"
-    titles = ("layer", "weights", "config bits", *widths, share)
-    return Listing(titles, rows, frozenset(titles[1:]))
+    costs = (*(f"dB at {width}" for width in found.widths), f"share at {found.widths[0]}")
+    about = ("weights", "config bits")
+    layouts = tuple(("layer", *about[:count], *costs) for count in (2, 1, 0))
+    return view.listing(layouts[0], rows, numbers=layouts[0][1:], layouts=layouts)
 
 
-def choice_table(found: Analysis, picked: Sequence[int]) -> Listing:
-    """One line per weight in execution order: the chosen width, and its share of the predicted noise."""
+def _choice_table(found: Analysis, picked: Sequence[int], view: View) -> Listing:
+    """The width picked, and its share of the predicted noise; the first to show are those with the largest."""
     total = found.total(picked)
+    noises = [row.noise[at] for row, at in zip(found.rows, picked, strict=True)]
     rows = [
         (
             row.name,
             str(row.values),
             str(row.own),
             str(found.widths[at]),
-            f"{found.db(row.noise[at]):.1f}",
-            _percent(row.noise[at], total),
+            f"{found.db(noise):.1f}",
+            _percent(noise, total),
         )
-        for row, at in zip(found.rows, picked, strict=True)
+        for row, at, noise in zip(found.rows, picked, noises, strict=True)
     ]
     titles = ("layer", "weights", "config bits", "bits", "dB", "share")
-    return Listing(titles, rows, frozenset(titles[1:]))
+    return view.listing(titles, rows, [-noise for noise in noises], numbers=titles[1:])
 
 
-def kept_lines(found: Analysis) -> list[str]:
+def kept_lines(found: Analysis, view: View) -> list[str]:
     """One line for each quantized weight that has no choice."""
-    return [f"not analysed: {name}: {why}" for name, why in found.kept.items()]
+    return [view.text(f"not analysed: {name}: {why}") for name, why in found.kept.items()]
 
 
 def analysis_json(found: Analysis, picked: Sequence[int] | None = None) -> dict[str, Any]:

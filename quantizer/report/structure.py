@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from quantizer.graph.ir import Graph
-from quantizer.graph.module_names import module_of
+from quantizer.graph.module_names import module_of, path_names
 from quantizer.graph.structure import InputGroup, Structure
-from quantizer.report.tables import Listing
+from quantizer.report.listing import Listing
+from quantizer.report.view import View
 
 _TITLES = ("layers that read one value", "channels", "factors are folded into")
 
@@ -59,8 +60,8 @@ def _row(graph: Graph, group: InputGroup, block: str) -> tuple[str, ...]:
 def _where(graph: Graph, group: InputGroup, block: str) -> str:
     """The module whose parameters take the factors, or why none can."""
     if group.fold is None:
-        words = (_relative(_told(graph, word.rstrip(",")), block) for word in group.why_not.split())
-        return f"none: {' '.join(words)}"
+        names = {name: _relative(path, block) for name, path in path_names(graph).items()}
+        return f"none: {View(names).text(group.why_not)}"
     fold = group.fold
     parts = [_relative(module_of(graph, fold.node), block)]
     if fold.channels is not None:
@@ -70,14 +71,6 @@ def _where(graph: Graph, group: InputGroup, block: str) -> str:
     if fold.extra:
         parts.append("also changes " + ", ".join(_relative(module_of(graph, name), block) for name in fold.extra))
     return "; ".join(parts)
-
-
-def _told(graph: Graph, name: str) -> str:
-    """A node as its module and operator; any other word as it is."""
-    if name not in graph.by_name:
-        return name
-    module, op = module_of(graph, name), name.rpartition("/")[2]
-    return module if graph.by_name[name].params else f"{module}.{op}" if module else op
 
 
 def _relative(path: str, block: str) -> str:

@@ -1,4 +1,4 @@
-"""Rows and files of a test run, from its comparison alone: nothing here runs a network."""
+"""Rows and files of a test run, made from its comparison. Nothing here runs a network."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
 
 
 def describe_spec(spec: QuantizationSpec) -> str:
-    """The grid, its scales, how their range is found and the rounding in one line; what is usual goes without saying.
+    """The number format, its scales, how their range is found and the rounding, in one line; what is usual is left out.
 
     >>> describe_spec(QuantizationSpec(qscheme="per_channel", ch_axis=0))
     'int8 per_channel maxmin half_even'

@@ -1,56 +1,28 @@
-"""Tables for the terminal. Text in, rich renderables out; printing is `cli`'s business."""
+"""Tables of plans, layers and damage for the terminal. Printing is `cli`'s business."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Plan
+from quantizer.report.listing import Listing
 from quantizer.report.summary import describe_spec
+from quantizer.report.view import View
 
-_BAR = 20  # characters of a full bar
+_BAR = 20
+"""Characters of a full bar."""
+_LOSSLESS_DB = 144.0
+"""Noise this far below a signal is less than float32 resolves with its 24 bits."""
 
 
-@dataclass(frozen=True)
-class Listing:
-    """Rows under titles; the first column is a name to copy, so it wraps but never loses letters.
+def damage_table(rows: Sequence[Mapping[str, Any]], view: View) -> Listing:
+    """The quantized tensors, the most damaged first; `rows` are those of `summary.layer_rows`.
 
-    Where the terminal is too narrow for one line a row, each row is its name and, indented below, its other columns.
+    The bar is the tensor's own noise-to-signal ratio against the worst one's.
     """
-
-    titles: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    numbers: frozenset[str] = frozenset()
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        widths = [max(len(text) for text in column) for column in zip(self.titles, *self.rows, strict=True)]
-        if sum(widths) + 2 * len(widths) <= options.max_width:
-            yield self._table()
-            return
-        for name, *values in self.rows:
-            yield Text(name)
-            told = [f"{title} {value}" for title, value in zip(self.titles[1:], values, strict=True) if value]
-            yield Padding(Text("  ".join(told)), (0, 0, 0, 4))
-
-    def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for title in self.titles:
-            table.add_column(title, justify="right" if title in self.numbers else "left", no_wrap=True)
-        for row in self.rows:
-            table.add_row(*map(Text, row))  # brackets in layer names are not markup
-        return table
-
-
-def damage_table(rows: list[dict[str, Any]]) -> Listing:
-    """The tensors sorted by damage; the bar is the tensor's own noise-to-signal ratio against the worst one's."""
     ratios = [10 ** (-row["local_sqnr_db"] / 10) for row in rows]
     worst = max(ratios, default=0.0)
     lines = [
@@ -58,14 +30,25 @@ def damage_table(rows: list[dict[str, Any]]) -> Listing:
             row["layer"],
             row["tensor"],
             row["spec"],
+            row["spec"].partition(" ")[0],
             _db(row["local_sqnr_db"]),
             _db(row["accumulated_sqnr_db"]),
             "█" * round(_BAR * ratio / worst) if 0 < worst < math.inf else "",
         )
         for row, ratio in zip(rows, ratios, strict=True)
     ]
-    titles = ("layer", "tensor", "spec", "local dB", "accumulated dB", "noise")
-    return Listing(titles, lines, frozenset(("local dB", "accumulated dB")))
+    *figures, bar = "local dB", "accumulated dB", "noise"
+    layouts = tuple(("layer", "tensor", spec, *figures, *bars) for spec in ("spec", "format") for bars in ((bar,), ()))
+    return view.listing(
+        ("layer", "tensor", "spec", "format", *figures, bar),
+        lines,
+        [row["local_sqnr_db"] if row["local_sqnr_db"] < _LOSSLESS_DB else None for row in rows],
+        numbers=tuple(figures),
+        layouts=layouts,
+        what="tensor",
+        idle="without loss",
+        also=", and layers.csv has them all",
+    )
 
 
 def metric_table(metrics: Mapping[str, Mapping[str, float]]) -> Listing:
@@ -84,29 +67,41 @@ def rule_table(plan: Plan) -> Listing:
     return Listing(("rule", "selector", "layers", "tensors"), rows, frozenset(("layers", "tensors")))
 
 
-def plan_table(plan: Plan) -> Listing:
-    """Each quantized tensor and its spec, in execution order; then what stays float."""
+def plan_table(plan: Plan, view: View) -> Listing:
+    """Each tensor's spec, or why it stays float, in execution order."""
     rows: list[tuple[str, ...]] = []
+    ranks: list[float | None] = []
     for node in plan.graph.nodes:
-        rows += [(node.name, role, describe_spec(tensor.spec)) for role, tensor in plan.of_layer(node.name).items()]
-        rows += [
-            (node.name, role, f"float: float32 at {at}") for (name, role), at in plan.off.items() if name == node.name
-        ]
+        said = [(role, describe_spec(tensor.spec)) for role, tensor in plan.of_layer(node.name).items()]
+        said += [(role, f"float: as {at} says") for (name, role), at in plan.off.items() if name == node.name]
+        rows += [(node.name, *each) for each in said]
+        ranks += [0.0] * len(said)
         if node.name in plan.floats and node.row.kind != "structural":
-            rows.append((node.name, "activation", f"float: {plan.floats[node.name]}"))
-    return Listing(("layer", "tensor", "spec"), rows)
+            rows.append((node.name, "activation", why_float(plan.floats[node.name])))
+            ranks.append(None)
+    return view.listing(("layer", "tensor", "spec"), rows, ranks, what="tensor", idle="in float")
 
 
-def layer_table(graph: Graph, tensors: Iterable[tuple[str, str]], floats: Mapping[str, str]) -> Listing:
+def layer_table(graph: Graph, tensors: Iterable[tuple[str, str]], floats: Mapping[str, str], view: View) -> Listing:
     """All layers: name, operator, output shape ("b" is the batch), quantized tensors, else why the output is float."""
     roles: dict[str, list[str]] = {}
     for layer, role in tensors:
         roles.setdefault(layer, []).append(role)
     rows = []
     for node in graph.nodes:
-        why = f"float: {floats[node.name]}" if node.name in floats else ""
+        why = why_float(floats[node.name]) if node.name in floats else ""
         rows.append((node.name, node.op, shape_text(node), ", ".join(roles.get(node.name, ())) or why))
-    return Listing(("layer", "operator", "output", "tensors"), rows)
+    ranks = [0.0 if node.name in roles else None for node in graph.nodes]
+    return view.listing(("layer", "operator", "output", "tensors"), rows, ranks, idle="in float")
+
+
+def why_float(reason: str) -> str:
+    """Why a layer's output is not quantized, as a table says it.
+
+    >>> why_float("computed in float"), why_float("quantized at relu")
+    ('float: computed in float', 'quantized at relu')
+    """
+    return reason if reason.startswith("quantized at") else f"float: {reason}"
 
 
 def shape_text(node: Node) -> str:

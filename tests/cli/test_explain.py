@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from configs import document
 from quantizer.cli.main import run_command
 from quantizer.cli.options import ModelOptions
 from quantizer.config.algorithms import ALGORITHMS
@@ -69,6 +73,61 @@ def test_a_layer_is_passed_on_with_its_options(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "quantizer.cli.explain_layer", SimpleNamespace(explain_layer=explain_layer))
     assert run_command(["explain", "--config", "c.json", "--model", "m.py", "layer1.0.conv1"]) == 0
     assert seen == [("layer1.0.conv1", ModelOptions(model="m.py", config_file="c.json"))]
+
+
+LAYERED = document(tensor={"weights": {"per_channel": True}}, quantizable_data_type=["weights", "activation"])
+SPELLED_OTHERWISE = {"weight": {"dtype": "int4", "observer_cls": "PerTensorMinMax", "round_method": "round"}}
+BLOCKS = {"input_tensors": {"dtype": "mx", "mx_element_dtype": "fp4", "dynamic": True, "axis": -1}}
+OFF = {
+    "global_quant_config": {"weight": {"dtype": "int8"}},
+    "layer_quant_config": {"0": {"weight": {"dtype": "float32"}}},
+}
+EXPLAINED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "layered": (
+        LAYERED,
+        ["weights", "per_channel true q.json", "symmetry true q.json", "calib_statistic_method max q.json",
+         "datatype int default", "activation", "per_channel false q.json"],
+    ),
+    "hierarchical": (
+        {"global_quant_config": SPELLED_OTHERWISE},
+        ["weight", "dtype int4 q.json", "observer_cls PerTensorMinMax q.json", "round_method round q.json",
+         "scale_type float default", "qscheme per_tensor default", "output_tensors: float: the config leaves it float"],
+    ),
+    "blocks": (
+        {"global_quant_config": BLOCKS},
+        ["input_tensors", "dtype mx q.json", "mx_element_dtype fp4 q.json", "dynamic true q.json", "axis -1 q.json"],
+    ),
+    "off": (OFF, ["weight: float, as q.json"]),
+}  # fmt: skip
+"""A config, and words of the lines that explain a linear layer under it, places without their numbers."""
+INTERNAL = ("bit_width 4", "symmetric", "qscheme true", "statistic ", "is_dynamic", "scale_mode", "group_size None")
+
+
+@pytest.mark.parametrize("case", EXPLAINED)
+def test_a_layer_is_explained_in_the_words_of_the_file(
+    case: str, toy: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, lines = EXPLAINED[case]
+    (tmp_path / "q.json").write_text(json.dumps(config, indent=1))
+    model = toy(model="return torch.nn.Sequential(torch.nn.Linear(3, 2))")
+    assert run_command(["explain", "--config", str(tmp_path / "q.json"), "--model", model, "0"]) == 0
+    printed = capsys.readouterr().out.replace(f"{tmp_path}/", "")
+    plain = [" ".join(re.sub(r":\d+:\d+", "", line).split()) for line in printed.splitlines()]
+    assert plain[0] == "Sequential::Sequential/Linear[0]/linear"
+    assert [line for line in lines if not any(each.startswith(line) for each in plain)] == []
+    assert [word for word in INTERNAL if word in "\n".join(plain)] == []
+    written = (tmp_path / "q.json").read_text().splitlines()
+    for key, line, column in re.findall(r"^    (\w+) .*q\.json:(\d+):(\d+)$", printed, flags=re.MULTILINE):
+        assert written[int(line) - 1][: int(column) - 1].endswith(f'"{key}": ')
+
+
+def test_the_built_in_default_is_explained_in_the_layered_forms_words(
+    toy: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["explain", "--model", toy(), "kind:head"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["calib_statistic_method", "modal", "default"] in rows
+    assert ["per_channel", "false", "default"] in rows
 
 
 @pytest.mark.parametrize("key", setting_names())

@@ -76,12 +76,11 @@ def test_the_plan_counts_layers_and_tensors_of_each_level(tmp_path: Path, capsys
 def test_a_layer_is_explained_with_the_place_of_each_value(tmp_path: Path, capsys: Capture) -> None:
     assert run_command([*words(tmp_path, "explain", LEVELS), "head"]) == 0
     told = [line.split() for line in capsys.readouterr().out.splitlines()]
-    widths = [line for line in told if line[:1] == ["bit_width"]]
-    places = {int(line[1]): line[2].split(":")[1] for line in widths}
+    places = {line[1]: line[2].split(":")[1] for line in told if line[0] == "dtype"}
     assert places == {
-        8: str(line_of(tmp_path, '"input_tensors"') + 1),
-        4: str(line_of(tmp_path, '"int4"')),
-        16: str(line_of(tmp_path, '"int16"')),
+        "int8": str(line_of(tmp_path, '"input_tensors"') + 1),
+        "int4": str(line_of(tmp_path, '"int4"')),
+        "int16": str(line_of(tmp_path, '"int16"')),
     }
 
 

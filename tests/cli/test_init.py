@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from quantizer.cli.main import run_command
 from quantizer.config.load import load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.mark.parametrize("device", ["DPU", "CPU", "GPU"])
@@ -41,6 +47,59 @@ def test_a_strategy_may_be_an_algorithm(algorithm: str, tmp_path: Path) -> None:
     result = load_config(path)
     assert result.diagnostics == ()
     assert [found.name for found in result.require().algorithms] == [algorithm]
+
+
+def test_every_preset_is_listed_with_a_line_on_when_to_use_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_command(["init", "--list"]) == 0
+    *lines, how = capsys.readouterr().out.splitlines()
+    listed = {name: " ".join(words) for name, *words in map(str.split, lines)}
+    assert sorted(listed) == sorted(path.stem for path in CONFIGS.glob("*.json"))
+    assert all(20 < len(line) <= 120 for line in listed.values())
+    assert len({*listed.values()}) == len(listed)
+    assert "--preset NAME" in how
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run_command(["init", "--list"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in CONFIGS.glob("*.json")))
+def test_every_preset_can_be_written(preset: str, tmp_path: Path) -> None:
+    path = tmp_path / "net.json"
+    assert run_command(["init", "--preset", preset, "-o", str(path)]) == 0
+    own = load_config(CONFIGS / f"{preset}.json").require()
+    result = load_config(path)
+    assert (result.diagnostics, result.require().settings) == ((), own.settings)
+    assert len(result.require().rules) == len(own.rules)
+
+
+@pytest.mark.parametrize("algorithm", ["awq", "gptq"])
+def test_what_is_for_language_models_leaves_their_embeddings_and_head_in_float(
+    algorithm: str, tmp_path: Path, toy: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "net.json"
+    assert run_command(["init", "--strategy", algorithm, "-o", str(path)]) == 0
+    names = {"words": "torch.nn.Embedding(9, 128)", "up": "torch.nn.Linear(128, 128)", "out": "torch.nn.Linear(128, 9)"}
+    built = ", ".join(f"({name!r}, {module})" for name, module in names.items())
+    ordered = f"return torch.nn.Sequential(__import__('collections').OrderedDict([{built}]))"
+    model = toy(data="return [torch.ones(4, 3, dtype=torch.long)]", model=ordered)
+    assert run_command(["plan", "--config_file", str(path), "--model", model, "--json"]) == 0
+    quantized = [row["name"] for row in json.loads(capsys.readouterr().out)["layers"] if "tensors" in row]
+    assert quantized == ["Sequential::Sequential/Linear[up]/linear"]
+
+
+def test_a_device_goes_with_presets_of_the_form_that_has_no_device_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "net.json"
+    assert run_command(["init", "--preset", "mxfp4", "--device", "GPU", "-o", str(path)]) == 0
+    assert load_config(path).require().settings.target_device == "GPU"
+    for more in (["--preset", "mxfp4", "--device", "DPU"], ["--preset", "cpu_int8", "--device", "GPU"],
+                 ["--preset", "mxfp4", "--strategy", "awq"]):  # fmt: skip
+        assert run_command(["init", *more, "-o", "-"]) == 2
+    assert "the preset cpu_int8 says its device itself" in capsys.readouterr().err
 
 
 def test_the_dpu_has_no_strategies(capsys: pytest.CaptureFixture[str]) -> None:

@@ -242,7 +242,7 @@ def test_plan_inspect_and_explain_tell_the_same_story(capsys: pytest.CaptureFixt
 
     assert run_command(["explain", *look, "conv1"]) == 0
     explained = capsys.readouterr().out
-    assert re.search(r"qscheme +per_tensor +\S+example\.json:\d+:\d+", explained)
+    assert re.search(r"per_channel +false +\S+example\.json:\d+:\d+", explained)
     assert run_command(["explain", *look, "conv9"]) == 2
     assert "closest: " in capsys.readouterr().err
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from toys import traced
 
-from quantizer.config.model import Selector, Settings
+from quantizer.config.model import Config, ConfigRule, Selector, Settings
 from quantizer.graph.passes import run_passes
-from quantizer.plan.match import RANKS, Match, match
+from quantizer.plan.match import RANKS, Match, closest, match
+from quantizer.plan.resolve import resolve
 
 ROOT = "Residual::Residual/"
 BLOCK = ROOT + "Sequential[layer1]/Block[{}]/"
@@ -31,6 +32,10 @@ NAMES = [
     ("Residual::input_0", "name", ["Residual::input_0"]),
     ("conv1", "path", ["Conv2d[conv1]/conv2d"]),
     ("bn1", "path", ["Conv2d[conv1]/conv2d"]),
+    ("layer1.0.add", "name", ["Sequential[layer1]/Block[0]/add"]),
+    ("layer1.0.relu.1", "name", ["Sequential[layer1]/Block[0]/ReLU[relu]/relu.1"]),
+    ("flatten", "name", ["flatten"]),
+    ("kind:head", "pattern", ["Linear[fc]/linear"]),
     ("layer1.1.conv2", "path", ["Sequential[layer1]/Block[1]/Conv2d[conv2]/conv2d"]),
     (
         "layer1.0",
@@ -63,6 +68,9 @@ NOTHING = [
     ROOT + "Conv2d[conv9]/conv2d",
     ROOT + "input.7",  # several layers in that scope
     "layer1.9",
+    "layer1.0.add.1",
+    "kind:heads",
+    "kind:embedding",
     "conv",
     "*.nothing",
     "re:(",
@@ -75,6 +83,17 @@ NOTHING = [
 @pytest.mark.parametrize("text", NOTHING)
 def test_names_that_find_nothing(text: str) -> None:
     assert found(text).layers == ()
+
+
+def test_kinds_are_found_in_any_model_and_none_is_no_error() -> None:
+    assert [name.rpartition("/")[2] for name in found("kind:embedding", toy="tied").layers] == ["embedding"]
+    assert [name.rpartition("/")[2] for name in found("kind:head", toy="tied").layers] == ["linear"]
+    original = traced("residual")
+    for text, findings in (("kind:embedding", 0), ("kind:embeddings", 1), ("embed*", 1)):
+        config = Config(Settings(), (ConfigRule(Selector("exclude", text), "exclude[0]"),), form="hierarchical")
+        plan = resolve(config, original, original)
+        assert [finding.code for finding in plan.diagnostics] == ["QZ402"] * findings
+    assert closest(Selector("name", "kind:heads"), original)[0] == "kind:head"
 
 
 def test_an_old_name_is_taken_with_a_note() -> None:
