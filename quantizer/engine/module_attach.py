@@ -77,8 +77,7 @@ def quantizer_of(module: nn.Module, role: str, tensor: QuantizedTensor) -> Tenso
     """A quantizer for a layer's tensor; the output of torch's own layers is fresh memory, which it may overwrite."""
     cls = module.float_class if isinstance(module, InPlace) else type(module)
     inplace = role == "activation" and cls in OPERATORS
-    known = (tensor.scale, tensor.zero_point) if tensor.spec.is_scaled and not tensor.spec.is_dynamic else ()
-    return TensorQuantizer(tensor.spec, *known, inplace=inplace)
+    return TensorQuantizer.of(tensor, inplace=inplace)
 
 
 def _uses(modules: dict[str, nn.Module], graph: Graph, solution: Solution) -> Iterator[_Use]:

@@ -62,13 +62,14 @@ class Emission:
 
 @dataclass(frozen=True)
 class Quantization:
-    """(spec, scale, zero point) of the values of a layer in a role."""
+    """How the values of a layer in a role are quantized, and the codes of a parameter."""
 
     layer: str
     role: str
     spec: QuantizationSpec
     scale: Tensor
     zero_point: Tensor
+    codes: Tensor | None = None
 
 
 def refusal(wanted: Quantization, graph: Graph, opset: int) -> tuple[str, str] | None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.nn.dynamic import dynamic_qparams, quantize_rows
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.fake_cast import fake_cast, fake_cast_, fake_cast_plain
 from quantizer.numerics.fake_quantize import fake_quantize, fake_quantize_, fake_quantize_plain
 from quantizer.numerics.formats import cast_round_trip_
@@ -46,6 +47,18 @@ class TensorQuantizer(nn.Module):
         self.spec, self.inplace = spec, inplace
         self.register_buffer("scale", scale)
         self.register_buffer("zero_point", zero_point)
+
+    @classmethod
+    def of(cls, tensor: QuantizedTensor, *, inplace: bool = False) -> TensorQuantizer:
+        """The quantizer of a tensor; a dynamic one finds its scale itself, and a cast has none."""
+        known = (tensor.scale, tensor.zero_point) if tensor.spec.is_scaled and not tensor.spec.is_dynamic else ()
+        return cls(tensor.spec, *known, inplace=inplace)
+
+    @property
+    def tensor(self) -> QuantizedTensor:
+        """What it does to a tensor, as a value."""
+        known = () if self.scale is None else (self.scale, self.zero_point)
+        return QuantizedTensor(self.spec, *known)
 
     def forward(self, x: Any) -> Any:
         """The tensor on its grid; anything that is not a floating-point tensor, or holds no values, passes unchanged.

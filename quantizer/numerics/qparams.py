@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from quantizer.numerics.blocks import FEW
-from quantizer.numerics.formats import FLOAT_FORMATS, FloatFormat
-from quantizer.numerics.registry import lookup
+from quantizer.numerics.formats import FloatFormat, format_named
 
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: 1 / scale stays finite
 LARGEST_VALUE = 2.0**128 - 2.0**105  # two steps below infinity, for the rounding of the scale itself to float32
@@ -71,7 +70,7 @@ class FloatGrid:
     symmetric: bool = True
 
     def __post_init__(self) -> None:
-        lookup(FLOAT_FORMATS, self.dtype, "floating-point format")
+        format_named(self.dtype)
         if not self.symmetric:
             raise ValueError(f"{self.dtype} has no zero point, so its range is symmetric.")
         if self.scale_type not in ("float", "poweroftwo", "e8m0"):
@@ -82,7 +81,7 @@ class FloatGrid:
     @property
     def row(self) -> FloatFormat:
         """The format itself."""
-        return FLOAT_FORMATS[self.dtype]
+        return format_named(self.dtype)
 
     @property
     def span(self) -> float:

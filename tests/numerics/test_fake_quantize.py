@@ -10,8 +10,10 @@ pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra:
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.blocks import BLOCK
-from quantizer.numerics.fake_quantize import dequantize, fake_quantize, fake_quantize_, fake_quantize_plain, quantize
+from quantizer.numerics.codes import decode, quantize
+from quantizer.numerics.fake_quantize import fake_quantize, fake_quantize_, fake_quantize_plain
 from quantizer.numerics.rounding import NEAREST, ROUND_MODES
 
 
@@ -133,7 +135,7 @@ def test_32_bit_codes_neither_wrap_nor_lose_bits():
     y = fake_quantize(x, *args)
     assert torch.allclose(y[:3], x[:3], rtol=1e-7, atol=0)
     assert quantize(x, *args)[3] == 2**31 - 1
-    assert torch.equal(dequantize(quantize(x, *args), *args[:2]), y)
+    assert torch.equal(decode(quantize(x, *args), QuantizationSpec(bit_width=32), *args[:2]), y)
 
 
 def test_not_a_number_stays_visible():
@@ -168,9 +170,9 @@ def test_per_channel_codes_and_values_fit_together():
     x, scale = randn(3, 4, 5), torch.tensor([0.1, 0.2, 0.3, 0.4])
     zero_point = torch.tensor([0, 3, 7, 15], dtype=torch.int32)
     codes = quantize(x, scale, zero_point, 0, 15, "std_round", 1)
-    assert torch.equal(
-        dequantize(codes, scale, zero_point, 1), fake_quantize(x, scale, zero_point, 0, 15, "std_round", 1)
-    )
+    spec = QuantizationSpec(bit_width=4, symmetric=False, qscheme="per_channel", ch_axis=1)
+    expected = fake_quantize(x, scale, zero_point, 0, 15, "std_round", 1)
+    assert torch.equal(decode(codes, spec, scale, zero_point), expected)
 
 
 def test_bad_arguments_are_named():
@@ -197,7 +199,7 @@ def test_every_value_comes_back_within_half_a_step_or_one_of_its_clipped_self(x,
     clipped = values.double().clamp((0 - zero_point) * scale, (255 - zero_point) * scale)
     assert ((y - clipped).abs() <= scale / (2 if mode in NEAREST else 1) * (1 + 1e-4)).all()
     assert torch.equal(fake_quantize(y, *args[:-1], mode if mode in NEAREST else "half_even"), y)
-    assert torch.equal(dequantize(quantize(values, *args), *args[:2]), y)
+    assert torch.equal(decode(quantize(values, *args), QuantizationSpec(symmetric=False), *args[:2]), y)
 
 
 @pytest.mark.parametrize("signed", [True, False])
