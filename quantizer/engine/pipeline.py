@@ -166,6 +166,11 @@ def correct_biases(job: Job) -> None:
     job.solution = dataclasses.replace(job.solution, corrections=found)
 
 
+def encode_parameters(job: Job) -> None:
+    """Make codes of the quantized parameters: what is stored, run and exported from now on."""
+    job.solution = job.target.encoded(job.solution)
+
+
 STEPS: tuple[Step, ...] = (
     Step(run_passes),
     Step(make_plan),
@@ -177,6 +182,7 @@ STEPS: tuple[Step, ...] = (
     Step(align_to_dpu, when=lambda job: job.plan.settings.target_device == "DPU"),
     Step(finetune_weights, when=lambda job: bool(job.fast_finetune)),
     Step(correct_biases, when=lambda job: bool(job.calibration.means)),
+    Step(encode_parameters),
 )
 
 
