@@ -28,7 +28,7 @@ from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.rescale import InputRotation, InputScale
 from quantizer.numerics.codes import unpack
 from quantizer.numerics.granularity import scale_shape
-from quantizer.observers import grid_of, kernel_of
+from quantizer.observers import code_range_of, kernel_of
 
 FORMAT = 4
 TENSORS, DESCRIPTION = "model.safetensors", "quantizer.json"
@@ -235,7 +235,7 @@ def _quantizers(
             names = [joined(path, "quantizers", role, part) for part in ("scale", "zero_point")]
             scale, zero_point = (tensors.get(described["ties"].get(name, name), nothing) for name in names)
             if spec.is_scaled and not spec.is_dynamic:
-                grid_of(spec)
+                code_range_of(spec)
                 _check_scale(names[0], scale, zero_point, _scale_shape(module, role, spec))
             made[path, role] = quantizer_of(module, role, QuantizedTensor(spec, scale, zero_point))
     return made

@@ -156,7 +156,7 @@ def few(batches: Callable[[], Iterable[Batch]]) -> Iterable[Batch]:
 
 
 def candidates(plan: Plan) -> tuple[list[Candidate], dict[str, str]]:
-    """Weights of linear and convolution layers on integer grids; and why other quantized ones are none."""
+    """Weights of linear and convolution layers in integers; and why other quantized ones are none."""
     sharing: dict[str, list[str]] = {}
     for node in plan.graph.nodes:
         for path in node.params.values():
@@ -186,7 +186,7 @@ def _why_kept(plan: Plan, name: str) -> str | None:
     if tensor is None:
         return "not quantized"
     if tensor.spec.dtype != "int" or tensor.spec.scale_type == "e8m0":
-        return f"{tensor.spec.dtype}, no integer grid with a scale"
+        return f"{tensor.spec.dtype}, no integer with a scale"
     return None
 
 

@@ -161,7 +161,7 @@ def _one_batch(
         for quantizer, noise in taps.get(name, ()):
             noise.local.add(x, _apart(quantizer, x))
             assert noise.accumulated is not None  # only parameters have none
-            # What the quantizer hands on: a layer's own input grid comes after the value that both networks made.
+            # What the quantizer hands on: a layer quantizes its own input after both networks have made the value.
             noise.accumulated.add(x, y if noise.layer == name else _apart(quantizer, y))
     _outputs(left.float_outputs(), right.float_outputs(), batch, result)
 

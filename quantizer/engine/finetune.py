@@ -98,7 +98,7 @@ def _layers_of(snapshot: Snapshot) -> dict[str, FinetunedLayer]:
 class Finetuned:
     """What finetuning made of a solution, and the noise of the network's output over the calibration data.
 
-    `plain` counts layers whose quantized weights it does not learn: groups, floating-point formats, finer grids.
+    `plain` counts layers whose quantized weights it does not learn: groups, floating-point formats, more bits.
     """
 
     solution: Solution

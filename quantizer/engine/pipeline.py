@@ -155,10 +155,10 @@ def correct_biases(job: Job) -> None:
     """
     data = job.read_again("bias correction", "set include_bias_corr to false")
     runner = SequentialRunner(quantized_network(job.plan.graph, job.solution).to(job.target.device), data)
-    on_grid = job.plan.settings.target_device == "DPU"
+    as_codes = job.plan.settings.target_device == "DPU"
     with job.stage("bias correction", len(job.plan.graph.nodes), "layers") as stage:
         found = bias_correction.correct_biases(
-            runner, job.calibration.means, on_grid=on_grid, after_layer=stage.advance
+            runner, job.calibration.means, as_codes=as_codes, after_layer=stage.advance
         )
     name, largest = max(((layer, float(c.abs().max())) for layer, c in found.items()), key=lambda pair: pair[1])
     text = f"biases of {len(found)} layers corrected, by at most {largest:.3g} in {name}"

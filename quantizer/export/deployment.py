@@ -67,7 +67,7 @@ class Deployment:
 
     @cached_property
     def steps(self) -> list[float | None]:
-        """For each tensor of the output the distance of two codes, None where it is not on one grid of integers."""
+        """For each tensor of the output the distance of two codes, None where it is not integers times one scale."""
         return [self._step(name) for name in references(self.graph.output)]
 
     def _step(self, name: str) -> float | None:

@@ -18,7 +18,7 @@ def quantize_weights(wanted: Quantization, values: Tensor, name: str, opset: int
     """Codes, scale, zero point and the node that makes `values` of them under `name`; None where floats have to stay.
 
     Floats stay, exact as they are, in floating-point formats, in groups before operator set 21, and where float32
-    cannot compute the value from the code: in grids beyond 24 bits. `values` lie on the grid already.
+    cannot compute the value from the code, as of more than 24 bits. `values` are what the codes stand for.
     """
     spec = wanted.spec
     carrier = _carrier(wanted, opset)

@@ -1,4 +1,4 @@
-"""TensorQuantizer: the only module that puts a tensor on a grid."""
+"""TensorQuantizer: the only module that quantizes a tensor."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from quantizer.observers import axis_of
 
 
 class TensorQuantizer(nn.Module):
-    """Rounds a tensor to the grid of `spec`, with a fixed scale and zero point, or dynamically with those of its range.
+    """Quantizes and dequantizes a tensor by `spec`, with fixed scale and zero point or with those of its own range.
 
     Args:
-        spec: the grid.
+        spec: number format, granularity and rounding.
         scale: float32, of `granularity.scale_shape`; not read for dynamic tensors and formats without a scale.
         zero_point: int32, same shape.
         inplace: overwrite the input, allowed when its producer made fresh memory that nobody else reads unquantized.
@@ -61,7 +61,7 @@ class TensorQuantizer(nn.Module):
         return QuantizedTensor(self.spec, *known)
 
     def forward(self, x: Any) -> Any:
-        """The tensor on its grid; anything that is not a floating-point tensor, or holds no values, passes unchanged.
+        """The tensor quantized; anything that is not a floating-point tensor, or holds no values, passes unchanged.
 
         Raises ObservationError, a ValueError, for what has no dynamic range.
         """
@@ -93,14 +93,14 @@ class TensorQuantizer(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """The grid in words."""
+        """The spec in words."""
         spec = self.spec
         kind = f"{spec.bit_width} bit" if spec.dtype == "int" else spec.dtype
         return f"{kind}, {spec.round_mode}, {spec.qscheme}" + (", dynamic" if spec.is_dynamic else "")
 
 
 def place(x: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor, *, inplace: bool = False) -> Tensor:
-    """Return `x` on the grid of `spec` with these scales, of `granularity.scale_shape`.
+    """Return `x` quantized by `spec` with these scales, of `granularity.scale_shape`.
 
     >>> place(torch.tensor([[0.6, 7.0]]), QuantizationSpec(), torch.tensor(0.5), torch.tensor(0)).tolist()
     [[0.5, 7.0]]

@@ -5,6 +5,7 @@ A code is what a format's row stores of a value before it is scaled: an integer,
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Protocol
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantizer.numerics.blocks import blocks, check_scales, workspace
+from quantizer.numerics.blocks import BLOCK, blocks, workspace
 from quantizer.numerics.fake_cast import float_kernel
 from quantizer.numerics.fake_quantize import integer_kernel, work_dtype
 from quantizer.numerics.formats import FloatFormat, format_named
@@ -51,10 +52,21 @@ def encode(value: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor) -> Tens
         scale: float32, of `granularity.scale_shape`; not read for formats without a scale, nor is the next.
         zero_point: int32, same shape.
     """
-    if value.isnan().any():
-        return None
-    codes = _codes(value, spec, scale, zero_point)
-    return codes if torch.equal(decode(codes, spec, scale, zero_point, value.dtype), value) else None
+    storage = _storage(spec)
+    if not spec.is_scaled:
+        codes = value.to(storage)
+        return codes if torch.equal(codes.to(value.dtype), value) else None
+    cut = spec.qscheme, spec.ch_axis, spec.group_size
+    rows, each = workspace(to_rows(value, *cut), _work(spec, value.dtype)), (scale.reshape(-1), zero_point.reshape(-1))
+    codes, factor = torch.empty_like(rows, dtype=storage), _factor(spec)
+    kernel = float_kernel(spec.dtype) if factor else integer_kernel(spec.quant_min, spec.quant_max, "half_even")
+    for (x, s, z), (part, _, _) in zip(blocks(rows, *each, ch_axis=0), blocks(codes, *each, ch_axis=0), strict=True):
+        code = kernel(x / s, z)
+        part.copy_(code.mul_(factor) if factor else code.add_(z))
+        restored = part.to(x.dtype).div_(factor) if factor else part.to(x.dtype).sub_(z)
+        if not torch.equal(restored.mul_(s).to(value.dtype), x.to(value.dtype)):
+            return None
+    return from_rows(codes, tuple(value.shape), *cut).contiguous()
 
 
 def decode(codes: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -62,10 +74,9 @@ def decode(codes: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor, dtype: 
     if not spec.is_scaled:
         return codes.to(dtype)
     cut = spec.qscheme, spec.ch_axis, spec.group_size
-    wide = spec.dtype == "int" and work_dtype(spec.quant_min, spec.quant_max) == torch.float64
-    work = torch.float64 if wide or dtype == torch.float64 else torch.float32
+    work, factor = _work(spec, dtype), _factor(spec)
     rows = to_rows(codes.to(work), *cut)
-    rows = rows.sub_(zero_point.reshape(-1, 1)) if spec.dtype == "int" else rows.div_(format_named(spec.dtype).factor)
+    rows = rows.div_(factor) if factor else rows.sub_(zero_point.reshape(-1, 1))
     return from_rows(rows.mul_(scale.reshape(-1, 1).to(work)), tuple(codes.shape), *cut).to(dtype).contiguous()
 
 
@@ -81,7 +92,7 @@ def pack(codes: Tensor, spec: Spec) -> Tensor:
         return codes.contiguous()
     flat = codes.reshape(-1).contiguous().view(torch.uint8)
     if codes.is_floating_point():
-        return pack_bits(_numbers(format_named(spec.dtype))[flat.int()], bits)
+        return pack_bits(_looked_up(_numbers(format_named(spec.dtype)), flat), bits)
     return pack_bits(flat + _offset(codes.dtype, bits), bits)
 
 
@@ -93,7 +104,7 @@ def unpack(stored: Tensor, spec: Spec, shape: torch.Size | tuple[int, ...]) -> T
     flat = unpack_bits(stored, bits, torch.Size(shape).numel())
     dtype = _storage(spec)
     if dtype.is_floating_point:
-        return _patterns(format_named(spec.dtype))[flat.int()].view(shape)
+        return _looked_up(_patterns(format_named(spec.dtype)).view(torch.uint8), flat).view(dtype).view(shape)
     return (flat - _offset(dtype, bits)).view(dtype).view(shape)
 
 
@@ -112,9 +123,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     [33, 3]
     """
     length = codes.shape[-1]
-    word = _joined(pad(codes, (0, -length % BYTE)), BYTE, bits)  # 8 codes take as many bytes as a code has bits
-    stream = torch.stack([word >> BYTE * k & 255 for k in range(bits)], -1).to(torch.uint8)
-    return stream.flatten(-2)[..., : -(-length * bits // BYTE)].contiguous()
+    return _regrouped(codes, bits, BYTE)[..., : -(-length * bits // BYTE)].contiguous()
 
 
 def unpack_bits(stream: Tensor, bits: int, length: int) -> Tensor:
@@ -123,18 +132,19 @@ def unpack_bits(stream: Tensor, bits: int, length: int) -> Tensor:
     >>> unpack_bits(torch.tensor([33, 3], dtype=torch.uint8), 4, 3).tolist()
     [1, 2, 3]
     """
-    word = _joined(pad(stream, (0, -stream.shape[-1] % bits)), bits, BYTE)
-    codes = torch.stack([word >> bits * k & (1 << bits) - 1 for k in range(BYTE)], -1).to(torch.uint8)
-    return codes.flatten(-2)[..., :length].contiguous()
+    return _regrouped(stream, BYTE, bits)[..., :length].contiguous()
 
 
-def _joined(numbers: Tensor, count: int, bits: int) -> Tensor:
-    """Each `count` numbers of so many bits along the last axis as one int64, the first in the lowest bits."""
-    parts = numbers.reshape(*numbers.shape[:-1], -1, count)
-    word = parts[..., 0].to(torch.int64)
+def _regrouped(numbers: Tensor, bits: int, into: int) -> Tensor:
+    """Streams of `bits` bits a number along the last axis as numbers of `into` bits, filled up with zeros; uint8."""
+    whole = math.lcm(bits, into)
+    count, wide = whole // bits, {8: torch.uint8, 24: torch.int32}.get(whole, torch.int64)
+    parts = pad(numbers, (0, -numbers.shape[-1] % count)).reshape(*numbers.shape[:-1], -1, count)
+    word = parts[..., 0].to(wide)
     for k in range(1, count):
-        word |= parts[..., k].to(torch.int64) << bits * k
-    return word
+        word |= parts[..., k].to(wide) << bits * k
+    mask = (1 << into) - 1
+    return torch.stack([(word >> into * k & mask).to(torch.uint8) for k in range(whole // into)], -1).flatten(-2)
 
 
 def code_dtype(quant_min: int, quant_max: int) -> torch.dtype:
@@ -150,47 +160,15 @@ def code_dtype(quant_min: int, quant_max: int) -> torch.dtype:
     return torch.int64
 
 
-def quantize(
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    quant_min: int,
-    quant_max: int,
-    round_mode: str,
-    ch_axis: int | None = None,
-) -> Tensor:
-    """Return the integer codes of `x` in `code_dtype`; arguments as for `fake_quantize_`.
-
-    Raises ValueError if `x` holds NaN, which has no code.
-
-    >>> quantize(torch.tensor([-9.0, 0.74]), torch.tensor(0.5), torch.tensor(3), 0, 15, "half_even")
-    tensor([0, 4], dtype=torch.uint8)
-    """
-    check_scales(x, scale, zero_point, ch_axis)
-    kernel = integer_kernel(quant_min, quant_max, round_mode)
-    work = workspace(x.clone(), work_dtype(quant_min, quant_max))
-    for block, s, z in blocks(work, scale, zero_point, ch_axis):
-        kernel(block.div_(s), z).add_(z)
-    if work.isnan().any():
-        raise ValueError(f"{int(work.isnan().sum())} of {work.numel()} values are NaN and have no code.")
-    return work.to(code_dtype(quant_min, quant_max))
+def _work(spec: Spec, dtype: torch.dtype) -> torch.dtype:
+    """What a quantizer computes in."""
+    wide = spec.dtype == "int" and work_dtype(spec.quant_min, spec.quant_max) == torch.float64
+    return torch.float64 if wide or dtype == torch.float64 else torch.float32
 
 
-def _codes(value: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor) -> Tensor:
-    """The codes nearest to a tensor without NaN."""
-    if not spec.is_scaled:
-        return value.to(_storage(spec))
-    cut = spec.qscheme, spec.ch_axis, spec.group_size
-    rows, scale, zero_point = to_rows(value, *cut), scale.reshape(-1), zero_point.reshape(-1)
-    if spec.dtype == "int":
-        codes = quantize(rows, scale, zero_point, spec.quant_min, spec.quant_max, "half_even", ch_axis=0)
-    elif (row := format_named(spec.dtype)).storage.is_floating_point:
-        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        codes = float_kernel(spec.dtype)(wide / scale[:, None], 0).to(row.storage)
-    else:
-        span = round(row.largest * row.factor)
-        codes = quantize(rows, scale / row.factor, torch.zeros_like(zero_point), -span, span, "half_even", ch_axis=0)
-    return from_rows(codes, tuple(value.shape), *cut).contiguous()
+def _factor(spec: Spec) -> float:
+    """What values of a format are multiplied with to be stored; 0 for integers, which have a zero point instead."""
+    return 0.0 if spec.dtype == "int" else format_named(spec.dtype).factor
 
 
 def _storage(spec: Spec) -> torch.dtype:
@@ -200,6 +178,14 @@ def _storage(spec: Spec) -> torch.dtype:
 def _offset(dtype: torch.dtype, bits: int) -> int:
     """What is added to a code for it not to be negative; bytes wrap around."""
     return 1 << (bits - 1) if dtype.is_signed else 0
+
+
+def _looked_up(table: Tensor, numbers: Tensor) -> Tensor:
+    """The entry of a table of bytes for each number, block by block, as indices take four times as much memory."""
+    found = torch.empty_like(numbers)
+    for part, target in zip(torch.split(numbers, BLOCK), torch.split(found, BLOCK), strict=True):
+        torch.index_select(table, 0, part.int(), out=target)
+    return found
 
 
 @cache

@@ -25,7 +25,7 @@ def fake_quantize_(
 ) -> Tensor:
     """Replace `x` by its quantized and dequantized values, in place, and return it.
 
-    `x` is floating point of any shape and layout; float16 and bfloat16 are computed in float32, grids beyond 2^24
+    `x` is floating point of any shape and layout; float16 and bfloat16 are computed in float32, more than 2^24
     codes in float64. `scale` (float32) and `zero_point` (int32) have shape (), or (C,) with `ch_axis` the dimension of
     size C. NaN stays NaN. Raises TypeError if `x` is not floating point, ValueError for an unknown mode or a shape that
     does not fit.
@@ -83,7 +83,7 @@ def fake_quantize_plain(
 
 
 def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
-    """Return what puts x / scale on an integer grid. Raises ValueError for an unknown mode.
+    """Return what makes codes of x / scale. Raises ValueError for an unknown mode.
 
     It clips before it rounds: between integers the result is the same, and every mode stays in its exact range.
 
@@ -102,5 +102,5 @@ def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
 
 
 def work_dtype(quant_min: int, quant_max: int) -> torch.dtype:
-    """Return the narrowest dtype that holds every code and half-way point of a grid: float64 from 2^24 codes on."""
+    """Return the narrowest dtype that holds every code and half-way point: float64 from 2^24 codes on."""
     return torch.float64 if quant_max - quant_min >= 1 << 24 else torch.float32

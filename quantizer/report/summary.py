@@ -37,7 +37,7 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
 
 
 def describe_spec(spec: QuantizationSpec) -> str:
-    """The grid, its scales, how their range is found and the rounding in one line; what is usual goes without saying.
+    """Number format, scales, how their range is found and rounding in one line; what is usual goes without saying.
 
     >>> describe_spec(QuantizationSpec(qscheme="per_channel", ch_axis=0))
     'int8 per_channel maxmin half_even'

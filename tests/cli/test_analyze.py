@@ -273,7 +273,7 @@ def test_what_cannot_be_is_a_sentence(
 
 def test_formats_without_integers_have_no_widths(analyze: Analyze, capsys: pytest.CaptureFixture[str]) -> None:
     assert analyze({"global_quant_config": {"weight": {"dtype": "bfloat16"}}}, "--budget", "3") == 1
-    assert "bfloat16, no integer grid" in capsys.readouterr().err
+    assert "bfloat16, no integer" in capsys.readouterr().err
 
 
 def test_a_value_that_is_not_finite_names_the_layer(

@@ -16,9 +16,9 @@ from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.observers import Observer
 
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0, dtype=torch.int32)
-INTEGERS = [{"bit_width": bits} for bits in (2, 3, 4, 5, 7, 8, 12, 16, 32)]
-KINDS = ({}, {"symmetric": False}, {"narrow_range": True}, {"signed": False})
-SPECS = [QuantizationSpec(**bits, **kind) for bits in INTEGERS for kind in KINDS]
+KINDS: tuple[dict[str, bool], ...] = ({}, {"symmetric": False}, {"narrow_range": True}, {"signed": False})
+SPECS = [QuantizationSpec(bit_width=bits, **kind) for bits in (2, 3, 4, 5, 7, 8, 12, 16) for kind in KINDS]  # type: ignore[arg-type]
+SPECS += [QuantizationSpec(bit_width=32), QuantizationSpec(bit_width=32, narrow_range=True)]
 SPECS += [QuantizationSpec(dtype=name) for name in FLOAT_FORMATS]
 SPECS += [QuantizationSpec(dtype=name, scale_type="e8m0") for name in ("fp4", "mx_int8", "bfp16")]
 CUTS = [("per_tensor", None, None), ("per_channel", 0, None), ("per_channel", 1, None)]
