@@ -42,8 +42,8 @@ class Corrected:
         runner = SequentialRunner(
             quantized_network(self.graph, self.before), self.batches, ActivationStore(self.budget)
         )
-        on_grid = self.calibration.plan.settings.target_device == "DPU"
-        found = correct_biases(runner, self.calibration.means, on_grid=on_grid)
+        as_codes = self.calibration.plan.settings.target_device == "DPU"
+        found = correct_biases(runner, self.calibration.means, as_codes=as_codes)
         return replace(self.before, corrections=found)
 
     def shifts(self, solution: Solution) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.numerics.qparams import Grid, qparams_from_range
+from quantizer.numerics.qparams import IntegerRange, qparams_from_range
 
 ACTIVATION = QuantizationSpec()
 WEIGHTS = QuantizationSpec(qscheme="per_channel", ch_axis=0)
@@ -66,7 +66,7 @@ def calibrated(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> S
 
 def fitted(value: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
     """With the scale and zero point that cover a tensor."""
-    grid = Grid(spec.quant_min, spec.quant_max, spec.symmetric, spec.scale_type)
+    grid = IntegerRange(spec.quant_min, spec.quant_max, spec.symmetric, spec.scale_type)
     if spec.ch_axis is None:
         low, high = value.min(), value.max()
     else:

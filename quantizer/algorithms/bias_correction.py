@@ -20,7 +20,7 @@ def correct_biases(
     runner: SequentialRunner,
     means: Mapping[str, ChannelMean],
     *,
-    on_grid: bool = False,
+    as_codes: bool = False,
     after_layer: Callable[[], None] | None = None,
 ) -> dict[str, Tensor]:
     """What to add to the bias of each layer in `means`, that gives it this mean output over the runner's batches.
@@ -29,13 +29,13 @@ def correct_biases(
     "Data-Free Quantization Through Weight Equalization and Bias Correction", 2019, section 4.2; sequential as in Nagel
     et al., "A White Paper on Neural Network Quantization", 2021, section 3.4). The mean is that of the layer's own
     output, before an activation function and before the output's quantizer, and the difference left is that of float
-    arithmetic. `on_grid` keeps a quantized bias on its grid, for devices that store its code: half a step may be left
-    then, which later layers see, and more if the bias is clipped.
+    arithmetic. `as_codes` leaves a quantized bias one that has a code, for devices that store it: half a step may be
+    left then, which later layers see, and more if the bias is clipped.
 
     Args:
         runner: of the quantized network, before its first node; the network has the corrected biases afterwards.
         means: of the float network on the same batches, by layer.
-        on_grid: whether corrected biases are rounded to their grids; a bias without a grid is corrected exactly.
+        as_codes: whether corrected biases are rounded again; a bias that is not quantized is corrected exactly.
         after_layer: called after each node of the graph, for progress.
 
     Returns:
@@ -48,7 +48,7 @@ def correct_biases(
     with torch.no_grad():
         for node in runner.network.graph.nodes:
             if node.name in means:
-                corrections[node.name] = _correct(runner, node, means[node.name], on_grid)
+                corrections[node.name] = _correct(runner, node, means[node.name], as_codes)
             else:
                 runner.done(node)
             if after_layer is not None:
@@ -56,7 +56,7 @@ def correct_biases(
     return corrections
 
 
-def _correct(runner: SequentialRunner, node: Node, target: ChannelMean, on_grid: bool) -> Tensor:
+def _correct(runner: SequentialRunner, node: Node, target: ChannelMean, as_codes: bool) -> Tensor:
     """Find one layer's correction and hand on its outputs with it, without computing them again."""
     layer, found = runner.network.layers[node.name], ChannelMean(target.ch_axis)
     quantizer = layer.detach_output()
@@ -74,7 +74,7 @@ def _correct(runner: SequentialRunner, node: Node, target: ChannelMean, on_grid:
             f"the bias correction of {node.name} is not finite: its outputs are infinite, or NaN",
             help="give its activations more bits, leave its weights float, or set include_bias_corr to false",
         )
-    if on_grid and "bias" in layer.quantizers:
+    if as_codes and "bias" in layer.quantizers:
         bias = layer.get_parameter("bias")
         correction = layer.quantizers["bias"](bias + correction) - bias
     for output in kept:

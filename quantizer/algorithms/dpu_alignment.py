@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from quantizer.graph.axis_rules import PADDED
 from quantizer.graph.ir import Graph, Node
-from quantizer.plan.groups import Layout, grid_of, layout
+from quantizer.plan.groups import Layout, layout, quantization_point
 from quantizer.plan.model import Key
 
 MOST_SHIFT = 16
@@ -80,7 +80,7 @@ class _Aligner:
 
     def grid(self, name: str) -> Key | None:
         """The tensor that holds a node's values as codes."""
-        point = grid_of(self.graph, self.where, name)
+        point = quantization_point(self.graph, self.where, name)
         key = (point or "", "input" if point and self.graph.by_name[point].op == "input" else "activation")
         return key if key in self.positions else None
 

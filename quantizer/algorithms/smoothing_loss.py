@@ -18,7 +18,7 @@ from quantizer.graph.structure import InputGroup
 from quantizer.graph.weights import rescaled
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.qparams import QParams, qparams_from_range
-from quantizer.observers import grid_of
+from quantizer.observers import code_range_of
 
 
 def input_spec(task: Task, layer: str) -> QuantizationSpec | None:
@@ -73,7 +73,7 @@ def _quantized_input(x: Tensor, spec: QuantizationSpec | None, seen: ChannelRang
         return TensorQuantizer(by_row)(x)  # type: ignore[no-any-return]
     low, high = seen.low / factors, seen.high / factors
     if spec.qscheme == "per_channel":
-        grid = qparams_from_range(low, high, grid_of(spec))
+        grid = qparams_from_range(low, high, code_range_of(spec))
         by_input = [
             each.view(len(x), -1).repeat_interleave(x.shape[2] * len(x) // len(low), 1)
             for each in (grid.scale, grid.zero_point)
@@ -82,4 +82,4 @@ def _quantized_input(x: Tensor, spec: QuantizationSpec | None, seen: ChannelRang
         placed = nearest(wide, dataclasses.replace(spec, ch_axis=1), QParams(*(each.flatten() for each in by_input)))
         return placed.view(x.shape[1], len(x), -1).transpose(0, 1)
     whole = dataclasses.replace(spec, qscheme="per_tensor", ch_axis=None, group_size=None)
-    return nearest(x, whole, qparams_from_range(low.amin(), high.amax(), grid_of(whole)))
+    return nearest(x, whole, qparams_from_range(low.amin(), high.amax(), code_range_of(whole)))

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.api.codes import encode
 from quantizer.api.stored import DESCRIPTION, FORMAT, TENSORS, aliases, checksum, inserted_layers, joined, read
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import a_kind
@@ -24,13 +23,14 @@ from quantizer.graph.modules import as_planned, operator_of, parameters_of
 from quantizer.nn.inplace import InPlace, add_bias, check_float, insert_before, keep_layers_called
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.transaction import all_or_nothing
+from quantizer.numerics.codes import pack
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Write `model.safetensors` and `quantizer.json`.
 
-    The tensors are those of `model.state_dict()`, a tied one once; a quantized parameter is stored as its codes, in one
-    byte or in the smallest integer dtype that holds them, two to a byte up to 4 bits. The JSON has `layers`, class,
+    The tensors are those of `model.state_dict()`, a tied one once; a quantized parameter is stored as its codes, those
+    of fewer than 8 bits packed (`numerics.codes.pack`). The JSON has `layers`, class,
     operator and the spec of each tensor by path and role; `shared`, the further paths of these layers; `codes`, shape
     and dtype of each parameter stored as codes; `ties`, the further names of a tensor; `biases`, the layers that an
     algorithm gave one; and checksums.
@@ -126,9 +126,9 @@ def _encode(layers: dict[str, InPlace], state: dict[str, Tensor], ties: dict[str
             if name is None or name in ties:
                 continue
             value = as_planned(module, parameter_name(role), state[name])
-            stored, is_codes = encode(value, quantizer)
-            if is_codes:
-                state[name] = stored
+            found = quantizer.tensor.encoded(value)
+            if found.codes is not None:
+                state[name] = pack(found.codes, found.spec)
                 codes[name] = {"layer": path, "role": role, "shape": list(value.shape), "dtype": _word(value.dtype)}
     return codes
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load as parse_tensors
 from torch import Tensor, nn
 
-from quantizer.api.codes import decode
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name, parameter_role
 from quantizer.config.wording import a_kind
@@ -27,10 +26,11 @@ from quantizer.nn.inplace import check_quantizable, lacks_bias
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.rescale import InputRotation, InputScale
+from quantizer.numerics.codes import unpack
 from quantizer.numerics.granularity import scale_shape
-from quantizer.observers import grid_of, kernel_of
+from quantizer.observers import code_range_of, kernel_of
 
-FORMAT = 3
+FORMAT = 4
 TENSORS, DESCRIPTION = "model.safetensors", "quantizer.json"
 INSERTED: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
     "input_scale": (InputScale, ("axis",)),
@@ -38,7 +38,7 @@ INSERTED: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
 }
 """Class and constants of each operator that algorithms insert; a layer is made of the size of its weight and these."""
 _AGAIN = "save the model again with ModelQuantizer.save"
-_CHANGED = "its checksum is another one than when it was saved"
+_CHANGED = "checksum mismatch: the file changed after it was saved"
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _quantizers(
             names = [joined(path, "quantizers", role, part) for part in ("scale", "zero_point")]
             scale, zero_point = (tensors.get(described["ties"].get(name, name), nothing) for name in names)
             if spec.is_scaled and not spec.is_dynamic:
-                grid_of(spec)
+                code_range_of(spec)
                 _check_scale(names[0], scale, zero_point, _scale_shape(module, role, spec))
             made[path, role] = quantizer_of(module, role, QuantizedTensor(spec, scale, zero_point))
     return made
@@ -266,16 +266,17 @@ def _values(
 ) -> dict[str, Tensor]:
     """The model's own tensors, of the names, kinds and shapes in `own`, those that were stored as codes decoded."""
     ours = _quantizer_names(described) | _inserted_names(described)
-    codes = described["codes"]
+    coded = described["codes"]
     values = {}
     for name in sorted(tensors.keys() - ours):
         value = tensors[name]
-        if name in codes:
-            row = codes[name]
+        if name in coded:
+            row = coded[name]
             module, key = model.get_submodule(row["layer"]), parameter_name(row["role"])
-            dtype = getattr(torch, row["dtype"])
-            decoded = decode(value, quantizers[row["layer"], row["role"]], row["shape"], dtype)
-            value = as_planned(module, key, decoded).contiguous()
+            tensor = quantizers[row["layer"], row["role"]].tensor
+            codes = unpack(value, tensor.spec, row["shape"])
+            found = replace(tensor, codes=codes, dtype=getattr(torch, row["dtype"]))
+            value = as_planned(module, key, found.decoded()).contiguous()
         if value.is_floating_point() != own[name].is_floating_point():
             raise ValueError(f"{name} is {value.dtype} in the file and {own[name].dtype} in the model")
         if value.shape != own[name].shape:

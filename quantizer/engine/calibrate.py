@@ -196,7 +196,7 @@ class _located:  # noqa: N801 - reads as a verb: with _located(...)
         if isinstance(error, ObservationError):
             where = f"{self.tensor.role} of {self.tensor.layer}"
             signs = isinstance(error, NegativeValuesError)
-            help_ = "give it a signed or an asymmetric grid" if signs else "check the data and the weights"
+            help_ = "make it signed, or asymmetric" if signs else "check the data and the weights"
             raise self.error(f"{where}: {error}", help=f"{help_}, or leave this tensor float") from error
 
 

@@ -140,7 +140,7 @@ class _IntegerNetwork:
     def run_node(self, node: Node, values: Mapping[str, Any]) -> Any:
         """Its value: `Fixed` where it has codes."""
         if node.op == "input":
-            return self._on_grid(node, self.simulation.run_node(node, values))
+            return self._codes_of(node, self.simulation.run_node(node, values))
         return self._run(node, values)
 
     def _put_codes(self, node: Node) -> None:
@@ -158,7 +158,7 @@ class _IntegerNetwork:
     def _run(self, node: Node, values: Mapping[str, Any]) -> Any:
         """One layer in integers, or in float where it has no integer form."""
         call = arguments(node, values)
-        step = Step(node, self.plain.layers[node.name], self._own_grids(node, call))
+        step = Step(node, self.plain.layers[node.name], self._own_codes(node, call))
         why = self._why_float(node)
         if not why:
             step.weight_position, step.bias = self.positions.get((node.name, "weights")), self.biases.get(node.name)
@@ -170,7 +170,7 @@ class _IntegerNetwork:
         if node.row.kind not in ("structural", "passthrough"):
             self.result.floats.setdefault(node.name, why or "what it reads has no codes")
         floats = {name: _floats(values[name], self.graph.by_name[name].dtype) for name in node.refs()}
-        return self._on_grid(node, self.simulation.run_node(node, floats))
+        return self._codes_of(node, self.simulation.run_node(node, floats))
 
     def _why_float(self, node: Node) -> str:
         """Why the layer cannot run in integers, whatever it reads."""
@@ -179,18 +179,18 @@ class _IntegerNetwork:
         if node.row.weight:
             missing = [key for key in node.params if (node.name, parameter_role(key)) not in self.positions]
             if missing or set(node.inputs) & {"weight", "bias"}:
-                return "its parameters have no power-of-two grid for the whole tensor"
+                return "its parameters have no single power-of-two scale"
         spec = self._spec(node)
         if spec is not None and (node.name, "activation") not in self.positions:
-            return "its output has no power-of-two grid for the whole tensor"
+            return "its output has no single power-of-two scale"
         return ""
 
     def _spec(self, node: Node) -> QuantizationSpec | None:
         found = self.solution.tensors.get((node.name, "activation"))
         return found.spec if found else None
 
-    def _own_grids(self, node: Node, call: Mapping[str, Any]) -> dict[str, Any]:
-        """The layer's own view of what it reads, where the config gives "input" a grid of its own."""
+    def _own_codes(self, node: Node, call: Mapping[str, Any]) -> dict[str, Any]:
+        """The layer's own view of what it reads, where the config quantizes "input" on its own."""
         roles = {name: role for role, name in zip(node.input_roles(), call, strict=False)}
         return {
             name: self._shift(value, (node.name, roles[name]))
@@ -200,7 +200,7 @@ class _IntegerNetwork:
         }
 
     def _shifted(self, node: Node, wide: Any) -> Any:
-        """The wide result on the layer's grid, if it has one."""
+        """The wide result as the layer's codes, if it has any."""
         key = (node.name, "activation")
         return self._shift(wide, key) if isinstance(wide, Fixed) and key in self.positions else wide
 
@@ -209,8 +209,8 @@ class _IntegerNetwork:
         shift = wide.position - position
         return Fixed(requantize(wide.codes, shift, spec.quant_min, spec.quant_max, spec.round_mode), position)
 
-    def _on_grid(self, node: Node, value: Any) -> Any:
-        """The codes of a value that a quantizer of the simulation has put on its grid."""
+    def _codes_of(self, node: Node, value: Any) -> Any:
+        """The codes of a value that a quantizer of the simulation has made."""
         position = self.positions.get((node.name, "input" if node.op == "input" else "activation"))
         return value if position is None else Fixed(value.double() * 2.0**position, position)
 

@@ -1,6 +1,6 @@
-"""What each layer is in integers: from codes and positions to a wide result, before it is shifted onto its grid.
+"""What each layer is in integers: from codes and positions to a wide result, before it is shifted to the layer's codes.
 
-An operator without a row here, and one whose tensors have no power-of-two grid, runs in float. Values are exact; only
+An operator without a row here, and one whose tensors have no power-of-two scale, runs in float. Values are exact; only
 hardswish rounds inside, as the device does.
 """
 

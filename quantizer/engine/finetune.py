@@ -27,6 +27,7 @@ from quantizer.graph.ir import Graph
 from quantizer.nn.execution import float_leaves
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.numerics.qparams import QParams
 from quantizer.sources.batches import Batch
 
 AfterLayer = Callable[[Mapping[str, FinetunedLayer]], None]
@@ -97,7 +98,7 @@ def _layers_of(snapshot: Snapshot) -> dict[str, FinetunedLayer]:
 class Finetuned:
     """What finetuning made of a solution, and the noise of the network's output over the calibration data.
 
-    `plain` counts layers whose quantized weights it does not learn: groups, floating-point formats, finer grids.
+    `plain` counts layers whose quantized weights it does not learn: groups, floating-point formats, more bits.
     """
 
     solution: Solution
@@ -207,11 +208,9 @@ def finetune(
 
 def finetuned(found: Solution, layers: Mapping[str, FinetunedLayer]) -> Solution:
     """The solution with the weights and scales of finetuned layers."""
-    tensors = dict(found.tensors)
-    for name, layer in layers.items():
-        tensors[name, "weights"] = dataclasses.replace(tensors[name, "weights"], scale=layer.scale)
-    weights = {name: {"weight": layer.weight} for name, layer in layers.items()}
-    return dataclasses.replace(found, tensors=tensors).with_weights(weights)
+    zero_points = {name: found.tensors[name, "weights"].zero_point for name in layers}
+    qparams = {name: QParams(layer.scale, zero_points[name]) for name, layer in layers.items()}
+    return found.with_qparams(qparams).with_weights({name: {"weight": layer.weight} for name, layer in layers.items()})
 
 
 def _with_outputs(

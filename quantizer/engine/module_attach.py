@@ -21,7 +21,7 @@ from quantizer.nn.quantizer import TensorQuantizer
 
 @dataclass(frozen=True)
 class _Use:
-    """One layer's claim on a parameter: the grid it wants."""
+    """One layer's claim on a parameter: how it is to be quantized."""
 
     layer: str
     module: nn.Module
@@ -39,9 +39,9 @@ class _Use:
 
 
 def attach(model: nn.Module, graph: Graph, solution: Solution) -> None:
-    """Give the layers of `model` their quantizers; parameters are put on their grids once.
+    """Give the layers of `model` their quantizers; parameters are quantized once.
 
-    A tied parameter stays tied if all that hold it want the same grid. Else each that is quantized gets its own.
+    A tied parameter stays tied if all that hold it want the same. Else each that is quantized gets its own.
     """
     modules = dict(model.named_modules())
     uses = list(_uses(modules, graph, solution))
@@ -77,8 +77,7 @@ def quantizer_of(module: nn.Module, role: str, tensor: QuantizedTensor) -> Tenso
     """A quantizer for a layer's tensor; the output of torch's own layers is fresh memory, which it may overwrite."""
     cls = module.float_class if isinstance(module, InPlace) else type(module)
     inplace = role == "activation" and cls in OPERATORS
-    known = (tensor.scale, tensor.zero_point) if tensor.spec.is_scaled and not tensor.spec.is_dynamic else ()
-    return TensorQuantizer(tensor.spec, *known, inplace=inplace)
+    return TensorQuantizer.of(tensor, inplace=inplace)
 
 
 def _uses(modules: dict[str, nn.Module], graph: Graph, solution: Solution) -> Iterator[_Use]:

@@ -134,6 +134,10 @@ class ModuleTarget:
         made = found.with_qparams({name: layer.qparams for name, layer in self._rounded.items()})
         return made.with_weights({name: {"weight": layer.weight} for name, layer in self._rounded.items()})
 
+    def encoded(self, solution: Solution) -> Solution:
+        """As it is: the modules hold their parameters, rounded, and codes are made of them when they are saved."""
+        return solution
+
     def apply(self, solution: Solution) -> nn.Module:
         """The same model, its layers quantized."""
         write_rounded(self.model, self.graph, solution.weights)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import shortened
-from quantizer.numerics.formats import FLOAT_FORMATS
+from quantizer.numerics.formats import format_named
 from quantizer.observers import Observer
 from quantizer.plan.model import Key, Plan
 
@@ -17,7 +17,7 @@ def saturated(plan: Plan) -> Iterator[str]:
         if is_parameter(tensor.role) and not tensor.spec.is_scaled:
             node = plan.graph.by_name[tensor.layer]
             value = plan.graph.tensors[node.params[parameter_name(tensor.role)]]
-            largest = FLOAT_FORMATS[tensor.spec.dtype].largest
+            largest = format_named(tensor.spec.dtype).largest
             count = int((value.isfinite() & (value.abs() > largest)).sum())
             if count:
                 yield (

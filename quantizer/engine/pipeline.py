@@ -155,15 +155,20 @@ def correct_biases(job: Job) -> None:
     """
     data = job.read_again("bias correction", "set include_bias_corr to false")
     runner = SequentialRunner(quantized_network(job.plan.graph, job.solution).to(job.target.device), data)
-    on_grid = job.plan.settings.target_device == "DPU"
+    as_codes = job.plan.settings.target_device == "DPU"
     with job.stage("bias correction", len(job.plan.graph.nodes), "layers") as stage:
         found = bias_correction.correct_biases(
-            runner, job.calibration.means, on_grid=on_grid, after_layer=stage.advance
+            runner, job.calibration.means, as_codes=as_codes, after_layer=stage.advance
         )
     name, largest = max(((layer, float(c.abs().max())) for layer, c in found.items()), key=lambda pair: pair[1])
     text = f"biases of {len(found)} layers corrected, by at most {largest:.3g} in {name}"
     job.events.message(logging.INFO, text)
     job.solution = dataclasses.replace(job.solution, corrections=found)
+
+
+def encode_parameters(job: Job) -> None:
+    """Make codes of the quantized parameters: what is stored, run and exported from now on."""
+    job.solution = job.target.encoded(job.solution)
 
 
 STEPS: tuple[Step, ...] = (
@@ -177,6 +182,7 @@ STEPS: tuple[Step, ...] = (
     Step(align_to_dpu, when=lambda job: job.plan.settings.target_device == "DPU"),
     Step(finetune_weights, when=lambda job: bool(job.fast_finetune)),
     Step(correct_biases, when=lambda job: bool(job.calibration.means)),
+    Step(encode_parameters),
 )
 
 

@@ -8,27 +8,43 @@ from typing import Any
 
 from torch import Tensor
 
+from quantizer.config.roles import parameter_name
 from quantizer.engine.insertions import described, insertion
 from quantizer.engine.result_files import read_tensors
 from quantizer.engine.solution import Solution
 from quantizer.nn.network import Network
+from quantizer.numerics.codes import pack
 
 WEIGHTS = "weights.safetensors"
 RESCALED = "rescaled.safetensors"
-"""Float parameters that are as good as the model's, by `<module>.<parameter>`, where `WEIGHTS` has rounded ones."""
+"""Float parameters that are as good as the model's, by `<module>.<parameter>`, where `WEIGHTS` has codes or others."""
 
 
 def header_of(network: Network, found: Solution) -> dict[str, Any]:
     """The header's entries; their tensors are in `WEIGHTS`, those of `float_tensors` in `RESCALED`."""
     modules = network.module_names
     return {
-        "replaced_weights": {
-            name: {"module": modules[name], "tensors": sorted(own)} for name, own in found.weights.items()
+        "replaced": {
+            name: {
+                "module": modules[name],
+                "weights": sorted(found.weights.get(name, ())),
+                "rescaled": sorted(found.rescaled.get(name, ())),
+            }
+            for name in sorted({*found.weights, *found.rescaled})
         },
-        "rescaled": {name: sorted(own) for name, own in found.rescaled.items()},
         "insertions": [{**described(row), "module": modules[row.name]} for row in found.insertions],
         "algorithms": list(found.algorithms.get("algorithms", ())),
     }
+
+
+def stored_parameters(network: Network, found: Solution) -> dict[str, Tensor]:
+    """The parameters of the network by `<module>.<parameter>`; in the place of one that has codes these, packed."""
+    codes = {
+        f"{network.module_names[layer]}.{parameter_name(role)}": pack(tensor.codes, tensor.spec)
+        for (layer, role), tensor in found.tensors.items()
+        if tensor.codes is not None
+    }
+    return {**network.state_dict(), **codes}
 
 
 def float_tensors(network: Network, found: Solution) -> dict[str, Tensor]:
@@ -37,24 +53,24 @@ def float_tensors(network: Network, found: Solution) -> dict[str, Tensor]:
         f"{network.module_names[name]}.{key}": tensor
         for name, own in found.rescaled.items()
         for key, tensor in own.items()
-        if found.weights[name][key] is not tensor
+        if found.weights.get(name, {}).get(key) is not tensor
     }
 
 
-def read_replaced(folder: Path, header: Mapping[str, Any]) -> dict[str, Any]:
-    """`weights`, `rescaled` and `insertions` of a `Solution`.
+def read_replaced(folder: Path, header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> dict[str, Any]:
+    """`weights`, `rescaled` and `insertions` of a `Solution`; `stored` is what `WEIGHTS` holds.
 
     Raises KeyError or TypeError for what is not there.
     """
-    replaced, inserted = header["replaced_weights"], header["insertions"]
-    stored = read_tensors(folder / WEIGHTS) if replaced or inserted else {}
-    floats = read_tensors(folder / RESCALED) if RESCALED in header["files"] else {}
-    paths = {name: {key: f"{entry['module']}.{key}" for key in entry["tensors"]} for name, entry in replaced.items()}
+    floats = {**stored, **(read_tensors(folder / RESCALED) if RESCALED in header["files"] else {})}
     return {
-        "weights": {name: {key: stored[path] for key, path in own.items()} for name, own in paths.items()},
-        "rescaled": {
-            name: {key: floats.get(paths[name][key], stored[paths[name][key]]) for key in keys}
-            for name, keys in header["rescaled"].items()
+        **{
+            kind: {
+                name: {key: tensors[f"{entry['module']}.{key}"] for key in entry[kind]}
+                for name, entry in header["replaced"].items()
+                if entry[kind]
+            }
+            for kind, tensors in (("weights", stored), ("rescaled", floats))
         },
-        "insertions": tuple(insertion(row, stored[f"{row['module']}.weight"]) for row in inserted),
+        "insertions": tuple(insertion(row, stored[f"{row['module']}.weight"]) for row in header["insertions"]),
     }

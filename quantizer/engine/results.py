@@ -17,11 +17,18 @@ from quantizer.config.algorithm_words import written
 from quantizer.config.model import Config, Settings
 from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
-from quantizer.engine.attach import writes_inplace
+from quantizer.engine.attach import encoded, writes_inplace
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.inputs import input_shapes
 from quantizer.engine.result_files import read_json, read_tensors, write_bytes, write_json, write_tensors
-from quantizer.engine.result_tensors import RESCALED, WEIGHTS, float_tensors, header_of, read_replaced
+from quantizer.engine.result_tensors import (
+    RESCALED,
+    WEIGHTS,
+    float_tensors,
+    header_of,
+    read_replaced,
+    stored_parameters,
+)
 from quantizer.engine.solution import Solution
 from quantizer.errors import ResultError
 from quantizer.graph.edits import with_weights
@@ -31,7 +38,7 @@ from quantizer.nn.load import GROUP_SCALES, quantized_tensor
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 
-FORMAT = 2
+FORMAT = 3
 INFO = "quant_info.json"
 CORRECTIONS = "bias_corr.safetensors"
 ALGORITHMS = "algorithms.json"
@@ -86,11 +93,12 @@ def write_results(
     between equal runs.
     """
     plan, graph = calibration.plan, calibration.plan.graph
+    found = encoded(graph, found)
     network = Network(with_weights(graph, found.weights))
     for name in (*_owned(folder), *TESTED):
         (folder / name).unlink(missing_ok=True)
     files = {
-        WEIGHTS: write_tensors(folder / WEIGHTS, network.state_dict()),
+        WEIGHTS: write_tensors(folder / WEIGHTS, stored_parameters(network, found)),
         "statistics.safetensors": write_tensors(folder / "statistics.safetensors", calibration.state_dict()),
         f"{graph.model}.py": write_bytes(folder / f"{graph.model}.py", emit(graph).encode()),
     }
@@ -167,6 +175,8 @@ def _entry(calibration: Calibration, network: Network, key: tuple[str, str], ten
         "module": network.module_names[layer],
         "inplace": writes_inplace(calibration.plan.graph, layer, role),
     }
+    if tensor.codes is not None:
+        entry["codes"] = {"shape": list(tensor.codes.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
     observer, spec, scale = calibration.observers.get(key), tensor.spec, tensor.scale
     if observer is None:
         return entry
@@ -217,14 +227,15 @@ def read_info(folder: Path) -> QuantInfo:
 
 def _solution(folder: Path, header: Mapping[str, Any], entries: Mapping[str, Any]) -> Solution:
     """The calibration itself, from quant_info.json and the tensor files it names."""
-    groups = read_tensors(folder / GROUP_SCALES) if GROUP_SCALES in header["files"] else {}
+    stored = read_tensors(folder / WEIGHTS)
+    known = stored | (read_tensors(folder / GROUP_SCALES) if GROUP_SCALES in header["files"] else {})
     tensors = {
-        (layer, role): quantized_tensor(entry, role, groups)
+        (layer, role): quantized_tensor(entry, role, known)
         for layer, roles in entries.items()
         for role, entry in roles.items()
     }
     corrections = read_tensors(folder / CORRECTIONS) if CORRECTIONS in header["files"] else {}
-    return Solution(tensors, corrections=corrections, **read_replaced(folder, header))
+    return Solution(tensors, corrections=corrections, **read_replaced(folder, header, stored))
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

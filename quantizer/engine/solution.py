@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment
+from quantizer.config.roles import parameter_name
 from quantizer.graph.edits import Insertion
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.qparams import QParams
@@ -19,10 +20,10 @@ from quantizer.plan.model import Key
 class Solution:
     """How each (layer, role) is quantized, and what the corrections changed.
 
-    `weights` replaces parameters of a layer, before quantization (fast finetuning); `corrections` is added to a layer's
-    bias after quantization, [channels] in the dtype of its weight; `notes` say why a scale is not the observed one.
-    What algorithms did before: `insertions`, layers that the graph of the network has; `rescaled`, parameters of the
-    float network, with them as good as the model; `algorithms` is algorithms.json.
+    `weights` replaces parameters of a layer, before quantization (fast finetuning), but those that have codes;
+    `corrections` is added to a layer's bias after quantization, [channels] in the dtype of its weight; `notes` say why
+    a scale is not the observed one. What algorithms did before: `insertions`, layers that the graph of the network has;
+    `rescaled`, parameters of the float network, with them as good as the model; `algorithms` is algorithms.json.
     """
 
     tensors: Mapping[Key, QuantizedTensor]
@@ -32,6 +33,14 @@ class Solution:
     insertions: tuple[Insertion, ...] = ()
     rescaled: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     algorithms: Mapping[str, Any] = field(default_factory=dict)
+
+    def parameters(self) -> dict[str, dict[str, Tensor]]:
+        """The parameters by layer and name that are not the model's: those replaced, and those that have codes."""
+        found = {name: dict(own) for name, own in self.weights.items()}
+        for (name, role), tensor in self.tensors.items():
+            if tensor.codes is not None:
+                found.setdefault(name, {})[parameter_name(role)] = tensor.decoded()
+        return found
 
     def with_weights(self, layers: Mapping[str, Mapping[str, Tensor]]) -> Solution:
         """With more parameters replaced."""

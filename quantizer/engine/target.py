@@ -13,7 +13,7 @@ from torch import nn
 
 from quantizer.algorithms.adjustment import Adjustment, adjusted
 from quantizer.config.model import Config, QuantizationSpec
-from quantizer.engine.attach import quantized_network
+from quantizer.engine.attach import encoded, quantized_network
 from quantizer.engine.calibrate import Observable
 from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph
@@ -74,6 +74,9 @@ class Target(Protocol):
     def solved(self, found: Solution, adjustment: Adjustment, report: Mapping[str, Any]) -> Solution:
         """The solution with what algorithms found."""
 
+    def encoded(self, solution: Solution) -> Solution:
+        """The solution with the codes of parameters, where it holds these."""
+
     def apply(self, solution: Solution) -> nn.Module:
         """The quantized model."""
 
@@ -121,6 +124,10 @@ class TracedTarget:
     def solved(self, found: Solution, adjustment: Adjustment, report: Mapping[str, Any]) -> Solution:
         """With rounded weights on their scales, and with all that the float network was changed by."""
         return found.adjusted_by(adjustment, report)
+
+    def encoded(self, solution: Solution) -> Solution:
+        """With the codes of all quantized parameters."""
+        return encoded(self.graph, solution)
 
     def apply(self, solution: Solution) -> Network:
         """A network with quantizers."""

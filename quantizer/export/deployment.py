@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantizer.engine.attach import quantized_network
+from quantizer.engine.attach import encoded, quantized_network
 from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph, references
@@ -47,7 +47,12 @@ class Deployment:
 
     def network(self) -> Network:
         """The network as test mode runs it; a fresh one, which the exporter may change."""
-        return quantized_network(self.graph, self.solution)
+        return quantized_network(self.graph, self.encoded)
+
+    @cached_property
+    def encoded(self) -> Solution:
+        """The solution with the codes of parameters, which files are written from."""
+        return encoded(self.graph, self.solution)
 
     @cached_property
     def expected(self) -> list[Tensor]:
@@ -62,7 +67,7 @@ class Deployment:
 
     @cached_property
     def steps(self) -> list[float | None]:
-        """For each tensor of the output the distance of two codes, None where it is not on one grid of integers."""
+        """For each tensor of the output the distance of two codes, None where it is not integers times one scale."""
         return [self._step(name) for name in references(self.graph.output)]
 
     def _step(self, name: str) -> float | None:

@@ -62,13 +62,14 @@ class Emission:
 
 @dataclass(frozen=True)
 class Quantization:
-    """(spec, scale, zero point) of the values of a layer in a role."""
+    """How the values of a layer in a role are quantized, and the codes of a parameter."""
 
     layer: str
     role: str
     spec: QuantizationSpec
     scale: Tensor
     zero_point: Tensor
+    codes: Tensor | None = None
 
 
 def refusal(wanted: Quantization, graph: Graph, opset: int) -> tuple[str, str] | None:
@@ -97,7 +98,7 @@ def refusal(wanted: Quantization, graph: Graph, opset: int) -> tuple[str, str] |
 def quantize_activation(wanted: Quantization, x: str, y: str, opset: int) -> Emission:
     """Nodes from value `x` to value `y`; `refusal` has nothing against it.
 
-    An integer grid becomes QuantizeLinear and DequantizeLinear. A grid that its integer type does not end at is clipped
+    Integers become QuantizeLinear and DequantizeLinear. Codes that end before those of their integer type are clipped
     before; a rounding mode other than half_even is applied before, after which QuantizeLinear meets no half-way point.
     """
     spec, emission = wanted.spec, Emission(f"{wanted.layer}.{wanted.role}")

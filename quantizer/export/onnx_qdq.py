@@ -53,7 +53,7 @@ def export(deployment: Deployment, path: Path) -> Verification:
         VerificationError: a session does not give test mode's outputs.
     """
     check(deployment.graph, deployment.solution, deployment.opset)
-    wanted = _quantizations(deployment.solution)
+    wanted = _quantizations(deployment.encoded)
     opset = operator_set(wanted) if deployment.opset == -1 else deployment.opset
     network = deployment.network()
     model = _translate(deployment, _Flat(network, deployment, wanted), opset)
@@ -116,7 +116,7 @@ def _oldest(wanted: Quantization) -> int:
 
 def _quantizations(solution: Solution) -> list[Quantization]:
     return [
-        Quantization(layer, role, found.spec, found.scale, found.zero_point)
+        Quantization(layer, role, found.spec, found.scale, found.zero_point, found.codes)
         for (layer, role), found in solution.tensors.items()
     ]
 

@@ -1,4 +1,4 @@
-"""Integer codes as ONNX stores them: which type holds a grid exactly, and its bytes. Knows no graph."""
+"""Integer codes as ONNX stores them: which type holds them, and its bytes. Knows no graph."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.onnx_nodes import Emission, Quantization
 from quantizer.export.onnx_tensors import INT32, Carrier, carrier_of
-from quantizer.numerics.fake_quantize import quantize
 from quantizer.numerics.granularity import from_rows, to_rows
 
 BLOCKS = 21
@@ -19,22 +18,20 @@ def quantize_weights(wanted: Quantization, values: Tensor, name: str, opset: int
     """Codes, scale, zero point and the node that makes `values` of them under `name`; None where floats have to stay.
 
     Floats stay, exact as they are, in floating-point formats, in groups before operator set 21, and where float32
-    cannot compute the value from the code: in grids beyond 24 bits. `values` lie on the grid already.
+    cannot compute the value from the code, as of more than 24 bits. `values` are what the codes stand for.
     """
     spec = wanted.spec
     carrier = _carrier(wanted, opset)
-    if carrier is None:
+    if carrier is None or wanted.codes is None:
         return None
     cut = spec.qscheme, spec.ch_axis, spec.group_size
-    scale, zero_point = wanted.scale.reshape(-1), wanted.zero_point.reshape(-1)
-    rows = quantize(to_rows(values, *cut), scale, zero_point, spec.quant_min, spec.quant_max, "half_even", ch_axis=0)
+    scale, zero_point = wanted.scale.reshape(-1, 1), wanted.zero_point.reshape(-1, 1)
     # As DequantizeLinear computes it: in float32.
-    restored = (rows.to(torch.int64) - zero_point[:, None]).to(torch.float32) * scale[:, None]
-    codes = from_rows(rows, tuple(values.shape), *cut)
+    restored = (to_rows(wanted.codes, *cut).to(torch.int64) - zero_point).to(torch.float32) * scale
     if not torch.equal(from_rows(restored, tuple(values.shape), *cut), values):
         return None
     emission = Emission(f"{wanted.layer}.{wanted.role}")
-    inputs = [emission.codes("codes", codes, carrier), emission.constant("scale", _placed(wanted.scale, spec))]
+    inputs = [emission.codes("codes", wanted.codes, carrier), emission.constant("scale", _placed(wanted.scale, spec))]
     if carrier is not INT32:
         inputs.append(emission.codes("zero_point", _placed(wanted.zero_point, spec), carrier))
     emission.add("DequantizeLinear", *inputs, output=name, **_attributes(spec, values))

@@ -21,7 +21,7 @@ def export(deployment: Deployment, path: Path) -> Verification:
     """Write the program; `torch.export.load(path).module()` is called as the model was, with any batch size, and
     returns dicts, lists and tuples.
 
-    Weights are stored as the float32 values of their grids, and the stored example call is zeros. The file's output
+    Weights are stored as the float32 values of their codes, and the stored example call is zeros. The file's output
     equals test mode's bit for bit.
     """
     args, kwargs = deployment.blank

@@ -1,4 +1,4 @@
-"""The layers that the DPU approximates, in float: exact on power-of-two grids. Knows no codes and no overflow."""
+"""The layers that the DPU approximates, in float: exact with power-of-two scales. Knows no codes and no overflow."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.blocks import BLOCK, fill
 from quantizer.numerics.fake_quantize import work_dtype
 from quantizer.numerics.granularity import scale_shape
-from quantizer.numerics.qparams import FloatGrid, Grid, QParams, qparams_from_range
-from quantizer.observers import NegativeValuesError, ObservationError, axis_of, grid_of, kernel_of
+from quantizer.numerics.qparams import CodeRange, IntegerRange, QParams, qparams_from_range
+from quantizer.observers import NegativeValuesError, ObservationError, axis_of, code_range_of, kernel_of
 from quantizer.observers.batch import Range, as_rows, extremes
 
 ROUND = 4 * BLOCK  # values whose ranges are found before they are quantized: the blocks share the work on scales
@@ -21,27 +21,27 @@ ROUND = 4 * BLOCK  # values whose ranges are found before they are quantized: th
 def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
     """Return scale and zero point for the least and greatest values of `x`, of `scale_shape`.
 
-    Raises ObservationError for NaN or infinity, and for negative values on a grid without them; not in a program that
+    Raises ObservationError for NaN or infinity, and for negative values without codes; not in a program that
     torch traces, which has no errors of its own.
     """
     axis = axis_of(spec)
     rows = as_rows(x, spec.qscheme, axis, spec.group_size)
     traced = torch.compiler.is_compiling()  # true of exports as well
     found = (rows.amin(1), rows.amax(1)) if traced else extremes(rows)
-    grid = grid_of(spec)
+    code_range = code_range_of(spec)
     if not traced:
-        _check(_broken(found), len(rows), float(found[0].min()), grid)
-    qparams = qparams_from_range(*found, grid)
+        _check(_broken(found), len(rows), float(found[0].min()), code_range)
+    qparams = qparams_from_range(*found, code_range)
     shape = scale_shape(tuple(x.shape), spec.qscheme, axis, spec.group_size)
     return QParams(qparams.scale.view(shape), qparams.zero_point.view(shape))
 
 
 def quantize_rows(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) -> Tensor:
-    """Return each of `rows` on the grid of its own range; a block is quantized while it is in the cache.
+    """Return each of `rows` quantized with the scale of its own range; a block is quantized while it is in the cache.
 
     The values are those that `dynamic_qparams` gives. Raises ObservationError like it, maybe after writing.
     """
-    grid, kernel = grid_of(spec), kernel_of(spec)
+    code_range, kernel = code_range_of(spec), kernel_of(spec)
     out = rows if inplace else torch.empty_like(rows)
     needed = work_dtype(spec.quant_min, spec.quant_max) if spec.dtype == "int" else torch.float32
     work = torch.promote_types(rows.dtype, needed)
@@ -53,12 +53,12 @@ def quantize_rows(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) -> Ten
         found = extremes(wide)
         broken += _broken(found)
         least = min(least, float(found[0].min()))
-        qparams = qparams_from_range(*found, grid)
+        qparams = qparams_from_range(*found, code_range)
         target = wide if inplace or out.dtype != work else out[here]
         fill(target, wide, qparams.scale, qparams.zero_point, kernel, 0)
         if out.dtype != work:
             out[here] = wide
-    _check(broken, len(rows), least, grid)
+    _check(broken, len(rows), least, code_range)
     return out
 
 
@@ -70,13 +70,13 @@ def _broken(found: Range) -> int:
     return int((~(low.isfinite() & high.isfinite())).sum())
 
 
-def _check(broken: int, rows: int, least: float, grid: Grid | FloatGrid) -> None:
+def _check(broken: int, rows: int, least: float, code_range: CodeRange) -> None:
     """Raise ObservationError if no scale exists for `broken` of the rows, or for `least`, the least of all values."""
     if broken:
         where = "this tensor holds" if rows == 1 else f"{broken} of {rows} rows of this tensor hold"
         raise ObservationError(f"{where} NaN or infinity, and a range found at run time needs finite values.")
-    if isinstance(grid, Grid) and grid.nonnegative and least < 0:
+    if isinstance(code_range, IntegerRange) and code_range.nonnegative and least < 0:
         raise NegativeValuesError(
-            f"The smallest value is {least:g}, and an unsigned symmetric grid has no negative values; "
+            f"The smallest value is {least:g}, and unsigned symmetric codes have no negative values; "
             "make it signed, or asymmetric."
         )

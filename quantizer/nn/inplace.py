@@ -27,7 +27,7 @@ Watcher = Callable[[Tensor], None]
 class InPlace(Layer):
     """What a quantized module is besides what it was: its first argument and its output pass quantizers.
 
-    Its parameters are on their grids already. A tuple (of a recurrent layer) passes unchanged. Before the first
+    Its parameters are quantized already. A tuple (of a recurrent layer) passes unchanged. Before the first
     argument is quantized, it passes `input_layers`, where algorithms put some.
     """
 
@@ -115,7 +115,7 @@ def check_quantizable(module: nn.Module, where: str, roles: Collection[str]) -> 
         )
     if "weights" in roles and isinstance(module, nn.Embedding) and module.max_norm is not None:
         raise ModelError(
-            f"{where} has max_norm, by which it changes its weight whenever it is called, off the grid",
+            f"{where} has max_norm, by which it changes its quantized weight whenever it is called",
             help="call it once on torch.arange(num_embeddings) and set its max_norm to None, or exclude the layer",
         )
     for role in roles:

@@ -45,11 +45,11 @@ class Layer(nn.Module):
         self.register_parameter("bias", nn.Parameter(value, requires_grad=False))
 
     def finish(self, output: Any) -> Any:
-        """The output on its grid, if it has one."""
+        """The output quantized, if it is to be."""
         return output if self._output_quantizer is None else self._output_quantizer(output)
 
     def quantize_inputs(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The layer's own view of its inputs, for layers whose config gives "input" a grid of its own."""
+        """The layer's own view of its inputs, for layers whose config quantizes "input" on its own."""
         values = list(args) + list(inputs.values())
         for index, value in enumerate(values):
             role = f"input_{index}" if index else "input"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.config.roles import parameter_name
 from quantizer.errors import ResultError
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.numerics.codes import unpack
 
 GROUP_SCALES = "qparams.safetensors"
 """The file with scales and zero points of groups, by `<module>.<role>.scale` and `.zero_point`."""
@@ -33,22 +36,26 @@ def load(network: nn.Module, file: str) -> None:
         weights = load_file(folder / "weights.safetensors")
         corrections = "bias_corr.safetensors" in info["header"]["files"]
         biases = load_file(folder / "bias_corr.safetensors") if corrections else {}
-        groups = load_file(folder / GROUP_SCALES) if GROUP_SCALES in info["header"]["files"] else {}
+        stored = weights | (load_file(folder / GROUP_SCALES) if GROUP_SCALES in info["header"]["files"] else {})
     except FileNotFoundError as error:
         raise ResultError(f"{error.filename or folder} does not exist", help="run --quant_mode calib first") from None
+    tensors = info["tensors"].values()
+    found = [(entry, role, quantized_tensor(entry, role, stored)) for own in tensors for role, entry in own.items()]
+    for entry, role, tensor in found:
+        if tensor.codes is not None:
+            weights[f"{entry['module']}.{parameter_name(role)}"] = tensor.decoded()
     modules = dict(network.named_children())
-    for key, tensor in weights.items():
+    for key, value in weights.items():
         name, _, attribute = key.partition(".")
         module = modules[name]
         if attribute in module._buffers:
-            module.register_buffer(attribute, tensor)
+            module.register_buffer(attribute, value)
         else:
-            module.register_parameter(attribute, nn.Parameter(tensor, requires_grad=False))
-    for roles in info["tensors"].values():
-        for role, entry in roles.items():
-            layer = modules[entry["module"]]
-            assert isinstance(layer, Layer)  # the generated constructor made it
-            layer.attach(role, quantizer_of(quantized_tensor(entry, role, groups), inplace=entry["inplace"]))
+            module.register_parameter(attribute, nn.Parameter(value, requires_grad=False))
+    for entry, role, tensor in found:
+        layer = modules[entry["module"]]
+        assert isinstance(layer, Layer)  # the generated constructor made it
+        attach(layer, role, tensor, inplace=entry["inplace"])
     for name, correction in biases.items():
         layer = modules[next(iter(info["tensors"][name].values()))["module"]]
         assert isinstance(layer, Layer)
@@ -56,22 +63,27 @@ def load(network: nn.Module, file: str) -> None:
     network.eval()
 
 
-def quantized_tensor(entry: Mapping[str, Any], role: str, groups: Mapping[str, Tensor]) -> QuantizedTensor:
-    """A tensor of quant_info.json; `groups` is GROUP_SCALES."""
-    spec, name = QuantizationSpec(**entry["spec"]), f"{entry['module']}.{role}"
+def quantized_tensor(entry: Mapping[str, Any], role: str, stored: Mapping[str, Tensor]) -> QuantizedTensor:
+    """A tensor of quant_info.json; `stored` has parameters and their codes, and what is in GROUP_SCALES."""
+    spec, module, scale, zero_point = QuantizationSpec(**entry["spec"]), entry["module"], torch.ones(()), None
     if "scales_in" in entry:
-        scale, zero_point = groups[f"{name}.scale"], groups.get(f"{name}.zero_point")
+        scale, zero_point = stored[f"{module}.{role}.scale"], stored.get(f"{module}.{role}.zero_point")
     elif "scale" in entry:
-        scale, given = torch.tensor(entry["scale"], dtype=torch.float32), entry.get("zero_point")
-        zero_point = None if given is None else torch.tensor(given, dtype=torch.int32)
+        scale = torch.tensor(entry["scale"], dtype=torch.float32)
+        zero_point = torch.tensor(entry["zero_point"], dtype=torch.int32) if "zero_point" in entry else None
+    if zero_point is None:
+        zero_point = torch.zeros_like(scale, dtype=torch.int32)
+    found = QuantizedTensor(spec, scale, zero_point)
+    if "codes" not in entry:
+        return found
+    codes = unpack(stored[f"{module}.{parameter_name(role)}"], spec, entry["codes"]["shape"])
+    return replace(found, codes=codes, dtype=getattr(torch, entry["codes"]["dtype"]))
+
+
+def attach(layer: Layer, role: str, tensor: QuantizedTensor, *, inplace: bool) -> None:
+    """Give a layer the quantizer of a tensor; a parameter is rounded at once, unless it is what its codes stand for."""
+    quantizer = TensorQuantizer.of(tensor, inplace=inplace)
+    if tensor.codes is None:
+        layer.attach(role, quantizer)
     else:
-        return QuantizedTensor(spec)
-    return QuantizedTensor(
-        spec, scale, torch.zeros_like(scale, dtype=torch.int32) if zero_point is None else zero_point
-    )
-
-
-def quantizer_of(tensor: QuantizedTensor, *, inplace: bool = False) -> TensorQuantizer:
-    """The quantizer of a tensor; a dynamic one finds its scale itself."""
-    known = () if tensor.spec.is_dynamic else (tensor.scale, tensor.zero_point)
-    return TensorQuantizer(tensor.spec, *known, inplace=inplace)
+        layer.quantizers[role] = quantizer

@@ -1,4 +1,4 @@
-"""How one tensor is quantized: its spec with the scale and zero point that were found. Holds no values of it."""
+"""How one tensor is quantized: its spec, scale and zero point, and a parameter's codes. Rounds nothing."""
 
 from __future__ import annotations
 
@@ -8,27 +8,43 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.numerics.codes import decode, encode
 from quantizer.numerics.qparams import QParams
-
-
-def _zero() -> Tensor:
-    return torch.zeros((), dtype=torch.int32)
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """A spec with its `scale`, float32, and `zero_point`, int32, both of `granularity.scale_shape`.
 
-    They are 1 and 0 where the spec needs none: in formats without a scale, and where ranges are dynamic.
+    They are 1 and 0 where the spec needs none: in formats without a scale, and where ranges are dynamic. `codes` are
+    those of a parameter that computes in `dtype`, in its shape; None for activations, before the parameter is rounded,
+    and where no codes give it back exactly.
     """
 
     spec: QuantizationSpec
     scale: Tensor = field(default_factory=lambda: torch.ones(()))
-    zero_point: Tensor = field(default_factory=_zero)
+    zero_point: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int32))
+    codes: Tensor | None = None
+    dtype: torch.dtype = torch.float32
 
     def at(self, qparams: QParams) -> QuantizedTensor:
-        """The same spec with another scale and zero point, on the CPU."""
-        return replace(self, scale=qparams.scale.cpu(), zero_point=qparams.zero_point.cpu())
+        """The same spec with another scale and zero point, on the CPU, for which there are no codes yet."""
+        return replace(self, scale=qparams.scale.cpu(), zero_point=qparams.zero_point.cpu(), codes=None)
+
+    def encoded(self, value: Tensor) -> QuantizedTensor:
+        """With the codes of a parameter that was quantized with this scale and zero point, if there are any."""
+        codes = encode(value.detach().cpu(), self.spec, self.scale.cpu(), self.zero_point.cpu())
+        return replace(self, codes=codes, dtype=value.dtype)
+
+    def decoded(self) -> Tensor:
+        """What the codes stand for, as test mode computes with it.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if self.codes is None:
+            raise ValueError("Only a parameter that was encoded has codes.")
+        return decode(self.codes, self.spec, self.scale, self.zero_point, self.dtype)
 
     @property
     def position(self) -> int | None:

@@ -1,4 +1,4 @@
-"""TensorQuantizer: the only module that puts a tensor on a grid."""
+"""TensorQuantizer: the only module that quantizes a tensor."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.nn.dynamic import dynamic_qparams, quantize_rows
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.fake_cast import fake_cast, fake_cast_, fake_cast_plain
 from quantizer.numerics.fake_quantize import fake_quantize, fake_quantize_, fake_quantize_plain
 from quantizer.numerics.formats import cast_round_trip_
@@ -17,10 +18,10 @@ from quantizer.observers import axis_of
 
 
 class TensorQuantizer(nn.Module):
-    """Rounds a tensor to the grid of `spec`, with a fixed scale and zero point, or dynamically with those of its range.
+    """Quantizes and dequantizes a tensor by `spec`, with fixed scale and zero point or with those of its own range.
 
     Args:
-        spec: the grid.
+        spec: number format, granularity and rounding.
         scale: float32, of `granularity.scale_shape`; not read for dynamic tensors and formats without a scale.
         zero_point: int32, same shape.
         inplace: overwrite the input, allowed when its producer made fresh memory that nobody else reads unquantized.
@@ -47,8 +48,20 @@ class TensorQuantizer(nn.Module):
         self.register_buffer("scale", scale)
         self.register_buffer("zero_point", zero_point)
 
+    @classmethod
+    def of(cls, tensor: QuantizedTensor, *, inplace: bool = False) -> TensorQuantizer:
+        """The quantizer of a tensor; a dynamic one finds its scale itself, and a cast has none."""
+        known = (tensor.scale, tensor.zero_point) if tensor.spec.is_scaled and not tensor.spec.is_dynamic else ()
+        return cls(tensor.spec, *known, inplace=inplace)
+
+    @property
+    def tensor(self) -> QuantizedTensor:
+        """What it does to a tensor, as a value."""
+        known = () if self.scale is None else (self.scale, self.zero_point)
+        return QuantizedTensor(self.spec, *known)
+
     def forward(self, x: Any) -> Any:
-        """The tensor on its grid; anything that is not a floating-point tensor, or holds no values, passes unchanged.
+        """The tensor quantized; anything that is not a floating-point tensor, or holds no values, passes unchanged.
 
         Raises ObservationError, a ValueError, for what has no dynamic range.
         """
@@ -80,14 +93,14 @@ class TensorQuantizer(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """The grid in words."""
+        """The spec in words."""
         spec = self.spec
         kind = f"{spec.bit_width} bit" if spec.dtype == "int" else spec.dtype
         return f"{kind}, {spec.round_mode}, {spec.qscheme}" + (", dynamic" if spec.is_dynamic else "")
 
 
 def place(x: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor, *, inplace: bool = False) -> Tensor:
-    """Return `x` on the grid of `spec` with these scales, of `granularity.scale_shape`.
+    """Return `x` quantized by `spec` with these scales, of `granularity.scale_shape`.
 
     >>> place(torch.tensor([[0.6, 7.0]]), QuantizationSpec(), torch.tensor(0.5), torch.tensor(0)).tolist()
     [[0.5, 7.0]]

@@ -1,4 +1,4 @@
-"""Layers that algorithms insert: factors of channels, or a rotation. Exact in float; they have no grid of their own."""
+"""Layers that algorithms insert: factors of channels, or a rotation. Exact in float; nothing of them is quantized."""
 
 from __future__ import annotations
 

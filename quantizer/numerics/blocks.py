@@ -1,4 +1,4 @@
-"""Elementwise work in cache-sized blocks, each with the scales it needs. Knows no grid: a kernel puts values on one."""
+"""Elementwise work in cache-sized blocks, each with the scales it needs. A kernel rounds."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from quantizer.numerics.blocks import Kernel, fill, scratch, workspace
-from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
-from quantizer.numerics.registry import lookup
+from quantizer.numerics.formats import cast_round_trip_, format_named
 
 
 def fake_cast_(x: Tensor, scale: Tensor, name: str, ch_axis: int | None = None) -> Tensor:
@@ -50,7 +49,7 @@ def fake_cast_plain(x: Tensor, scale: Tensor, name: str, ch_axis: int | None = N
 
 def float_kernel(name: str) -> Kernel:
     """Return what puts x / scale on the values of the format `name`. Raises ValueError for an unknown name."""
-    lookup(FLOAT_FORMATS, name, "floating-point format")
+    format_named(name)
     return partial(_cast, name)
 
 

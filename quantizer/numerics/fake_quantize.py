@@ -1,4 +1,4 @@
-"""Onto the grid and back: fake_quantize in place, quantize to codes, dequantize. Finds no scales, gives no gradients.
+"""Integer codes and back in one step: fake_quantize, in place or not. Finds no scales, gives no gradients.
 
 q = clip(round(x / scale) + zero_point, quant_min, quant_max) and x' = (q - zero_point) * scale, as QuantizeLinear and
 DequantizeLinear of ONNX define them: a division, because x * (1 / scale) gives other codes at half-way points.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import Kernel, blocks, check_scales, fill, workspace
+from quantizer.numerics.blocks import Kernel, fill, workspace
 from quantizer.numerics.registry import lookup
 from quantizer.numerics.rounding import ROUND_MODES
 
@@ -25,7 +25,7 @@ def fake_quantize_(
 ) -> Tensor:
     """Replace `x` by its quantized and dequantized values, in place, and return it.
 
-    `x` is floating point of any shape and layout; float16 and bfloat16 are computed in float32, grids beyond 2^24
+    `x` is floating point of any shape and layout; float16 and bfloat16 are computed in float32, more than 2^24
     codes in float64. `scale` (float32) and `zero_point` (int32) have shape (), or (C,) with `ch_axis` the dimension of
     size C. NaN stays NaN. Raises TypeError if `x` is not floating point, ValueError for an unknown mode or a shape that
     does not fit.
@@ -82,63 +82,8 @@ def fake_quantize_plain(
     return (mode((x.to(work) / s).clamp(quant_min - z, quant_max - z)) * s).to(x.dtype)
 
 
-def quantize(
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    quant_min: int,
-    quant_max: int,
-    round_mode: str,
-    ch_axis: int | None = None,
-) -> Tensor:
-    """Return the codes of `x` in the smallest integer dtype that holds the grid; arguments as for `fake_quantize_`.
-
-    Raises ValueError if `x` holds NaN, which has no code.
-
-    >>> quantize(torch.tensor([-9.0, 0.74]), torch.tensor(0.5), torch.tensor(3), 0, 15, "half_even")
-    tensor([0, 4], dtype=torch.uint8)
-    """
-    check_scales(x, scale, zero_point, ch_axis)
-    kernel = integer_kernel(quant_min, quant_max, round_mode)
-    work = workspace(x.clone(), work_dtype(quant_min, quant_max))
-    for block, s, z in blocks(work, scale, zero_point, ch_axis):
-        kernel(block.div_(s), z).add_(z)
-    if work.isnan().any():
-        raise ValueError(f"{int(work.isnan().sum())} of {work.numel()} values are NaN and have no code.")
-    return work.to(code_dtype(quant_min, quant_max))
-
-
-def dequantize(
-    codes: Tensor, scale: Tensor, zero_point: Tensor, ch_axis: int | None = None, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Return (codes - zero_point) * scale, computed in float64 and rounded to `dtype`; `codes` is any integer tensor.
-
-    >>> dequantize(torch.tensor([0, 4], dtype=torch.uint8), torch.tensor(0.5), torch.tensor(3)).tolist()
-    [-1.5, 0.5]
-    """
-    check_scales(codes, scale, zero_point, ch_axis)
-    shape = [1] * codes.ndim
-    if ch_axis is not None:
-        shape[ch_axis] = -1
-        scale, zero_point = scale.view(shape), zero_point.view(shape)
-    return ((codes.double() - zero_point) * scale.double()).to(dtype)
-
-
-def code_dtype(quant_min: int, quant_max: int) -> torch.dtype:
-    """Return the smallest integer dtype that holds a grid, but not uint16, in which torch can compute little.
-
-    >>> code_dtype(-8, 7), code_dtype(0, 255), code_dtype(0, 65535)
-    (torch.int8, torch.uint8, torch.int32)
-    """
-    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
-        info = torch.iinfo(dtype)
-        if info.min <= quant_min and quant_max <= info.max:
-            return dtype
-    return torch.int64
-
-
 def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
-    """Return what puts x / scale on an integer grid. Raises ValueError for an unknown mode.
+    """Return what makes codes of x / scale. Raises ValueError for an unknown mode.
 
     It clips before it rounds: between integers the result is the same, and every mode stays in its exact range.
 
@@ -157,5 +102,5 @@ def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
 
 
 def work_dtype(quant_min: int, quant_max: int) -> torch.dtype:
-    """Return the narrowest dtype that holds every code and half-way point of a grid: float64 from 2^24 codes on."""
+    """Return the narrowest dtype that holds every code and half-way point: float64 from 2^24 codes on."""
     return torch.float64 if quant_max - quant_min >= 1 << 24 else torch.float32

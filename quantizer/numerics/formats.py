@@ -1,4 +1,4 @@
-"""The floating-point number formats, one row each. Integer grids have no rows: two bounds say all about them."""
+"""The number formats beside plain integers, one row each with all that is particular to it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ _EXPONENT_BITS = {torch.float32: (torch.int32, 0x7F800000, 23), torch.float64: (
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A format: `storage` is the smallest torch dtype that holds its values, `largest` its largest finite value.
+    """A format of `bits` bits a value, whose largest finite value is `largest`.
 
-    `mantissa` is the number of bits after the binary point and `least` the exponent of the smallest normal value, below
-    which values are 2^(least - mantissa) apart; both are None where a cast to `storage` is all there is to rounding.
+    `storage` is the smallest torch dtype that holds its codes, which are its values times `factor`. `mantissa` is the
+    number of bits after the binary point and `least` the exponent of the smallest normal value, below which values are
+    2^(least - mantissa) apart; `mantissa` is None where a cast to `storage` is all there is to rounding.
     """
 
+    bits: int
     storage: torch.dtype
     largest: float
     mantissa: int | None = None
     least: int = 0
+    factor: float = 1.0
 
     @property
     def emax(self) -> int:
@@ -33,17 +36,22 @@ class FloatFormat:
 
 
 FLOAT_FORMATS: dict[str, FloatFormat] = {
-    "float32": FloatFormat(torch.float32, torch.finfo(torch.float32).max),
-    "float16": FloatFormat(torch.float16, 65504.0),
-    "bfloat16": FloatFormat(torch.bfloat16, torch.finfo(torch.bfloat16).max),
-    "fp8_e4m3": FloatFormat(torch.float8_e4m3fn, 448.0, 3, -6),
-    "fp8_e5m2": FloatFormat(torch.float8_e5m2, 57344.0, 2, -14),
-    "fp6_e3m2": FloatFormat(torch.float8_e4m3fn, 28.0, 2, -2),
-    "fp6_e2m3": FloatFormat(torch.float8_e4m3fn, 7.5, 3, 0),
-    "fp4": FloatFormat(torch.float8_e4m3fn, 6.0, 1, 0),
-    "mx_int8": FloatFormat(torch.bfloat16, 127 / 64, 6, 0),
-    "bfp16": FloatFormat(torch.bfloat16, 127 / 64, 6, 0),
+    "float32": FloatFormat(32, torch.float32, torch.finfo(torch.float32).max),
+    "float16": FloatFormat(16, torch.float16, 65504.0),
+    "bfloat16": FloatFormat(16, torch.bfloat16, torch.finfo(torch.bfloat16).max),
+    "fp8_e4m3": FloatFormat(8, torch.float8_e4m3fn, 448.0, 3, -6),
+    "fp8_e5m2": FloatFormat(8, torch.float8_e5m2, 57344.0, 2, -14),
+    "fp6_e3m2": FloatFormat(6, torch.float8_e4m3fn, 28.0, 2, -2),
+    "fp6_e2m3": FloatFormat(6, torch.float8_e4m3fn, 7.5, 3, 0),
+    "fp4": FloatFormat(4, torch.float8_e4m3fn, 6.0, 1, 0),
+    "mx_int8": FloatFormat(8, torch.int8, 127 / 64, 6, 0, factor=64.0),
+    "bfp16": FloatFormat(8, torch.int8, 127 / 64, 6, 0, factor=64.0),
 }
+
+
+def format_named(name: str) -> FloatFormat:
+    """Return a format's row. Raises ValueError, which lists the known names, for one that has none."""
+    return lookup(FLOAT_FORMATS, name, "floating-point format")
 
 
 def cast_round_trip_(x: Tensor, name: str, room: Tensor | None = None) -> Tensor:
@@ -60,7 +68,7 @@ def cast_round_trip_(x: Tensor, name: str, room: Tensor | None = None) -> Tensor
     >>> cast_round_trip_(torch.tensor([0.25, 0.75, 2.5, 5.0, 7.0]), "fp4").tolist()
     [0.0, 1.0, 2.0, 4.0, 6.0]
     """
-    row = lookup(FLOAT_FORMATS, name, "floating-point format")
+    row = format_named(name)
     largest = min(row.largest, torch.finfo(x.dtype).max)
     x.clamp_(-largest, largest)
     if row.mantissa is None:

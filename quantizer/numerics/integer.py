@@ -31,7 +31,7 @@ _POOLING = {
 
 
 def requantize(codes: Tensor, shift: int, quant_min: int, quant_max: int, round_mode: str) -> Tensor:
-    """Return `codes` / 2^shift, rounded and clipped to the grid, as float64; a negative shift goes to the left.
+    """Return `codes` / 2^shift, rounded and clipped to codes, as float64; a negative shift goes to the left.
 
     Raises ValueError for an unknown rounding mode.
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from quantizer.numerics.blocks import FEW
-from quantizer.numerics.formats import FLOAT_FORMATS, FloatFormat
-from quantizer.numerics.registry import lookup
+from quantizer.numerics.formats import FloatFormat, format_named
 
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: 1 / scale stays finite
 LARGEST_VALUE = 2.0**128 - 2.0**105  # two steps below infinity, for the rounding of the scale itself to float32
@@ -20,11 +19,11 @@ SMALLEST_SHARED = 2.0**-127  # of the scales that eight bits of exponent hold (O
 
 
 @dataclass(frozen=True)
-class Grid:
-    """The integers a tensor is mapped to, and how.
+class IntegerRange:
+    """The integer codes of a tensor, and what its scale may be.
 
     `scale_type` is "float" or "poweroftwo", the latter at least 2^-`finest_position` where a device asks for that.
-    Raises ValueError if the grid has no code above zero.
+    Raises ValueError if no code is above zero.
     """
 
     quant_min: int
@@ -35,7 +34,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         if not self.quant_min <= 0 < self.quant_max:
-            raise ValueError(f"A grid needs quant_min <= 0 < quant_max, not {self.quant_min} and {self.quant_max}.")
+            raise ValueError(f"Codes need quant_min <= 0 < quant_max, not {self.quant_min} and {self.quant_max}.")
         if self.scale_type not in ("float", "poweroftwo"):
             raise ValueError(f'"{self.scale_type}" is not a scale type; known are float, poweroftwo.')
 
@@ -43,6 +42,11 @@ class Grid:
     def nonnegative(self) -> bool:
         """Whether negative values have no code."""
         return self.symmetric and self.quant_min == 0
+
+    @property
+    def largest(self) -> int:
+        """The greatest code."""
+        return self.quant_max
 
     @property
     def span(self) -> int:
@@ -56,7 +60,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class FloatGrid:
+class FloatRange:
     """A floating-point format whose values are scaled; `dtype` is its name in FLOAT_FORMATS.
 
     `scale_type` is "float", "poweroftwo" (the smallest that cuts nothing off), or "e8m0": 2^(e - emax) with e the
@@ -71,7 +75,7 @@ class FloatGrid:
     symmetric: bool = True
 
     def __post_init__(self) -> None:
-        lookup(FLOAT_FORMATS, self.dtype, "floating-point format")
+        format_named(self.dtype)
         if not self.symmetric:
             raise ValueError(f"{self.dtype} has no zero point, so its range is symmetric.")
         if self.scale_type not in ("float", "poweroftwo", "e8m0"):
@@ -82,17 +86,22 @@ class FloatGrid:
     @property
     def row(self) -> FloatFormat:
         """The format itself."""
-        return FLOAT_FORMATS[self.dtype]
+        return format_named(self.dtype)
 
     @property
-    def span(self) -> float:
+    def largest(self) -> float:
         """The largest value before scaling."""
         return self.row.largest
+
+    span = largest
 
     @property
     def finest(self) -> float:
         """The least power-of-two scale."""
         return SMALLEST_SHARED if self.scale_type == "e8m0" else SMALLEST_SCALE
+
+
+CodeRange = IntegerRange | FloatRange
 
 
 @dataclass(frozen=True)
@@ -112,53 +121,53 @@ def power_of_two(step: Tensor) -> Tensor:
     return _truncate_(step.clone(), _MANTISSA)
 
 
-def step_from_range(low: Tensor, high: Tensor, grid: Grid | FloatGrid) -> Tensor:
-    """Return the distance of two codes, float64, that makes [low, high] fit the grid; 0 for an empty range.
+def step_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> Tensor:
+    """Return the distance of two codes, float64, that makes [low, high] fit the codes; 0 for an empty range.
 
     The range is first extended to contain 0. A float step puts the largest magnitude on quant_max (symmetric) or the
-    ends of the range on the ends of the grid. A power-of-two step is the finest one that cuts off at most half a step:
-    2^-fp >= max(low / (quant_min - 0.5), high / (quant_max + 0.5)) if symmetric, the fix position of pytorch_nndct.
-    For a FloatGrid it is the scale that its docstring says.
+    ends of the range on the least and the greatest code. A power-of-two step is the finest one that cuts off at most
+    half a step: 2^-fp >= max(low / (quant_min - 0.5), high / (quant_max + 0.5)) if symmetric, the fix position of
+    pytorch_nndct. For a FloatRange it is the scale that its docstring says.
 
-    >>> step_from_range(torch.tensor(-1.0), torch.tensor(0.5), Grid(-128, 127, scale_type="poweroftwo")).item()
+    >>> step_from_range(torch.tensor(-1.0), torch.tensor(0.5), IntegerRange(-128, 127, scale_type="poweroftwo")).item()
     0.0078125
-    >>> step_from_range(torch.tensor(-7.0), torch.tensor(0.5), FloatGrid("fp4", "e8m0")).item()
+    >>> step_from_range(torch.tensor(-7.0), torch.tensor(0.5), FloatRange("fp4", "e8m0")).item()
     1.0
     """
-    if isinstance(grid, FloatGrid) and grid.scale_type == "e8m0":
-        return _shared_exponent_(_amax(low, high), grid)
-    if not grid.symmetric:
-        step = high.clamp(min=0).double().sub_(low.clamp(max=0)).div_(grid.span)
-    elif isinstance(grid, Grid) and grid.scale_type == "poweroftwo":
-        ends = low.double() / (grid.quant_min - 0.5), high.double() / (grid.quant_max + 0.5)
+    if isinstance(code_range, FloatRange) and code_range.scale_type == "e8m0":
+        return _shared_exponent_(_amax(low, high), code_range)
+    if not code_range.symmetric:
+        step = high.clamp(min=0).double().sub_(low.clamp(max=0)).div_(code_range.span)
+    elif isinstance(code_range, IntegerRange) and code_range.scale_type == "poweroftwo":
+        ends = low.double() / (code_range.quant_min - 0.5), high.double() / (code_range.quant_max + 0.5)
         step = torch.maximum(*ends).clamp_(min=0)
     else:
-        step = _amax(low, high).div_(grid.quant_max if isinstance(grid, Grid) else grid.span)
-    return _truncate_(step, _MANTISSA) if grid.scale_type == "poweroftwo" else step
+        step = _amax(low, high).div_(code_range.largest)
+    return _truncate_(step, _MANTISSA) if code_range.scale_type == "poweroftwo" else step
 
 
-def qparams_from_step(step: Tensor, low: Tensor, grid: Grid | FloatGrid) -> QParams:
-    """Return the scale next to `step` that float32 and the grid allow, and the zero point that puts `low` on quant_min.
+def qparams_from_step(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
+    """Return the scale next to `step` that float32 and the codes allow, and the zero point for `low` to be quant_min.
 
-    `step` and `low` are float64 of one shape. A step of 0 (nothing but zeros) gives scale 1, or the grid's finest power
-    of two; other scales are kept in [2^-126, largest float32 / largest code], so that neither 1 / scale nor any code
-    times scale is infinite; those of type e8m0 are at least 2^-127. The zero point is rounded to even, lies on the
-    grid, and is 0 for symmetric grids.
+    `step` and `low` are float64 of one shape. A step of 0 (nothing but zeros) gives scale 1, or the finest power of two
+    that is allowed; other scales are kept in [2^-126, largest float32 / largest code], so that neither 1 / scale nor
+    any code times scale is infinite; those of type e8m0 are at least 2^-127. The zero point is rounded to even, is a
+    code, and is 0 for symmetric ones.
     """
-    return _qparams(step if grid.scale_type == "float" else power_of_two(step), low, grid)
+    return _qparams(step if code_range.scale_type == "float" else power_of_two(step), low, code_range)
 
 
-def _qparams(step: Tensor, low: Tensor, grid: Grid | FloatGrid) -> QParams:
-    """The same where the step is one that the grid's scale type allows."""
-    least, most = _scale_bounds(grid)
-    silent = least if isinstance(grid, Grid) and grid.finest_position is not None else 1.0
+def _qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
+    """The same where the step is one that the scale type allows."""
+    least, most = _scale_bounds(code_range)
+    silent = least if isinstance(code_range, IntegerRange) and code_range.finest_position is not None else 1.0
     scale, zeros = step.clamp(least, most), _zeros(step)
     if zeros is not None:
         scale.masked_fill_(zeros, silent)
-    if grid.symmetric or isinstance(grid, FloatGrid):
+    if code_range.symmetric or isinstance(code_range, FloatRange):
         return QParams(scale.float(), torch.zeros_like(scale, dtype=torch.int32))
-    zero_point = grid.quant_min - torch.round(low.double().clamp(max=0) / scale)
-    return QParams(scale.float(), zero_point.clamp(grid.quant_min, grid.quant_max).to(torch.int32))
+    zero_point = code_range.quant_min - torch.round(low.double().clamp(max=0) / scale)
+    return QParams(scale.float(), zero_point.clamp(code_range.quant_min, code_range.quant_max).to(torch.int32))
 
 
 def _amax(low: Tensor, high: Tensor) -> Tensor:
@@ -166,15 +175,15 @@ def _amax(low: Tensor, high: Tensor) -> Tensor:
     return torch.maximum(-low, high).clamp_(min=0).to(torch.float64, copy=True)
 
 
-def _shared_exponent_(amax: Tensor, grid: FloatGrid) -> Tensor:
-    """2^(e - emax) in the place of `amax`, see FloatGrid; 0 for 0."""
-    return _truncate_(amax, _bump(grid, 52)).mul_(2.0**-grid.row.emax)
+def _shared_exponent_(amax: Tensor, code_range: FloatRange) -> Tensor:
+    """2^(e - emax) in the place of `amax`, see FloatRange; 0 for 0."""
+    return _truncate_(amax, _bump(code_range, 52)).mul_(2.0**-code_range.row.emax)
 
 
-def _bump(grid: FloatGrid, bits: int) -> int:
+def _bump(code_range: FloatRange, bits: int) -> int:
     """What to add to the last of a mantissa of so many bits, for its carry to raise exponents as the mode says."""
-    half = 0 if grid.row.mantissa is None else 1 << (bits - 1 - grid.row.mantissa)
-    return {"floor": 0, "even": half, "ceil": (1 << bits) - 1}[grid.scale_mode]
+    half = 0 if code_range.row.mantissa is None else 1 << (bits - 1 - code_range.row.mantissa)
+    return {"floor": 0, "even": half, "ceil": (1 << bits) - 1}[code_range.scale_mode]
 
 
 def _truncate_(x: Tensor, bump: int) -> Tensor:
@@ -183,54 +192,55 @@ def _truncate_(x: Tensor, bump: int) -> Tensor:
     return x
 
 
-def _scale_bounds(grid: Grid | FloatGrid) -> tuple[float, float]:
-    """The least and the largest scale that the grid may have."""
-    largest = LARGEST_VALUE / grid.span
-    if grid.scale_type == "float":
+def _scale_bounds(code_range: CodeRange) -> tuple[float, float]:
+    """The least and the largest scale that is allowed."""
+    largest = LARGEST_VALUE / code_range.span
+    if code_range.scale_type == "float":
         return SMALLEST_SCALE, largest
     mantissa, exponent = math.frexp(largest)
-    return grid.finest, 2.0 ** (exponent - 1 - (mantissa == 0.5))
+    return code_range.finest, 2.0 ** (exponent - 1 - (mantissa == 0.5))
 
 
-def qparams_from_range(low: Tensor, high: Tensor, grid: Grid | FloatGrid) -> QParams:
+def qparams_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> QParams:
     """Return scale and zero point for values in [low, high]: tensors of one shape, finite.
 
-    >>> asymmetric = Grid(0, 255, symmetric=False)
+    >>> asymmetric = IntegerRange(0, 255, symmetric=False)
     >>> qparams = qparams_from_range(torch.tensor(-1.0), torch.tensor(1.55), asymmetric)
     >>> round(qparams.scale.item(), 6), qparams.zero_point.item()
     (0.01, 100)
     """
     if torch.compiler.is_compiling():  # a trace must not ask how many there are
-        return _qparams(step_from_range(low, high, grid), low, grid)
-    if isinstance(grid, FloatGrid) and _bits_say_all(low.dtype, grid):
-        return _shared_scale(low, high, grid)
+        return _qparams(step_from_range(low, high, code_range), low, code_range)
+    if isinstance(code_range, FloatRange) and _bits_say_all(low.dtype, code_range):
+        return _shared_scale(low, high, code_range)
     if low.numel() <= FEW:
-        return _qparams(step_from_range(low, high, grid), low, grid)
+        return _qparams(step_from_range(low, high, code_range), low, code_range)
     scale, zero_point = (torch.empty_like(low, dtype=dtype) for dtype in (torch.float32, torch.int32))
     parts = (torch.split(end.view(-1), FEW) for end in (low, high, scale, zero_point))
     for least, greatest, scale_part, zero_point_part in zip(*parts, strict=True):
-        found = _qparams(step_from_range(least, greatest, grid), least, grid)
+        found = _qparams(step_from_range(least, greatest, code_range), least, code_range)
         scale_part.copy_(found.scale)
         zero_point_part.copy_(found.zero_point)
     return QParams(scale, zero_point)
 
 
-def _bits_say_all(dtype: torch.dtype, grid: FloatGrid) -> bool:
+def _bits_say_all(dtype: torch.dtype, code_range: FloatRange) -> bool:
     """Whether the bits of float32 give the scale that float64 would.
 
     Below the normal numbers no bits hold the exponent, but there the scale is the least one, if emax > 0 or nothing
     carries.
     """
-    return dtype == torch.float32 and grid.scale_type == "e8m0" and (grid.row.emax > 0 or grid.scale_mode == "floor")
+    carries = code_range.row.emax <= 0 and code_range.scale_mode != "floor"
+    return dtype == torch.float32 and code_range.scale_type == "e8m0" and not carries
 
 
-def _shared_scale(low: Tensor, high: Tensor, grid: FloatGrid) -> QParams:
+def _shared_scale(low: Tensor, high: Tensor, code_range: FloatRange) -> QParams:
     """The same where `_bits_say_all`, in the memory of the scale: a fifth of the time."""
     scale = torch.neg(low)
     torch.maximum(scale, high, out=scale)  # not negative, as low <= high
     zeros = _zeros(scale)
-    least, most = torch.tensor(_scale_bounds(grid)).view(torch.int32).tolist()
-    bits = scale.view(torch.int32).add_(_bump(grid, 23)).bitwise_and_(0x7F800000).sub_(grid.row.emax << 23)
+    least, most = torch.tensor(_scale_bounds(code_range)).view(torch.int32).tolist()
+    bits = scale.view(torch.int32).add_(_bump(code_range, 23)).bitwise_and_(0x7F800000).sub_(code_range.row.emax << 23)
     bits.clamp_(least, most)
     return QParams(scale if zeros is None else scale.masked_fill_(zeros, 1.0), torch.zeros_like(bits))
 

@@ -77,7 +77,7 @@ def std_round(x: Tensor) -> Tensor:
 def floor(x: Tensor) -> Tensor:
     """Round the floating-point tensor `x` in place, toward minus infinity, and return it.
 
-    A value that is on a grid already may leave it: (3 * s) / s is 2.9999998 for some s.
+    A code times its scale may become the code below: (3 * s) / s is 2.9999998 for some s.
 
     >>> import torch
     >>> floor(torch.tensor([-2.5, -0.1, 0.5, 0.99999994, 1.0])).tolist()

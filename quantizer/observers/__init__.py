@@ -2,7 +2,7 @@
 
 from quantizer.observers import diffs, entropy, maxmin, mse, percentile
 from quantizer.observers.errors import NegativeValuesError, NonFiniteError, ObservationError, UnobservedError
-from quantizer.observers.methods import METHODS, axis_of, grid_of, kernel_of
+from quantizer.observers.methods import METHODS, axis_of, code_range_of, kernel_of
 from quantizer.observers.observer import Observer
 from quantizer.observers.statistic import STATISTICS
 
@@ -15,9 +15,9 @@ __all__ = [
     "Observer",
     "UnobservedError",
     "axis_of",
+    "code_range_of",
     "diffs",
     "entropy",
-    "grid_of",
     "kernel_of",
     "maxmin",
     "mse",

@@ -20,4 +20,4 @@ class NonFiniteError(ObservationError):
 
 
 class NegativeValuesError(ObservationError):
-    """A batch held negative values, which an unsigned symmetric grid cannot represent."""
+    """A batch held negative values, which unsigned symmetric codes cannot represent."""

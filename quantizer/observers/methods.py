@@ -8,7 +8,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.blocks import Kernel
 from quantizer.numerics.fake_cast import float_kernel
 from quantizer.numerics.fake_quantize import integer_kernel
-from quantizer.numerics.qparams import FloatGrid, Grid
+from quantizer.numerics.qparams import CodeRange, FloatRange, IntegerRange
 from quantizer.observers.batch import Batch, Range
 
 RangeMethod = Callable[[Batch, QuantizationSpec], Range]
@@ -17,23 +17,23 @@ INTEGER_ONLY = frozenset({"entropy", "diffs"})
 """Methods that are about integer codes: levels to merge bins into, positions of a binary point."""
 
 
-def grid_of(spec: QuantizationSpec) -> Grid | FloatGrid:
-    """Return the grid that `spec` asks for. Raises ValueError if it has none, as formats without a scale.
+def code_range_of(spec: QuantizationSpec) -> CodeRange:
+    """Return the codes that `spec` scales to. Raises ValueError if there are none, as for formats without a scale.
 
-    >>> grid_of(QuantizationSpec(bit_width=4))
-    Grid(quant_min=-8, quant_max=7, symmetric=True, scale_type='float', finest_position=None)
-    >>> grid_of(QuantizationSpec(dtype="fp4", scale_type="e8m0"))
-    FloatGrid(dtype='fp4', scale_type='e8m0', scale_mode='floor', symmetric=True)
+    >>> code_range_of(QuantizationSpec(bit_width=4))
+    IntegerRange(quant_min=-8, quant_max=7, symmetric=True, scale_type='float', finest_position=None)
+    >>> code_range_of(QuantizationSpec(dtype="fp4", scale_type="e8m0"))
+    FloatRange(dtype='fp4', scale_type='e8m0', scale_mode='floor', symmetric=True)
     """
     if not spec.is_scaled:
         raise ValueError(f'Only scaled formats have a range, and dtype is "{spec.dtype}".')
     if spec.dtype == "int":
-        return Grid(spec.quant_min, spec.quant_max, spec.symmetric, spec.scale_type, spec.finest_position)
-    return FloatGrid(spec.dtype, spec.scale_type, spec.scale_mode, spec.symmetric)
+        return IntegerRange(spec.quant_min, spec.quant_max, spec.symmetric, spec.scale_type, spec.finest_position)
+    return FloatRange(spec.dtype, spec.scale_type, spec.scale_mode, spec.symmetric)
 
 
 def kernel_of(spec: QuantizationSpec) -> Kernel:
-    """Return what puts x / scale on the grid of `spec`.
+    """Return what makes codes of `spec` of x / scale.
 
     >>> import torch
     >>> kernel_of(QuantizationSpec(bit_width=4))(torch.tensor([-9.0, 0.6]), 0).tolist()

@@ -9,24 +9,23 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.blocks import fill
-from quantizer.numerics.qparams import Grid
 from quantizer.numerics.registry import register
 from quantizer.numerics.rounding import NEAREST
 from quantizer.observers.batch import BINS, Batch, Range
-from quantizer.observers.methods import METHODS, grid_of, kernel_of
+from quantizer.observers.methods import METHODS, code_range_of, kernel_of
 
 STEPS_PER_OCTAVE = 16
 
 
 @register(METHODS, "mse")
 def mse(batch: Batch, spec: QuantizationSpec) -> Range:
-    """Return the range cut at the clip that gives the least squared error on the spec's grid, both its sides.
+    """Return the range cut at the clip that gives the least squared error with the spec's codes, both its sides.
 
     Which way ties go cannot matter: at a half-way point either neighbour has the same error.
     """
-    grid = {name: getattr(spec, name) for name in ("dtype", "bit_width", "signed", "narrow_range")}
+    number = {name: getattr(spec, name) for name in ("dtype", "bit_width", "signed", "narrow_range")}
     round_mode = "half_even" if spec.round_mode in NEAREST else spec.round_mode
-    errors = batch.histogram @ _squared_errors(QuantizationSpec(**grid, round_mode=round_mode)).T
+    errors = batch.histogram @ _squared_errors(QuantizationSpec(**number, round_mode=round_mode)).T
     return batch.clipped(batch.amax * _clips()[errors.argmin(1)] / BINS)
 
 
@@ -46,8 +45,8 @@ def _squared_errors(spec: QuantizationSpec) -> Tensor:
 
     It depends on no data, so a histogram times this matrix gives the error of all clips at once.
     """
-    centres, grid = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5, grid_of(spec)
-    scale = (_clips() / (grid.quant_max if isinstance(grid, Grid) else grid.span)).float()
+    centres = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
+    scale = (_clips() / code_range_of(spec).largest).float()
     values = centres.repeat(len(scale), 1)
     fill(values, values, scale, torch.zeros_like(scale), kernel_of(spec), ch_axis=0)
     return (values - centres).square_()

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.granularity import scale_shape
-from quantizer.numerics.qparams import Grid, QParams, qparams_from_range, qparams_from_step, step_from_range
+from quantizer.numerics.qparams import IntegerRange, QParams, qparams_from_range, qparams_from_step, step_from_range
 from quantizer.numerics.registry import lookup
 from quantizer.observers.batch import Batch, as_rows, extremes
 from quantizer.observers.errors import NegativeValuesError, NonFiniteError, ObservationError, UnobservedError
-from quantizer.observers.methods import INTEGER_ONLY, METHODS, axis_of, grid_of
+from quantizer.observers.methods import INTEGER_ONLY, METHODS, axis_of, code_range_of
 from quantizer.observers.statistic import STATISTICS, reduce_batches
 
 ROWS_AT_ONCE = 1 << 12  # histograms of 4096 bins of each take 128 MB
@@ -23,17 +23,17 @@ ROWS_AT_ONCE = 1 << 12  # histograms of 4096 bins of each take 128 MB
 class Observer:
     """Observes activations batch by batch, or a weight once, for a `spec` with a scale.
 
-    Every batch gives one range per tensor, channel or group by the spec's method. For a symmetric grid the statistic is
+    Every batch gives one range per tensor, channel or group by the spec's method. For a symmetric spec the statistic is
     taken over the batches' scales, for an asymmetric one over either end of their ranges, where "max" is the outermost.
     A statistic of powers of two is rounded up to one. Raises ValueError for a spec that no range exists for.
     """
 
     def __init__(self, spec: QuantizationSpec) -> None:
-        self._grid = grid_of(spec)
+        self._code_range = code_range_of(spec)
         if spec.method in INTEGER_ONLY and spec.dtype != "int":
-            raise ValueError(f"The {spec.method} method needs an integer grid, and dtype is {spec.dtype}.")
+            raise ValueError(f"The {spec.method} method needs integer codes, and dtype is {spec.dtype}.")
         if spec.method in ("mse", "entropy") and not spec.symmetric:
-            raise ValueError(f"The {spec.method} method needs a symmetric grid.")
+            raise ValueError(f"The {spec.method} method needs a symmetric spec.")
         if spec.method == "diffs" and spec.scale_type != "poweroftwo":
             raise ValueError("The diffs method tries powers of two, so it needs scale_type poweroftwo.")
         self.spec, self._axis = spec, axis_of(spec)
@@ -57,7 +57,7 @@ class Observer:
     def observe(self, x: Tensor) -> None:
         """Take in one batch: a floating-point tensor of any layout, on any device.
 
-        Raises NonFiniteError, NegativeValuesError (unsigned symmetric grids) or ObservationError (no values at all);
+        Raises NonFiniteError, NegativeValuesError (unsigned symmetric codes) or ObservationError (no values at all);
         such a batch leaves no trace.
         """
         batch = self._batch(x)
@@ -73,14 +73,14 @@ class Observer:
         """Return scale and zero point for the batches so far, of `scale_shape`. Raises UnobservedError without any."""
         lows, highs = self._seen(0), self._seen(1)
         if len(lows) == 1:  # any statistic of one batch is that batch
-            qparams = qparams_from_range(lows[0], highs[0], self._grid)
-        elif self._grid.symmetric:
-            step = reduce_batches(step_from_range(lows, highs, self._grid), self.spec.statistic)
-            qparams = qparams_from_step(step, torch.zeros_like(step), self._grid)
+            qparams = qparams_from_range(lows[0], highs[0], self._code_range)
+        elif self._code_range.symmetric:
+            step = reduce_batches(step_from_range(lows, highs, self._code_range), self.spec.statistic)
+            qparams = qparams_from_step(step, torch.zeros_like(step), self._code_range)
         else:
             low = -reduce_batches(-lows, self.spec.statistic)
             high = reduce_batches(highs, self.spec.statistic)
-            qparams = qparams_from_range(low, high, self._grid)
+            qparams = qparams_from_range(low, high, self._code_range)
         return QParams(self._shaped(qparams.scale), self._shaped(qparams.zero_point))
 
     def forget_after(self, batches: int) -> None:
@@ -115,9 +115,9 @@ class Observer:
         low, high = (end.cpu() for end in extremes(rows))
         if not (math.isfinite(low.min()) and math.isfinite(high.max())):
             raise NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
-        if isinstance(self._grid, Grid) and self._grid.nonnegative and bool((low < 0).any()):
+        if isinstance(self._code_range, IntegerRange) and self._code_range.nonnegative and bool((low < 0).any()):
             raise NegativeValuesError(
-                f"The smallest value is {low.min():g}, and an unsigned symmetric grid has no negative values; "
+                f"The smallest value is {low.min():g}, and unsigned symmetric codes have no negative values; "
                 "make it signed, or asymmetric."
             )
         return Batch(rows, low, high)

@@ -17,7 +17,7 @@ def percentile(batch: Batch, spec: QuantizationSpec) -> Range:
     The magnitude is the left edge of the histogram's bin where the cumulative share gets there (of the first bin the
     right edge, so that the range is never empty); 100 percent is the maximum itself. An asymmetric range is cut at the
     same magnitude on both sides: (100 - percentage) percent is cut off in all, shared by the two tails as the data has
-    them, and one-sided data such as a ReLU's is treated as on a symmetric grid.
+    them, and one-sided data such as a ReLU's is treated as symmetric.
     """
     if spec.percentage >= 100:
         return batch.low, batch.high

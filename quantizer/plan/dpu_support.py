@@ -13,7 +13,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.graph.axis_rules import ALIKE, RESHAPED, SAME
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.dpu_limits import FUSED, LIMITS, OPERATORS, PYTORCH, Geometry
-from quantizer.plan.groups import Layout, grid_of, layout
+from quantizer.plan.groups import Layout, layout, quantization_point
 from quantizer.plan.model import Plan
 
 RESTRICTIONS = "the DPU's restrictions on a configuration: 8 bits, symmetric, one power-of-two scale"
@@ -43,7 +43,7 @@ def verdicts(plan: Plan) -> dict[str, Verdict]:
     where, found = layout(plan.graph), dict[str, Verdict]()
     for node in plan.graph.nodes:
         verdict = _verdict(plan.graph, node, found)
-        if verdict.device == "DPU" and (why := _grids(plan, where, node)):
+        if verdict.device == "DPU" and (why := _unquantized(plan, where, node)):
             verdict = _refused(why, RESTRICTIONS)
         found[node.name] = verdict
     return found
@@ -198,7 +198,7 @@ def _activation(node: Node) -> str:
     return "relu6" if node.op in ("hardtanh", "clamp") and (low, high) == (0, 6) else node.op
 
 
-def _grids(plan: Plan, where: Layout, node: Node) -> str:
+def _unquantized(plan: Plan, where: Layout, node: Node) -> str:
     """What is missing for the layer to run in 8-bit integers."""
     tensors = plan.of_layer(node.name)
     for role, tensor in tensors.items():
@@ -207,7 +207,7 @@ def _grids(plan: Plan, where: Layout, node: Node) -> str:
     if node.row.weight and "weights" not in tensors:
         return "its weights are not quantized"
     for name in [*node.refs(), node.name]:
-        point = grid_of(plan.graph, where, name)
+        point = quantization_point(plan.graph, where, name)
         quantized = point and any((point, role) in plan.tensors for role in ("activation", "input"))
         if plan.graph.by_name[name].is_float and not quantized:
             return f"{'its output' if name == node.name else name} is not quantized"
@@ -215,11 +215,11 @@ def _grids(plan: Plan, where: Layout, node: Node) -> str:
 
 
 def _unfit(spec: QuantizationSpec) -> str:
-    """Why the DPU has no such grid."""
+    """Why the DPU has no such codes."""
     if spec.dtype != "int" or spec.bit_width != 8:
         return f"{spec.bit_width} bits" if spec.dtype == "int" else f"the datatype {spec.dtype}"
     if not (spec.symmetric and spec.signed):
-        return "a grid that is not signed and symmetric"
+        return "codes that are not signed and symmetric"
     if spec.is_dynamic:
         return "a dynamic range"
     return "" if spec.scale_type == "poweroftwo" and spec.ch_axis is None else "no single power-of-two scale"

@@ -33,9 +33,8 @@ def layout(graph: Graph) -> Layout:
     """Group the graph's floating-point values.
 
     A convolution followed only by a ReLU is quantized after the ReLU; the inputs of a concatenation only at its output;
-    reshapes,
-    pooling maxima and other moves keep the grid of their input (the rules of pytorch_nndct 3.5, whose last activation
-    stays float too).
+    reshapes, pooling maxima and other moves keep the quantization of their input (the rules of pytorch_nndct 3.5, whose
+    last activation stays float too).
     """
     groups: dict[str, Group] = {}
     served: dict[str, str] = {}
@@ -57,20 +56,20 @@ def layout(graph: Graph) -> Layout:
     return where
 
 
-def grid_of(graph: Graph, where: Layout, name: str) -> str | None:
+def quantization_point(graph: Graph, where: Layout, name: str) -> str | None:
     """The layer at which a node's values are quantized: its group's point, or that of the values it hands on."""
     node = graph.by_name[name]
     if name in where.groups:
         return name
     if where.served.get(name):
-        return grid_of(graph, where, where.served[name])
+        return quantization_point(graph, where, where.served[name])
     if node.row.keeps_scale:
-        return grid_of(graph, where, next(node.refs()))
+        return quantization_point(graph, where, next(node.refs()))
     return None
 
 
 def _makes_values(graph: Graph, node: Node, where: Layout) -> bool:
-    """Whether the node's output leaves the grid of its inputs, so that it needs a quantization of its own."""
+    """Whether the node's output has other values than its inputs, so that it needs a quantization of its own."""
     kind = _producer(graph, node).row.kind
     if node.name in where.floats or kind in ("unknown", "float"):
         return _feeds_mac(graph, node, where)
@@ -79,7 +78,7 @@ def _makes_values(graph: Graph, node: Node, where: Layout) -> bool:
     if node.row.axes is PADDED and not pads_zeros(node.attrs):
         return True
     if node.row.rectifies:
-        return grid_of(graph, where, node.name) is None
+        return quantization_point(graph, where, node.name) is None
     return kind not in ("passthrough", "structural")
 
 

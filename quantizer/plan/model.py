@@ -84,17 +84,17 @@ class Plan:
     def corrected(self) -> tuple[str, ...]:
         """Layers whose bias is corrected: all that multiply by quantized weights, if the config asks for it.
 
-        On the DPU, which stores a bias as a code on its grid, only those that have one.
+        On the DPU, which stores a bias as a code, only those that have one.
         """
         if not self.settings.include_bias_corr:
             return ()
-        on_grid = self.settings.target_device == "DPU"
+        as_codes = self.settings.target_device == "DPU"
         weights = {layer: tensor for (layer, role), tensor in self.tensors.items() if role == "weights"}
         return tuple(
             node.name
             for node in self.graph.nodes
             if node.row.kind == "mac" and node.name in weights and weights[node.name].spec.dtype != "float32"
-            if "bias" in node.params or not on_grid
+            if "bias" in node.params or not as_codes
         )
 
     def to_json(self) -> dict[str, Any]:

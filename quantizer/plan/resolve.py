@@ -16,7 +16,7 @@ from quantizer.plan import axes, checks, inheritance
 from quantizer.plan.axes import Misfit, TensorView
 from quantizer.plan.dpu_scales import with_finest_position
 from quantizer.plan.floating import OUTSIDE, outside_stubs
-from quantizer.plan.groups import Group, Layout, grid_of, layout
+from quantizer.plan.groups import Group, Layout, layout, quantization_point
 from quantizer.plan.match import RANKS, Match, match
 from quantizer.plan.model import Key, Plan, RuleMatch, TensorPlan
 
@@ -90,7 +90,7 @@ def _plan_parameters(state: _Resolver, node: Node, where: Layout, kept: Mapping[
 
 
 def _is_quantizable(graph: Graph, node: Node, where: Layout) -> bool:
-    """Whether a parameter that expressions read has a grid: not a single number, nor what only float operators read."""
+    """Whether a parameter that expressions read is quantized: no single number, nor what only float operators read."""
     return node.is_float and node.name not in where.floats and graph.tensors[node.params["weight"]].numel() > 1
 
 
@@ -106,8 +106,8 @@ def _plan_activation(state: _Resolver, node: Node, where: Layout, kept: Mapping[
     reason = next((kept[member] for member in group.members if member in kept), None)
     if reason is None and node.op == "input" and _feeds_only(state.graph, node, kept):
         reason = "keep_first_last_layer_accuracy"
-    if reason is None and _keeps_weights_grid(state, node):
-        reason = "keeps the grid of its weights"
+    if reason is None and _holds_weights(state, node):
+        reason = "keeps the quantization of its weights"
     role: Role = "input" if node.op in ENTRIES else "activation"
     if reason is not None or not _add(state, node.name, role, group, axes.output_view(state.graph, group)):
         state.floats[node.name] = reason or (EXCLUDED if _is_excluded(state, group.members) else LEFT_FLOAT)
@@ -118,15 +118,15 @@ def _plan_joined(state: _Resolver, where: Layout, kept: Mapping[str, str]) -> No
     if state.config.form != "hierarchical":
         return
     for point, group in where.joined.items():
-        grid = grid_of(state.graph, where, point)
-        if (grid, "activation") in state.tensors or kept.keys() & {*group.members}:
+        joint = quantization_point(state.graph, where, point)
+        if (joint, "activation") in state.tensors or kept.keys() & {*group.members}:
             continue
         if _add(state, point, "activation", group, axes.output_view(state.graph, group)):
             state.floats.pop(point, None)
             where.served.pop(point)
 
 
-def _keeps_weights_grid(state: _Resolver, node: Node) -> bool:
+def _holds_weights(state: _Resolver, node: Node) -> bool:
     """Whether the output is rows of weights that are quantized alike for all rows: rounding again changes nothing."""
     weights = state.tensors.get((node.name, "weights")) if node.op == "embedding" else None
     if weights is None or weights.spec.ch_axis is not None:
@@ -156,12 +156,12 @@ def _why_float(state: _Resolver, node: Node, where: Layout) -> str:
     if node.row.kind == "unknown" and any(state.graph.by_name[name].is_float for name in node.refs()):
         return NO_RULES
     if node.row.keeps_scale:
-        return "keeps the grid of its input"
+        return "keeps the quantization of its input"
     return "not an activation" if node.row.kind == "structural" else "not a floating-point tensor"
 
 
 def _plan_inputs(state: _Resolver, node: Node, where: Layout, kept: Mapping[str, str]) -> None:
-    """A grid of its own for what a layer reads, when a rule for that layer sets another one than its producer has."""
+    """The layer's own quantization of what it reads, where a rule for that layer sets another than its producer has."""
     if (
         node.row.kind not in ("mac", "compute")
         or node.name in kept
@@ -174,15 +174,15 @@ def _plan_inputs(state: _Resolver, node: Node, where: Layout, kept: Mapping[str,
             continue
         view = axes.input_view(state.graph, node, name)
         merged = _merge(state, rules, "input")
-        if merged and _is_on_grid(state, where, name, axes.fitted(merged[0], view, role)):
+        if merged and _is_quantized(state, where, name, axes.fitted(merged[0], view, role)):
             _count(state, rules, "input")
             continue
         _add(state, node.name, role, Group(name, (node.name,)), view)
 
 
-def _is_on_grid(state: _Resolver, where: Layout, name: str, spec: QuantizationSpec) -> bool:
+def _is_quantized(state: _Resolver, where: Layout, name: str, spec: QuantizationSpec) -> bool:
     """Whether a node's values come from a quantizer with this spec already; moved values keep but one scale for all."""
-    point = grid_of(state.graph, where, name) or name
+    point = quantization_point(state.graph, where, name) or name
     made = "input" if state.graph.by_name[point].op in ENTRIES else "activation"
     producer = state.tensors.get((point, made))
     same = producer is not None and producer.spec == spec

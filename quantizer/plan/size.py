@@ -9,15 +9,8 @@ import torch
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_role
 from quantizer.graph.ir import Graph, references
+from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Plan
-
-_BITS = {
-    **dict.fromkeys(("float16", "bfloat16"), 16),
-    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "mx_int8", "bfp16"), 8),
-    **dict.fromkeys(("fp6_e3m2", "fp6_e2m3"), 6),
-    "fp4": 4,
-}
-"""Of one value; integers have theirs in the spec, float32 its own."""
 
 
 def weight_bytes(plan: Plan) -> tuple[int, int]:
@@ -39,11 +32,6 @@ def weight_bytes(plan: Plan) -> tuple[int, int]:
                 continue
             after += parameter_bytes(tensor.numel(), planned.spec, planned.scales)
     return before, after
-
-
-def bits_of(spec: QuantizationSpec) -> int:
-    """Bits of one value."""
-    return spec.bit_width if spec.dtype == "int" else _BITS.get(spec.dtype, 32)
 
 
 def parameter_bytes(values: int, spec: QuantizationSpec, scales: int) -> int:

@@ -130,8 +130,8 @@ def test_a_linear_layers_correction_is_what_the_weights_error_makes_of_the_mean_
     model, x = nn.Linear(6, 4).eval(), torch.randn(50, 6) + 1
     found = corrected(trace(model, (x,)), config(tmp_path, weights(3)), [Batch((x,), {}, None, None)])
     name = "Linear::Linear/linear"
-    on_grid = quantized_network(found.graph, found.before).layers[name].get_parameter("weight")
-    expected = (model.weight - on_grid) @ x.mean(0)
+    rounded = quantized_network(found.graph, found.before).layers[name].get_parameter("weight")
+    expected = (model.weight - rounded) @ x.mean(0)
     assert torch.allclose(found.after.corrections[name], expected, rtol=0, atol=1e-6)
 
 

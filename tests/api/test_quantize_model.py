@@ -174,9 +174,9 @@ def test_a_layer_computes_with_its_quantized_input_and_weights(make: Any, x: Ten
     for name, parameter in reference.named_parameters():
         assert not torch.equal(parameter.data, layer.get_parameter(name).data)
         parameter.data = layer.get_parameter(name).data
-    on_grid = layer.quantizers["input"](x)
-    assert not torch.equal(on_grid, x)
-    expected, found = reference(on_grid), layer(x)
+    rounded = layer.quantizers["input"](x)
+    assert not torch.equal(rounded, x)
+    expected, found = reference(rounded), layer(x)
     assert same(*(value[0] if isinstance(value, tuple) else value for value in (found, expected)))
 
 

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 from api.specs import per_token, quantized, same, spec, tiny_lm, tokens
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -26,12 +24,8 @@ from quantizer import (
     QSchemeType,
     QuantizationSpec,
 )
-from quantizer.api.codes import decode, encode
 from quantizer.api.stored import DESCRIPTION, TENSORS, checksum
-from quantizer.config.model import QuantizationSpec as Spec
-from quantizer.engine.calibrate import Observer
 from quantizer.errors import ModelError, ResultError, UsageError
-from quantizer.nn.quantizer import TensorQuantizer
 
 FLOATS = (Dtype.fp8_e4m3, Dtype.fp8_e5m2, Dtype.fp6_e3m2, Dtype.fp6_e2m3, Dtype.fp4)
 INTEGERS = tuple(dtype for dtype in Dtype if "int" in dtype.name)
@@ -78,29 +72,6 @@ def test_the_first_of_two_packed_codes_is_in_the_low_half(tmp_path: Path) -> Non
     layer.weight.data = torch.tensor([[7.0, -3.0]])
     ModelQuantizer.save(quantized(nn.Sequential(layer), weight=spec(Dtype.int4)), tmp_path)
     assert load_file(tmp_path / "model.safetensors")["0.weight"].tolist() == [(7 + 8) | (-3 + 8) << 4]
-
-
-@settings(derandomize=True, max_examples=30, deadline=None)
-@given(
-    bits=st.sampled_from([2, 3, 4, 8, 16]),
-    symmetric=st.booleans(),
-    cut=st.sampled_from([("per_tensor", None, None), ("per_channel", 0, None), ("per_channel", 1, None)])
-    | st.sampled_from([("per_group", 1, 3), ("per_group", 0, -1)]),
-    seed=st.integers(0, 999),
-)
-def test_codes_give_back_every_integer_grid(bits: int, symmetric: bool, cut: Any, seed: int) -> None:
-    value = torch.randn(5, 9, generator=torch.Generator().manual_seed(seed))
-    qscheme, axis, size = cut
-    internal = Spec(bit_width=bits, symmetric=symmetric, qscheme=qscheme, ch_axis=axis, group_size=size)
-    observer = Observer(internal)
-    observer.observe(value)
-    found = observer.qparams()
-    quantizer = TensorQuantizer(internal, found.scale, found.zero_point)
-    on_grid = quantizer(value)
-    stored, is_codes = encode(on_grid, quantizer)
-    assert is_codes
-    assert stored.numel() == (23 if bits <= 4 else 45)
-    assert same(decode(stored, quantizer, [5, 9], torch.float32), on_grid)
 
 
 def test_activations_and_layers_of_all_kinds_come_back(tmp_path: Path) -> None:
@@ -175,7 +146,7 @@ def test_a_float_model_is_not_saved(tmp_path: Path) -> None:
     [
         ("quantizer.json", "{", "not a readable JSON file"),
         ("quantizer.json", json.dumps({"format": 99}), "not of a model that this version saved"),
-        ("model.safetensors", "x", r"model\.safetensors is damaged: its checksum"),
+        ("model.safetensors", "x", r"model\.safetensors is damaged: checksum mismatch"),
         ("model.safetensors", None, "does not exist"),
     ],
 )
@@ -237,7 +208,7 @@ def test_a_changed_file_is_told_by_its_checksum(name: str, tmp_path: Path) -> No
     at = -1 if name == TENSORS else content.index(b"half_even")
     content[at] ^= 1
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ResultError, match="its checksum") as caught:
+    with pytest.raises(ResultError, match="checksum mismatch") as caught:
         ModelQuantizer.load(nn.Sequential(nn.Linear(8, 3)), tmp_path)
     assert caught.value.help == "save the model again with ModelQuantizer.save"
 

@@ -143,7 +143,9 @@ def test_a_hugging_face_folder(llama: str, capsys: pytest.CaptureFixture[str]) -
     assert run("calib", "--config_file", DYNAMIC, model=llama) == 0
     assert run("test", "--data", "text.txt", "--gate", "perplexity_ratio<=1.05", model=llama) == 0
     stored = load_file("quantize_result/weights.safetensors")
-    assert {tensor.dtype for tensor in stored.values() if tensor.dim() == 2} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in stored.values() if tensor.dim() == 2} == {torch.int8}
+    entries = json.loads(Path("quantize_result/quant_info.json").read_text())["tensors"].values()
+    assert {own["codes"]["dtype"] for roles in entries for own in roles.values() if "codes" in own} == {"bfloat16"}
     capsys.readouterr()
     assert run_command(["inspect", "--model", llama, "--json"]) == 0
     said = capsys.readouterr()

@@ -247,7 +247,7 @@ def test_plan_inspect_and_explain_tell_the_same_story(capsys: pytest.CaptureFixt
     assert "closest: " in capsys.readouterr().err
 
     assert run_command(["inspect", *look, "-o", str(tmp_path / "ResNet.py")]) == 0
-    assert "keeps the grid of its input" in capsys.readouterr().out
+    assert "keeps the quantization of its input" in capsys.readouterr().out
     assert CONV1 in (tmp_path / "ResNet.py").read_text()
 
 

@@ -1,10 +1,13 @@
 """What every floating-point format promises: its own values stay, all others become the nearest finite one."""
 
+import json
 import math
 
 import pytest
 import torch
 
+from quantizer.config.resources import load_resource
+from quantizer.config.types import Dtype
 from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
 
 CAST_BY_TORCH = ["float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
@@ -39,9 +42,17 @@ def test_every_format_of_few_bits_is_checked():
 def test_every_finite_value_stays_and_is_stored_exactly(name):
     values, row = values_of(name), FLOAT_FORMATS[name]
     assert torch.equal(cast_round_trip_(values.clone(), name), values)
-    assert torch.equal(values.to(row.storage).float(), values)
+    assert torch.equal((values * row.factor).to(row.storage).float() / row.factor, values)
     assert values.max() == row.largest
     assert 2.0**row.emax <= row.largest < 2.0 ** (row.emax + 1)
+
+
+def test_files_can_name_every_format():
+    spec, form = (load_resource("schemas", f"{name}.schema.json") for name in ("quantization_spec", "hierarchical"))
+    assert {*spec["properties"]["dtype"]["enum"]} == {"int", *FLOAT_FORMATS}
+    words = set(json.dumps(form).split('"'))
+    assert {*FLOAT_FORMATS} - {"mx_int8"} <= words
+    assert {dtype.name for dtype in Dtype} >= {*FLOAT_FORMATS} - {"mx_int8"}
 
 
 @pytest.mark.parametrize(

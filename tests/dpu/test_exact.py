@@ -91,7 +91,7 @@ def test_a_layer_without_a_power_of_two_grid_runs_in_float() -> None:
         for key, tensor in solution.tensors.items()
     }
     found = compare_exact(graph, dataclasses.replace(solution, tensors=tensors), batches(0))
-    assert list(found.floats.values()) == ["its parameters have no power-of-two grid for the whole tensor"]
+    assert list(found.floats.values()) == ["its parameters have no single power-of-two scale"]
 
 
 def test_an_accumulator_that_leaves_int32_wraps_and_is_told() -> None:

@@ -93,7 +93,7 @@ GRIDS: list[tuple[dict[str, object], str, str]] = [
     ({"dtype": "bfloat16"}, "bias", "its bias has the datatype bfloat16"),
     ({"scale_type": "float"}, "activation", "its activation has no single power-of-two scale"),
     ({"qscheme": "per_channel", "ch_axis": 0}, "weights", "its weights have no single power-of-two scale"),
-    ({"symmetric": False}, "activation", "its activation has a grid that is not signed and symmetric"),
+    ({"symmetric": False}, "activation", "its activation has codes that are not signed and symmetric"),
 ]
 
 

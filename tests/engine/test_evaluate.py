@@ -31,7 +31,7 @@ def batches(*tensors: Tensor) -> list[Batch]:
     return [Batch((x,), {}, None, x) for x in tensors]
 
 
-def on_grid(x: Tensor) -> Tensor:
+def rounded(x: Tensor) -> Tensor:
     return fake_quantize(x, COARSE.scale, COARSE.zero_point, -8, 7, "half_even")
 
 
@@ -40,7 +40,7 @@ def test_noise_of_a_graph_input() -> None:
     graph = trace(Doubled(), (x,))
     quantized = quantized_network(graph, Solution({("Doubled::input_0", "input"): COARSE}))
     found = compare(Network(graph), quantized, batches(x))
-    expected = 10 * math.log10(float(x.square().sum() / (x - on_grid(x)).square().sum()))
+    expected = 10 * math.log10(float(x.square().sum() / (x - rounded(x)).square().sum()))
     (row,) = found.layers
     assert row.local.sqnr_db == pytest.approx(expected)
     assert row.accumulated is not None
@@ -53,7 +53,7 @@ def test_a_layers_own_input_grid_leaves_other_readers_alone() -> None:
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     graph = trace(Doubled(), (x,))
     quantized = quantized_network(graph, Solution({("Doubled::Doubled/add", "input_1"): COARSE}))
-    assert torch.equal(quantized(x), x + on_grid(x))
+    assert torch.equal(quantized(x), x + rounded(x))
     found = compare(Network(graph), quantized, batches(x))
     assert [(row.layer, row.role) for row in found.layers] == [("Doubled::Doubled/add", "input_1")]
     assert math.isfinite(found.layers[0].local.sqnr_db)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quantizer.numerics.fake_cast import fake_cast, fake_cast_, fake_cast_plain
 from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
-from quantizer.numerics.qparams import FloatGrid, qparams_from_range
+from quantizer.numerics.qparams import FloatRange, qparams_from_range
 
 SCALED = [name for name, row in FLOAT_FORMATS.items() if row.mantissa is not None]
 KINDS = [("float", "floor"), ("poweroftwo", "floor"), ("e8m0", "floor"), ("e8m0", "even"), ("e8m0", "ceil")]
@@ -23,7 +23,7 @@ def randn(*shape, seed=0):
 
 
 def scale_of(amax, *grid):
-    return qparams_from_range(torch.tensor(-amax), torch.tensor(0.0), FloatGrid(*grid)).scale.item()
+    return qparams_from_range(torch.tensor(-amax), torch.tensor(0.0), FloatRange(*grid)).scale.item()
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def test_extreme_ranges_stay_finite(name, kind, amax):
 @pytest.mark.parametrize("kind", [("float8", "floor"), ("e8m0", "up")])
 def test_what_is_no_scale_is_refused(kind):
     with pytest.raises(ValueError, match=r"is not a scale (type|mode); known are"):
-        FloatGrid("fp4", *kind)
+        FloatRange("fp4", *kind)
     with pytest.raises(ValueError, match="no zero point"):
-        FloatGrid("fp4", symmetric=False)
+        FloatRange("fp4", symmetric=False)
     with pytest.raises(ValueError, match='did you mean "fp4"'):
-        FloatGrid("fp44")
+        FloatRange("fp44")
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -112,7 +112,7 @@ def test_values_equal_the_definition(name, ch_axis):
 @settings(derandomize=True, max_examples=200, deadline=None)
 def test_twice_is_once_and_powers_of_two_pass_through(x, name, kind, shift):
     values, factor = torch.tensor(x), 2.0**shift
-    grid = FloatGrid(name, *kind)
+    grid = FloatRange(name, *kind)
     scale = qparams_from_range(values.min(), values.max(), grid).scale
     y = fake_cast(values, scale, name)
     if kind[0] != "float":  # y / scale is exact for powers of two only
@@ -127,7 +127,7 @@ def test_twice_is_once_and_powers_of_two_pass_through(x, name, kind, shift):
 @settings(derandomize=True, max_examples=100, deadline=None)
 def test_the_error_is_half_a_step_of_the_value_s_own_exponent(x, name):
     values, row = torch.tensor(x).double(), FLOAT_FORMATS[name]
-    scale = qparams_from_range(values.min(), values.max(), FloatGrid(name)).scale
+    scale = qparams_from_range(values.min(), values.max(), FloatRange(name)).scale
     scaled = (values / scale.double()).abs().clamp(min=2.0**row.least)
     step = torch.exp2(torch.floor(torch.log2(scaled)) - row.mantissa) * scale.double()
     assert ((fake_cast(values, scale, name) - values).abs() <= step / 2 * (1 + 1e-6)).all()

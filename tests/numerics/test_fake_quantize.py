@@ -10,8 +10,10 @@ pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra:
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.blocks import BLOCK
-from quantizer.numerics.fake_quantize import dequantize, fake_quantize, fake_quantize_, fake_quantize_plain, quantize
+from quantizer.numerics.codes import decode, encode
+from quantizer.numerics.fake_quantize import fake_quantize, fake_quantize_, fake_quantize_plain
 from quantizer.numerics.rounding import NEAREST, ROUND_MODES
 
 
@@ -132,8 +134,9 @@ def test_32_bit_codes_neither_wrap_nor_lose_bits():
     args = torch.tensor(1 / (2**31 - 1)), torch.tensor(0), -(2**31), 2**31 - 1, "half_even"
     y = fake_quantize(x, *args)
     assert torch.allclose(y[:3], x[:3], rtol=1e-7, atol=0)
-    assert quantize(x, *args)[3] == 2**31 - 1
-    assert torch.equal(dequantize(quantize(x, *args), *args[:2]), y)
+    codes = encode(y, QuantizationSpec(bit_width=32), *args[:2])
+    assert codes[3] == 2**31 - 1
+    assert torch.equal(decode(codes, QuantizationSpec(bit_width=32), *args[:2]), y)
 
 
 def test_not_a_number_stays_visible():
@@ -141,25 +144,24 @@ def test_not_a_number_stays_visible():
     x = torch.tensor([math.nan, math.inf, -math.inf])
     assert fake_quantize(x, *args)[0].isnan()
     assert fake_quantize(x, *args)[1:].tolist() == [7, -8]
-    with pytest.raises(ValueError, match="1 of 3 values are NaN"):
-        quantize(x, *args)
 
 
 def test_the_copying_form_leaves_its_argument():
     x = randn(10)
     kept = x.clone()
     fake_quantize(x, torch.tensor(0.5), torch.tensor(0), -8, 7, "half_even")
-    quantize(x, torch.tensor(0.5), torch.tensor(0), -8, 7, "half_even")
+    encode(x, QuantizationSpec(bit_width=4), torch.tensor(0.5), torch.tensor(0))
     assert torch.equal(x, kept)
 
 
 @pytest.mark.parametrize(
-    ("bounds", "dtype"),
-    [((-8, 7), torch.int8), ((0, 255), torch.uint8), ((-512, 511), torch.int16), ((0, 65535), torch.int32)],
+    ("bits", "signed", "dtype"),
+    [(4, True, torch.int8), (8, False, torch.uint8), (10, True, torch.int16), (16, False, torch.int32)],
 )
-def test_codes_come_in_the_smallest_dtype(bounds, dtype):
-    x = torch.tensor([-1e30, 0.0, 1e30])
-    codes = quantize(x, torch.tensor(0.1), torch.tensor(0), *bounds, "half_even")
+def test_codes_come_in_the_smallest_dtype(bits, signed, dtype):
+    spec, scale = QuantizationSpec(bit_width=bits, signed=signed), (torch.tensor(0.1), torch.tensor(0))
+    bounds = spec.quant_min, spec.quant_max
+    codes = encode(fake_quantize(torch.tensor([-1e30, 0.0, 1e30]), *scale, *bounds, "half_even"), spec, *scale)
     assert codes.dtype == dtype
     assert codes.tolist() == [bounds[0], 0, bounds[1]]
 
@@ -167,10 +169,11 @@ def test_codes_come_in_the_smallest_dtype(bounds, dtype):
 def test_per_channel_codes_and_values_fit_together():
     x, scale = randn(3, 4, 5), torch.tensor([0.1, 0.2, 0.3, 0.4])
     zero_point = torch.tensor([0, 3, 7, 15], dtype=torch.int32)
-    codes = quantize(x, scale, zero_point, 0, 15, "std_round", 1)
-    assert torch.equal(
-        dequantize(codes, scale, zero_point, 1), fake_quantize(x, scale, zero_point, 0, 15, "std_round", 1)
-    )
+    spec = QuantizationSpec(bit_width=4, symmetric=False, qscheme="per_channel", ch_axis=1)
+    expected = fake_quantize(x, scale, zero_point, 0, 15, "std_round", 1)
+    codes = encode(expected, spec, scale, zero_point)
+    assert torch.equal(codes.movedim(1, 0)[2], ((x[:, 2] / 0.3).round() + 7).clamp(0, 15).to(torch.uint8))
+    assert torch.equal(decode(codes, spec, scale, zero_point), expected)
 
 
 def test_bad_arguments_are_named():
@@ -197,7 +200,8 @@ def test_every_value_comes_back_within_half_a_step_or_one_of_its_clipped_self(x,
     clipped = values.double().clamp((0 - zero_point) * scale, (255 - zero_point) * scale)
     assert ((y - clipped).abs() <= scale / (2 if mode in NEAREST else 1) * (1 + 1e-4)).all()
     assert torch.equal(fake_quantize(y, *args[:-1], mode if mode in NEAREST else "half_even"), y)
-    assert torch.equal(dequantize(quantize(values, *args), *args[:2]), y)
+    spec = QuantizationSpec(symmetric=False)
+    assert torch.equal(decode(encode(y, spec, *args[:2]), spec, *args[:2]), y)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -221,5 +225,6 @@ def test_codes_equal_onnx_runtime(signed):
     ties = (torch.arange(-120, 120) + 0.5) * torch.tensor(scale)
     x = torch.cat([randn(2_000_000, seed=3), ties, torch.tensor([1e30, -1e30])])
     (theirs,) = session.run(None, {"x": x.numpy()})
-    ours = quantize(x, torch.tensor(scale), torch.tensor(z, dtype=torch.int32), low, high, "half_even")
+    qparams = torch.tensor(scale), torch.tensor(z, dtype=torch.int32)
+    ours = encode(fake_quantize(x, *qparams, low, high, "half_even"), QuantizationSpec(symmetric=signed), *qparams)
     assert torch.equal(ours, torch.from_numpy(theirs))

@@ -8,7 +8,7 @@ import torch
 from quantizer.numerics.fake_quantize import fake_quantize
 from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
 from quantizer.numerics.metrics import BLOCK, cosine, decibel, energy, sqnr_db, top1_agreement
-from quantizer.numerics.qparams import Grid, qparams_from_range
+from quantizer.numerics.qparams import IntegerRange, qparams_from_range
 
 
 def quantized(x, grid):
@@ -63,7 +63,7 @@ def test_uniform_data_follow_six_decibel_per_bit(bits):
     """E8: min-max quantization of U(-1, 1) has 20 log10(2^b - 1) dB; an off-by-one in grid or scale shows."""
     x = torch.rand(1_000_000, generator=torch.Generator().manual_seed(bits), dtype=torch.float64) * 2 - 1
     expected = 20 * math.log10(2**bits - 1)
-    assert sqnr_db(x, quantized(x, Grid(0, 2**bits - 1, symmetric=False))) == pytest.approx(expected, abs=0.1)
+    assert sqnr_db(x, quantized(x, IntegerRange(0, 2**bits - 1, symmetric=False))) == pytest.approx(expected, abs=0.1)
 
 
 def samples():
@@ -90,7 +90,7 @@ def test_fp8_does_not_care_for_the_distribution(data, name, expected):
 
 
 def test_int8_does_care_for_the_distribution():
-    sqnr = {name: sqnr_db(x, quantized(x, Grid(-128, 127))) for name, x in DATA.items()}
+    sqnr = {name: sqnr_db(x, quantized(x, IntegerRange(-128, 127))) for name, x in DATA.items()}
     assert sqnr["gauss"] == pytest.approx(39.2, abs=1)
     assert 25 < sqnr["laplace"] < sqnr["gauss"] - 4
     assert sqnr["student"] < 25

@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.numerics.qparams import (
     SCALE_MODES,
-    FloatGrid,
-    Grid,
+    FloatRange,
+    IntegerRange,
     power_of_two,
     qparams_from_range,
     qparams_from_step,
     step_from_range,
 )
 
-SIGNED, UNSIGNED, ASYMMETRIC = Grid(-128, 127), Grid(0, 255), Grid(0, 255, symmetric=False)
-POWER_OF_TWO = Grid(-128, 127, scale_type="poweroftwo", finest_position=12)
+SIGNED, UNSIGNED, ASYMMETRIC = IntegerRange(-128, 127), IntegerRange(0, 255), IntegerRange(0, 255, symmetric=False)
+POWER_OF_TWO = IntegerRange(-128, 127, scale_type="poweroftwo", finest_position=12)
 
 reals = st.floats(-(2.0**120), 2.0**120, width=32)
 grids = st.builds(
-    lambda bits, signed, narrow, symmetric, scale_type: Grid(
+    lambda bits, signed, narrow, symmetric, scale_type: IntegerRange(
         -(2 ** (bits - 1)) + narrow if signed and symmetric else 0,
         2 ** (bits - 1) - 1 if signed and symmetric else 2**bits - 1,
         symmetric,
@@ -53,7 +53,7 @@ def qparams(low, high, grid):
         (-1.0, 4.1, ASYMMETRIC, 0.02, 50),
         (1.0, 5.1, ASYMMETRIC, 0.02, 0),  # extended to contain 0
         (-5.1, -1.0, ASYMMETRIC, 0.02, 255),
-        (-1.0, 1.0, Grid(0, 15, symmetric=False), 2 / 15, 8),  # 7.5, rounded to even
+        (-1.0, 1.0, IntegerRange(0, 15, symmetric=False), 2 / 15, 8),  # 7.5, rounded to even
         (0.0, 0.0, SIGNED, 1.0, 0),
         (0.0, 0.0, ASYMMETRIC, 1.0, 0),
     ],
@@ -70,7 +70,7 @@ def step_by_definition(low, high, grid):
     if grid.scale_type == "e8m0":
         amax = max(-low, high)
         return 2.0 ** (math.frexp(amax)[1] - 1 - grid.row.emax) if amax else 0.0
-    if isinstance(grid, FloatGrid):
+    if isinstance(grid, FloatRange):
         step = max(-low, high) / grid.row.largest
     elif not grid.symmetric:
         step = (high - low) / (grid.quant_max - grid.quant_min)
@@ -88,11 +88,11 @@ def step_by_definition(low, high, grid):
 @pytest.mark.parametrize(
     "grid",
     [
-        *(Grid(-128, 127, scale_type=kind) for kind in ("float", "poweroftwo")),
-        *(Grid(0, 15, symmetric=False, scale_type=kind) for kind in ("float", "poweroftwo")),
-        Grid(-(2**31), 2**31 - 1),
-        *(FloatGrid("fp4", kind) for kind in ("float", "poweroftwo", "e8m0")),
-        FloatGrid("mx_int8", "e8m0"),
+        *(IntegerRange(-128, 127, scale_type=kind) for kind in ("float", "poweroftwo")),
+        *(IntegerRange(0, 15, symmetric=False, scale_type=kind) for kind in ("float", "poweroftwo")),
+        IntegerRange(-(2**31), 2**31 - 1),
+        *(FloatRange("fp4", kind) for kind in ("float", "poweroftwo", "e8m0")),
+        FloatRange("mx_int8", "e8m0"),
     ],
     ids=str,
 )
@@ -111,7 +111,7 @@ def test_the_steps_of_many_rows_equal_the_definition(grid, dtype):
 
 def test_a_step_stays_as_it_is():
     step = torch.tensor([0.0, 0.3, 5.0], dtype=torch.float64)
-    for grid in (SIGNED, POWER_OF_TWO, FloatGrid("fp4", "e8m0")):
+    for grid in (SIGNED, POWER_OF_TWO, FloatRange("fp4", "e8m0")):
         qparams_from_step(step, step, grid)
     assert step.tolist() == [0.0, 0.3, 5.0]
 
@@ -125,17 +125,17 @@ def test_power_of_two_positions_cut_off_half_a_step_at_most(low, high, position)
 
 
 def test_without_a_finest_position_small_values_keep_all_codes():
-    scale = qparams(-1e-9, 1e-9, Grid(-128, 127, scale_type="poweroftwo")).scale.item()
+    scale = qparams(-1e-9, 1e-9, IntegerRange(-128, 127, scale_type="poweroftwo")).scale.item()
     assert 63 <= 1e-9 / scale <= 127.5
 
 
 def test_powers_of_two_work_with_zero_points():
-    found = qparams(-1.0, 3.0, Grid(0, 255, symmetric=False, scale_type="poweroftwo"))
+    found = qparams(-1.0, 3.0, IntegerRange(0, 255, symmetric=False, scale_type="poweroftwo"))
     assert (found.scale.item(), found.zero_point.item()) == (2.0**-5, 32)
 
 
 def test_a_32_bit_grid_is_scaled_in_float64():
-    found = qparams(-1.0, 1.0, Grid(-(2**31), 2**31 - 1))
+    found = qparams(-1.0, 1.0, IntegerRange(-(2**31), 2**31 - 1))
     assert found.scale.item() == pytest.approx(1 / (2**31 - 1), rel=1e-7)
 
 
@@ -156,12 +156,12 @@ def test_channels_are_scaled_each_by_itself():
 @pytest.mark.parametrize(("low", "high"), [(0, 0), (5, 1), (1, 5), (-1, 0)])
 def test_a_grid_without_a_code_above_zero_is_refused(low, high):
     with pytest.raises(ValueError, match="quant_min <= 0 < quant_max"):
-        Grid(low, high)
+        IntegerRange(low, high)
 
 
 def test_an_unknown_scale_type_is_refused():
     with pytest.raises(ValueError, match='"pow2" is not a scale type'):
-        Grid(-8, 7, scale_type="pow2")
+        IntegerRange(-8, 7, scale_type="pow2")
 
 
 @given(ends=st.lists(reals, min_size=2, max_size=2), grid=grids)
@@ -191,7 +191,7 @@ BITS = st.integers(0, 0x7F7FFFFF) | st.integers(0, 0x01000000) | st.sampled_from
 @given(st.lists(st.tuples(BITS, BITS), min_size=1, max_size=20))
 def test_shared_exponents_are_read_off_float32_as_float64_has_them(dtype, mode, bits):
     low, high = torch.tensor(bits, dtype=torch.int32).view(torch.float32).unbind(1)
-    grid = FloatGrid(dtype, "e8m0", mode)
+    grid = FloatRange(dtype, "e8m0", mode)
     found, exact = qparams_from_range(-low, high, grid), qparams_from_range(-low.double(), high.double(), grid)
     assert torch.equal(found.scale, exact.scale)
     assert torch.equal(found.zero_point, exact.zero_point)

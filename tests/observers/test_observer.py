@@ -96,7 +96,7 @@ def test_what_has_no_range_is_refused():
     with pytest.raises(ValueError, match="scale_type poweroftwo"):
         Observer(replace(SPEC, method="diffs"))
     for method in ("mse", "entropy"):
-        with pytest.raises(ValueError, match="symmetric grid"):
+        with pytest.raises(ValueError, match="symmetric spec"):
             Observer(replace(SPEC, method=method, symmetric=False))
     with pytest.raises(TypeError, match="int64"):
         Observer(SPEC).observe(torch.arange(3))

@@ -13,7 +13,7 @@ from toys import TOYS, traced
 
 from quantizer.graph.trace import trace
 from quantizer.plan.floating import multiplied
-from quantizer.plan.groups import grid_of, layout
+from quantizer.plan.groups import layout, quantization_point
 
 
 class Net(nn.Module):
@@ -131,7 +131,7 @@ def test_every_layer_has_one_grid_at_most_and_members_find_theirs(name: str) -> 
         assert point in group.members
         assert graph.by_name[point].is_float
         one_result = [member for member in group.members if graph.by_name[member].dtype is not None]
-        assert {grid_of(graph, where, member) for member in one_result} == {point}
+        assert {quantization_point(graph, where, member) for member in one_result} == {point}
 
 
 @pytest.mark.parametrize("name", TOYS)
@@ -143,4 +143,4 @@ def test_what_layers_that_multiply_read_is_on_a_grid(name: str) -> None:
             for read in node.refs():
                 source = graph.by_name[read]
                 if source.is_float and source.op != "parameter" and multiplied(node, read):
-                    assert grid_of(graph, where, read), f"{read} of {node.name}"
+                    assert quantization_point(graph, where, read), f"{read} of {node.name}"
