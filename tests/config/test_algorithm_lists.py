@@ -148,6 +148,8 @@ def test_of_the_order_and_of_static_groups_the_stated_one_decides(name: str) -> 
     assert isinstance(found, GPTQConfig)
     assert (found.desc_act, found.static_groups) == meant
     assert codes(algo_config={"name": "gptq", **stated}) == told
+    config = Config(QuantizationConfig(weight=QuantizationSpec(Dtype.int8)), algo_config=GPTQConfig(**stated))
+    assert of(check(config.to_dict()).require()) == [found]
 
 
 def test_keys_about_the_grid_that_agree_are_not_told() -> None:
