@@ -196,8 +196,8 @@ def test_conversion_keeps_algorithms_both_ways() -> None:
     assert of(check(back).require()) == of(config)
 
 
-def test_the_resolved_config_has_every_setting() -> None:
-    config = check({"global_quant_config": {"weight": GROUPS}, **EVERYTHING}).require()
+def test_the_resolved_config_has_every_setting_that_something_reads() -> None:
+    config = check({"global_quant_config": {"weight": CHANNELS}, **EVERYTHING}).require()
     resolved = resolved_document(config)
     assert [entry["name"] for key in EVERYTHING for entry in resolved[key]] == ["smoothquant", "awq", "gptq"]
     assert resolved["algo_config"][1]["static_groups"] is True
