@@ -1,7 +1,7 @@
 """The table of algorithms that a config may list: a row is a dataclass of settings with the field names of the file.
 
-Source of names and order in SmoothQuantConfig, AWQConfig and GPTQConfig, up to additions, and of their defaults, which
-hold in files and in Python alike: AMD Quark for PyTorch, `quark.torch.quantization.config.config`. Imports no torch.
+Source of names, order and defaults (but that of `static_groups`) in SmoothQuantConfig, AWQConfig and GPTQConfig, up to
+additions: AMD Quark for PyTorch, `quark.torch.quantization.config.config`. Imports no torch.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ CODES: dict[str, Code] = {
     ),
     "QZ503": Code(
         "layers in another order than they run",
-        "A layer is settled on what the quantized layers before it make.",
+        "A layer is rounded on what the quantized layers before it make.",
         "List the layers in the order of the help line.",
     ),
     "QZ504": Code(

@@ -148,6 +148,8 @@ def test_of_the_order_and_of_static_groups_the_stated_one_decides(name: str) -> 
     assert isinstance(found, GPTQConfig)
     assert (found.desc_act, found.static_groups) == meant
     assert codes(algo_config={"name": "gptq", **stated}) == told
+    config = Config(QuantizationConfig(weight=QuantizationSpec(Dtype.int8)), algo_config=GPTQConfig(**stated))
+    assert of(check(config.to_dict()).require()) == [found]
 
 
 def test_keys_about_the_grid_that_agree_are_not_told() -> None:
@@ -194,8 +196,8 @@ def test_conversion_keeps_algorithms_both_ways() -> None:
     assert of(check(back).require()) == of(config)
 
 
-def test_the_resolved_config_has_every_setting() -> None:
-    config = check({"global_quant_config": {"weight": GROUPS}, **EVERYTHING}).require()
+def test_the_resolved_config_has_every_setting_that_something_reads() -> None:
+    config = check({"global_quant_config": {"weight": CHANNELS}, **EVERYTHING}).require()
     resolved = resolved_document(config)
     assert [entry["name"] for key in EVERYTHING for entry in resolved[key]] == ["smoothquant", "awq", "gptq"]
     assert resolved["algo_config"][1]["static_groups"] is True
