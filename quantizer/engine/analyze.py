@@ -25,9 +25,10 @@ from quantizer.config.model import QuantizationSpec, Role
 from quantizer.config.roles import base_role
 from quantizer.errors import GateError
 from quantizer.nn.network import Network
+from quantizer.numerics.codes import bits_of
 from quantizer.numerics.metrics import decibel
 from quantizer.plan.model import Plan
-from quantizer.plan.size import bits_of, parameter_bytes, weight_bytes
+from quantizer.plan.size import parameter_bytes, weight_bytes
 from quantizer.sources.batches import Batch
 
 NOISE_BATCHES = 4

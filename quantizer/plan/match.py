@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from quantizer.config.model import Selector
-from quantizer.graph.folds import is_multiplying
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.module_names import call_paths, module_of
 
@@ -19,7 +18,7 @@ RANKS = ("all", "weighted", "type", "pattern", "path", "name", "exclude")
 
 KINDS: Mapping[str, Callable[[Graph], list[str]]] = {
     "kind:embedding": lambda graph: [node.name for node in graph.nodes if node.op == "embedding"],
-    "kind:head": lambda graph: [node.name for node in graph.nodes if is_multiplying(node)][-1:],
+    "kind:head": lambda graph: [node.name for node in graph.nodes if node.is_multiplying][-1:],
 }
 """What can be said of any model, so that a model without such layers is no error. The head is the last layer that
 multiplies."""
