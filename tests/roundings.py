@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Rounded, Run, Task
 from quantizer.algorithms.gptq import gptq
-from quantizer.algorithms.patches import LAYERS
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.algorithms import GPTQConfig
 from quantizer.config.model import QuantizationSpec
@@ -63,7 +62,7 @@ def task_of(model: nn.Module, batches: Sequence[Tensor], spec: QuantizationSpec)
 
 def layer_names(graph: Graph) -> list[str]:
     """Of the layers that have a weight matrix, in execution order."""
-    return [node.name for node in graph.nodes if node.op in LAYERS]
+    return [node.name for node in graph.nodes if node.row.is_linear_or_convolution]
 
 
 def weight_of(graph: Graph, name: str) -> Tensor:

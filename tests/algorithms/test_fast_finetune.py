@@ -23,7 +23,7 @@ from toys import built, traced
 from configs import config, document, layer
 from quantizer.algorithms.adaround import adaround
 from quantizer.algorithms.fast_finetune import SOLVERS, FinetunedLayer
-from quantizer.algorithms.patches import LAYERS, channel_rows, matrix_weight, patches, weight_matrix
+from quantizer.algorithms.patches import channel_rows, matrix_weight, patches, weight_matrix
 from quantizer.algorithms.rounding_problem import RoundingProblem
 from quantizer.cli.options import FINETUNE_MODES
 from quantizer.engine import finetune as engine
@@ -152,7 +152,7 @@ def of_toy(name: str, folder: Path, mode: str, content: dict[str, Any]) -> Any:
 
 def assert_on_the_grid(graph: Graph, before: Solution, made: Finetuned) -> None:
     """Quantizing again changes nothing, and each code is next to that of round-to-nearest on the same grid."""
-    nodes = [node for node in graph.nodes if node.op in LAYERS]
+    nodes = [node for node in graph.nodes if node.row.is_linear_or_convolution]
     assert nodes
     assert set(made.layers) == {node.name for node in nodes}
     solution = engine.finetuned(before, made.layers)  # what there is without the last look at the output
@@ -202,7 +202,7 @@ def test_float_layers_and_fine_grids_are_left_alone(tmp_path: Path) -> None:
     fine = layer(type="torch.nn.Linear", roles=["weights"], bit_width=16)
     content = document(layer(type="torch.nn.Conv2d", roles=[]), fine)
     graph, before, made = of_toy("mobile", tmp_path, "adaround", content)
-    assert {node.op for node in graph.nodes if node.op in LAYERS} == {"conv2d", "linear"}
+    assert {node.op for node in graph.nodes if node.row.is_linear_or_convolution} == {"conv2d", "linear"}
     assert made.layers == {}
     assert made.solution == before
 
