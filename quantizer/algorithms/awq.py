@@ -144,16 +144,15 @@ class _Search:
         """Scales and rounded weights of a group's layers."""
         gathered.sums.divide(gathered.factors)
         for name in gathered.layers:
-            qparams, rounded = self._rounded(name, gathered)
+            rounded = self._rounded(name, gathered)
             if rounded.after > rounded.before:
                 ratio = rounded.after / max(rounded.before, 1e-30)
                 text = f"its error is {ratio:.2f} times that of round-to-nearest; other layers gain more"
                 self.found = self.found.with_remarks(Remark(name, text, is_warning=False))
-            self.found = replace(
-                self.found.with_rounded({name: rounded}), qparams={**self.found.qparams, name: qparams}
-            )
+            qparams = {**self.found.qparams, name: rounded.qparams}
+            self.found = replace(self.found.with_rounded({name: rounded}), qparams=qparams)
 
-    def _rounded(self, name: str, gathered: _Gathered) -> tuple[QParams, Rounded]:
+    def _rounded(self, name: str, gathered: _Gathered) -> Rounded:
         spec = self.task.specs[name, "weights"]
         layer, gram = self.runner.network.layers[name], gathered.sums.matrix(name)
         stored = parameter(self.task.graph, self.found, name).detach()
@@ -171,7 +170,7 @@ class _Search:
         if not bool((gathered.factors == 1).all()):
             plain = self._plain_error(name, weight, gathered)
         energy = output_error(gram, weight_matrix(layer, weight)) or 1.0
-        return qparams, Rounded(nearest(stored, spec, qparams), qparams, plain / energy, error / energy)
+        return Rounded(nearest(stored, spec, qparams), qparams, plain / energy, error / energy)
 
     def _plain_error(self, name: str, weight: Tensor, gathered: _Gathered) -> float:
         """What round-to-nearest would lose without the factors."""
