@@ -20,7 +20,7 @@ from quantizer.sources.batches import Batch
 
 @dataclass(frozen=True)
 class Rounded:
-    """A layer's weight on its grid.
+    """A layer's rounded weight.
 
     Args:
         weight: as the layer stores it; quantizing it with `qparams` changes nothing.
@@ -53,7 +53,7 @@ class Adjustment:
         parameters: layer -> parameter key -> float value instead of the model's; with `insertions` the network
             computes the same function as before.
         insertions: layers between values and their readers.
-        rounded: layer -> its weight on the grid, for the (rescaled) float weight in `parameters`.
+        rounded: layer -> its rounded weight, for the (rescaled) float weight in `parameters`.
         qparams: layer -> scale and zero point that a rounding algorithm must use instead of those of the float weight.
         remarks: what the user should know.
     """

@@ -49,7 +49,7 @@ def awq(task: Task, settings: AWQConfig, found: Adjustment) -> Adjustment:
 
 @dataclass(frozen=True)
 class _Gathered:
-    """A group whose factors are found; `layers` are those whose weights go on grids."""
+    """A group whose factors are found; `layers` are those whose weights are rounded."""
 
     group: InputGroup
     layers: Sequence[str]
@@ -133,43 +133,44 @@ class _Search:
             weight, share = sampled_rows(parameter(graph, self.found, name), spec, node, rows)
             scaled, layer = rescaled(node, weight.float(), inputs=factors), self.runner.network.layers[name]
             if clip:
-                grid = clipped_qparams(layer, spec, scaled, sums.divided(name, factors), COARSE)
+                qparams = clipped_qparams(layer, spec, scaled, sums.divided(name, factors), COARSE)
             else:
-                grid = self._qparams(name, scaled)
-            lost = rescaled(node, nearest(scaled, spec, grid).sub_(scaled), inputs=1 / factors)
+                qparams = self._qparams(name, scaled)
+            lost = rescaled(node, nearest(scaled, spec, qparams).sub_(scaled), inputs=1 / factors)
             total += share * output_error(sums.matrix(name), weight_matrix(layer, lost))
         return total
 
     def _round(self, gathered: _Gathered) -> None:
-        """Grids and rounded weights of a group's layers."""
+        """Scales and rounded weights of a group's layers."""
         gathered.sums.divide(gathered.factors)
         for name in gathered.layers:
-            grid, rounded = self._rounded(name, gathered)
+            rounded = self._rounded(name, gathered)
             if rounded.after > rounded.before:
                 ratio = rounded.after / max(rounded.before, 1e-30)
                 text = f"its error is {ratio:.2f} times that of round-to-nearest; other layers gain more"
                 self.found = self.found.with_remarks(Remark(name, text, is_warning=False))
-            self.found = replace(self.found.with_rounded({name: rounded}), qparams={**self.found.qparams, name: grid})
+            qparams = {**self.found.qparams, name: rounded.qparams}
+            self.found = replace(self.found.with_rounded({name: rounded}), qparams=qparams)
 
-    def _rounded(self, name: str, gathered: _Gathered) -> tuple[QParams, Rounded]:
+    def _rounded(self, name: str, gathered: _Gathered) -> Rounded:
         spec = self.task.specs[name, "weights"]
         layer, gram = self.runner.network.layers[name], gathered.sums.matrix(name)
         stored = parameter(self.task.graph, self.found, name).detach()
         weight = stored.float()
 
-        def lost(grid: QParams) -> float:
-            return output_error(gram, weight_matrix(layer, nearest(weight, spec, grid).sub_(weight)))
+        def lost(qparams: QParams) -> float:
+            return output_error(gram, weight_matrix(layer, nearest(weight, spec, qparams).sub_(weight)))
 
-        grid = self._qparams(name, weight)
-        plain = error = lost(grid)
+        qparams = self._qparams(name, weight)
+        plain = error = lost(qparams)
         if self.settings.clip_search:
             clipped = clipped_qparams(layer, spec, weight, gathered.sums.alive(name))
             if (cut := lost(clipped)) < error:
-                grid, error = clipped, cut
+                qparams, error = clipped, cut
         if not bool((gathered.factors == 1).all()):
             plain = self._plain_error(name, weight, gathered)
         energy = output_error(gram, weight_matrix(layer, weight)) or 1.0
-        return grid, Rounded(nearest(stored, spec, grid), grid, plain / energy, error / energy)
+        return Rounded(nearest(stored, spec, qparams), qparams, plain / energy, error / energy)
 
     def _plain_error(self, name: str, weight: Tensor, gathered: _Gathered) -> float:
         """What round-to-nearest would lose without the factors."""

@@ -35,15 +35,15 @@ def clipped_qparams(
         gram: of the layer's inputs, [groups, depth, depth].
         shares: of the full range, the candidates where scales are not powers of two.
     """
-    grid = nearest_qparams(spec, weight)
-    best = torch.full_like(grid.scale, float("inf"))
-    scale = grid.scale
+    full = nearest_qparams(spec, weight)
+    best = torch.full_like(full.scale, float("inf"))
+    scale = full.scale
     for share in shares if spec.scale_type == "float" else SHRUNK_POWERS:
-        tried = QParams((grid.scale * share).clamp_min(SMALLEST_SCALE), grid.zero_point)
+        tried = QParams((full.scale * share).clamp_min(SMALLEST_SCALE), full.zero_point)
         error = scale_errors(layer, spec, nearest(weight, spec, tried).sub_(weight), gram).to(best)
         scale = torch.where(error < best, tried.scale, scale)
         best = torch.minimum(best, error)
-    return QParams(scale, grid.zero_point)
+    return QParams(scale, full.zero_point)
 
 
 def scale_errors(layer: nn.Module, spec: QuantizationSpec, difference: Tensor, gram: Tensor) -> Tensor:

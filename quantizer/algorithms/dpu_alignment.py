@@ -78,16 +78,16 @@ class _Aligner:
     least: dict[Key, int] = field(default_factory=dict)
     frozen: bool = False
 
-    def grid(self, name: str) -> Key | None:
+    def holder(self, name: str) -> Key | None:
         """The tensor that holds a node's values as codes."""
         point = quantization_point(self.graph, self.where, name)
         key = (point or "", "input" if point and self.graph.by_name[point].op == "input" else "activation")
         return key if key in self.positions else None
 
     def read(self, node: Node) -> Key | None:
-        """The tensor that holds what a layer reads: a grid of its own, or its producer's."""
+        """The tensor that holds what a layer reads: one of its own, or its producer's."""
         own = (node.name, "input")
-        return own if own in self.positions else self.grid(next(node.refs()))
+        return own if own in self.positions else self.holder(next(node.refs()))
 
     def move(self, key: Key, to: int, why: str) -> None:
         """Give a tensor, and those tied to it, another position."""
@@ -118,20 +118,20 @@ class _Aligner:
 
 def _tie_concat(aligner: _Aligner, node: Node) -> None:
     for name in node.refs():
-        aligner.tie(aligner.grid(name), aligner.grid(node.name), f"{node.name} reads it, change_concat_input_fix")
+        aligner.tie(aligner.holder(name), aligner.holder(node.name), f"{node.name} reads it, change_concat_input_fix")
 
 
 def _tie_pool(aligner: _Aligner, node: Node) -> None:
-    aligner.tie(aligner.read(node), aligner.grid(node.name), f"{node.name} reads it, change_pool_input_fix")
+    aligner.tie(aligner.read(node), aligner.holder(node.name), f"{node.name} reads it, change_pool_input_fix")
 
 
 def _tie_pad(aligner: _Aligner, node: Node) -> None:
-    aligner.tie(aligner.grid(node.name), aligner.read(node), "padding keeps the position of its input")
+    aligner.tie(aligner.holder(node.name), aligner.read(node), "padding keeps the position of its input")
 
 
 def _limit_shifts(aligner: _Aligner, node: Node) -> None:
     """shift_cut = fw + fi - fo within [0, 16], and shift_bias = fw + fi - fb within what the accumulator has left."""
-    weights, read, made = (node.name, "weights"), aligner.read(node), aligner.grid(node.name)
+    weights, read, made = (node.name, "weights"), aligner.read(node), aligner.holder(node.name)
     at = aligner.positions
     if weights not in at or read is None or made is None:
         return
@@ -162,7 +162,7 @@ def _limit_bias(aligner: _Aligner, node: Node, product: int, made: Key) -> None:
 
 
 def _limit_hardsigmoid(aligner: _Aligner, node: Node) -> None:
-    read, made = aligner.read(node), aligner.grid(node.name)
+    read, made = aligner.read(node), aligner.holder(node.name)
     if read is not None:
         aligner.keep(read, 0, f"{node.name} reads it, and hardsigmoid takes positions from 0")
     if made is not None:
@@ -170,7 +170,7 @@ def _limit_hardsigmoid(aligner: _Aligner, node: Node) -> None:
 
 
 def _limit_hardswish(aligner: _Aligner, node: Node) -> None:
-    read, made = aligner.read(node), aligner.grid(node.name)
+    read, made = aligner.read(node), aligner.holder(node.name)
     if read is None:
         return
     aligner.keep(read, 0, f"{node.name} reads it, and hardswish takes positions from 0")

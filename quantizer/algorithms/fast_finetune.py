@@ -27,14 +27,14 @@ from quantizer.numerics.rounding import NEAREST
 SOLVERS: dict[str, Callable[[RoundingProblem], tuple[Tensor, Tensor]]] = {"adaround": adaround, "adaquant": adaquant}
 """By the name on the command line: each gives integers [groups, rows, depth] without zero point, and scales [units]."""
 
-MOST_BITS = 8  # of weights; on finer grids float32's noise decides, and nothing is to be gained
+MOST_BITS = 8  # of weights; with more float32's noise decides, and nothing is to be gained
 SAMPLES = (1024, 16384)  # positions of a layer's output to look at, at least and at most; between them 16 * depth
 VALUES = 1 << 26  # of the sampled inputs of one layer
 
 
 @dataclass(frozen=True)
 class FinetunedLayer:
-    """What a layer ended with: its weight on the grid, the scale of that grid, and the squared error of its outputs
+    """What a layer ended with: its rounded weight, its scale, and the squared error of its outputs
     with round-to-nearest and now, over all batches, after a fused activation and the output's quantizer."""
 
     weight: Tensor
@@ -72,7 +72,7 @@ def fast_finetune(
     Targets are the float network's outputs for the same samples (asymmetric reconstruction: Nagel et al., "Up or Down?
     Adaptive Rounding for Post-Training Quantization", 2020, section 3.4). An output channel whose error over all
     batches is not smaller than with round-to-nearest keeps that; channels that share a scale decide together where the
-    scale changes. Weights end on the grid: quantizing them again gives the same codes.
+    scale changes. Weights end rounded: quantizing them again gives the same codes.
 
     Args:
         reference: runs the float network; before its first node.
@@ -227,7 +227,7 @@ def qparams_of(quantizer: TensorQuantizer) -> tuple[Tensor, Tensor]:
 
 
 def _put(layer: Layer, weight: Tensor, scale: Tensor) -> None:
-    """Give a quantized layer a weight that is on the grid of this scale."""
+    """Give a quantized layer a weight that is rounded to this scale."""
     parameter = layer.get_parameter("weight")
     parameter.data = weight.to(parameter.device)
     weight_quantizer(layer).scale = scale.to(parameter.device)

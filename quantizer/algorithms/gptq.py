@@ -12,7 +12,7 @@ from quantizer.config.algorithms import GPTQConfig
 
 
 def gptq(task: Task, settings: GPTQConfig, found: Adjustment) -> Adjustment:
-    """Round the weights that the plan quantizes, on the grids of their ranges or on those that were found before.
+    """Round the weights that the plan quantizes, with the scales of their ranges or with those that were found before.
 
     Columns of zeros and layers that no token reached stay at round-to-nearest, and so is a layer whose outputs on the
     calibration data would be worse; the remarks say which.

@@ -35,19 +35,19 @@ class RoundedLayers:
     remarks: list[Remark] = field(default_factory=list)
 
 
-def member(name: str, layer: nn.Module, spec: QuantizationSpec, grid: QParams | None) -> Member:
-    """A layer, its weight on the grid that is given or else on that of its range.
+def member(name: str, layer: nn.Module, spec: QuantizationSpec, given: QParams | None) -> Member:
+    """A layer, its weight and the scales that are given, or else those of its range.
 
     Raises:
         DataError: the weight has NaN or infinity.
     """
     weight = layer.get_parameter("weight").detach()
     try:
-        qparams = grid or nearest_qparams(spec, weight)
+        qparams = given or nearest_qparams(spec, weight)
     except ObservationError as error:
         raise DataError(f"the weight of {name} has no range: {error}", help="check the checkpoint") from error
     plain = weight_matrix(layer, nearest(weight, spec, qparams)).float()
-    return Member(name, layer, spec, qparams, grid is not None, weight_matrix(layer, weight).float(), plain)
+    return Member(name, layer, spec, qparams, given is not None, weight_matrix(layer, weight).float(), plain)
 
 
 def round_layers(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.column_grids import along_columns, runs
+from quantizer.algorithms.column_qparams import along_columns, runs
 from quantizer.algorithms.gptq_target import GptqTarget, Hessian, Products
 from quantizer.algorithms.optimal_rounding import Columns, optimal_rounding
 from quantizer.algorithms.round_to_nearest import nearest_qparams
@@ -19,7 +19,7 @@ from quantizer.observers import kernel_of
 
 @dataclass(frozen=True)
 class Member:
-    """A layer and the grid of its weight, which is the range's unless it was `given`; both weights are float32
+    """A layer and the scales of its weight, which are the range's unless they were `given`; both weights are float32
     matrices [groups, rows, depth], `plain` is rounded."""
 
     name: str
@@ -39,7 +39,7 @@ class Member:
 
 @dataclass(frozen=True)
 class GptqSolution:
-    """One layer's weight on its grid, the weight that it was to come near to, both [groups, rows, depth], and how near
+    """One layer's rounded weight, the weight that it was to come near to, both [groups, rows, depth], and how near
     it came: tr(d H d^T)."""
 
     weight: Tensor
@@ -60,9 +60,9 @@ def solve_rows(
 
     Args:
         dynamic: the scales of groups are found as their first column is rounded, from what the errors so far have made
-            of their weights; else the members' grids stay.
+            of their weights; else the members' scales stay.
     """
-    grids = [along_columns(each.layer, each.spec, each.qparams) for each in members]
+    spread = [along_columns(each.layer, each.spec, each.qparams) for each in members]
     solved = []
     for group, (hessian, sums) in enumerate(zip(hessians, products, strict=True)):
         weight = torch.cat([each.weight[group] for each in members]).T[hessian.order]
@@ -71,7 +71,7 @@ def solve_rows(
             columns, block_size = _open_columns(members[0].spec, weight)
             begin = _opens_group(members[0].spec, columns, block_size)
         else:
-            stacked = [torch.cat([grid[which][group] for grid in grids]) for which in (0, 1)]
+            stacked = [torch.cat([each[which][group] for each in spread]) for which in (0, 1)]
             columns = Columns(kernel_of(members[0].spec), *runs(*stacked)).permuted(hessian.order)
         target, first = objective.target(weight, hessian, sums)
         rounded, error = optimal_rounding(target, hessian.factor, columns, block_size, begin, first)
@@ -83,8 +83,8 @@ def solve_rows(
     errors = torch.split(torch.stack([each[2] for each in solved]).sum(0), rows)
     qparams = _found(solved[0][3], rows) if dynamic else [each.qparams for each in members]
     return [
-        GptqSolution(weight, target, float(error.sum()), grid)
-        for weight, target, error, grid in zip(weights, targets, errors, qparams, strict=True)
+        GptqSolution(weight, target, float(error.sum()), own)
+        for weight, target, error, own in zip(weights, targets, errors, qparams, strict=True)
     ]
 
 
@@ -96,7 +96,7 @@ def _in_order(columns: Tensor, hessian: Hessian) -> Tensor:
 
 
 def _open_columns(spec: QuantizationSpec, weight: Tensor) -> tuple[Columns, int]:
-    """Columns whose grids are not known yet, and how many share one."""
+    """Columns whose scales are not known yet, and how many share one."""
     depth, rows = weight.shape
     size = depth if spec.group_size in (None, -1) else int(spec.group_size)
     empty = weight.new_ones(-(-depth // size), rows)
@@ -105,7 +105,7 @@ def _open_columns(spec: QuantizationSpec, weight: Tensor) -> tuple[Columns, int]
 
 
 def _opens_group(spec: QuantizationSpec, columns: Columns, size: int) -> Callable[[int, Tensor], None]:
-    """Finds the grid of a group from its weights as they are when its first column is rounded."""
+    """Finds the scale of a group from its weights as they are when its first column is rounded."""
 
     def begin(start: int, block: Tensor) -> None:
         found = nearest_qparams(spec, block.T)
@@ -116,6 +116,6 @@ def _opens_group(spec: QuantizationSpec, columns: Columns, size: int) -> Callabl
 
 
 def _found(columns: Columns, rows: list[int]) -> list[QParams]:
-    """The grids of the layers whose rows were stacked."""
+    """The scales of the layers whose rows were stacked."""
     scales, zero_points = torch.split(columns.scale.T, rows), torch.split(columns.zero_point.T.int(), rows)
     return [QParams(s.contiguous(), z.contiguous()) for s, z in zip(scales, zero_points, strict=True)]

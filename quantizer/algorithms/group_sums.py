@@ -81,7 +81,7 @@ class GroupSums:
 
 
 def quantized_layers(task: Task, group: InputGroup) -> list[str]:
-    """The group's layers whose weights go on a grid."""
+    """The group's layers whose weights are rounded."""
     found = []
     for name in group.layers:
         spec = task.specs.get((name, "weights"))

@@ -1,4 +1,4 @@
-"""One column of a weight after the other goes onto its grid, and the columns after it make up for the error.
+"""One column of a weight after the other is rounded, and the columns after it make up for the error.
 
 Frantar et al. 2022, "GPTQ" (arXiv 2210.17323), with its names: W, H, Q, B columns in a block. Instead of the inverse of
 H it takes the factors H = M D M^T with M unit upper triangular, and rounds column j at W_j + (W - Q)_{<j} M_{<j, j}:
@@ -22,9 +22,9 @@ INNER = 32  # columns that reach each other one by one; the others get the error
 
 @dataclass(frozen=True)
 class Columns:
-    """The grid of each column of W: scale and zero point [kinds, rows], float32, and which of them each column has.
+    """The scales of each column of W: scale and zero point [kinds, rows], float32, and which of them each column has.
 
-    `kernel` puts values that are divided by their scale on the grid, as `numerics.blocks.fill` uses it.
+    `kernel` makes codes of values that are divided by their scale, as `numerics.blocks.fill` uses it.
     """
 
     kernel: Kernel
@@ -73,14 +73,14 @@ def optimal_rounding(
     Args:
         W: float32 [depth, rows], transposed.
         factor: of H.
-        columns: the grids.
+        columns: their scales.
         B: columns in a block, whose errors reach the later blocks in one product; no more than that hangs on it.
         begin: called with the first column of each block and the block [at most B, rows] as GPTQ has it then, with all
-            of the block free to make up for the errors so far; may change the grids of its columns in place.
+            of the block free to make up for the errors so far; may change the scales of its columns in place.
         first: what to round for the first column [rows], if not W.
 
     Returns:
-        Q [depth, rows], each value on its grid, and the error of each row, float64 [rows].
+        Q [depth, rows], each value a code times its scale, and the error of each row, float64 [rows].
 
     >>> columns = Columns(lambda x, zero_point: x.round_(), torch.ones(1, 1), torch.zeros(1, 1), torch.tensor([0, 0]))
     >>> H = torch.tensor([[2.0, 1.0], [1.0, 1.0]])

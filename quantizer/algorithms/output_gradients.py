@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.round_to_nearest import nearest
-from quantizer.algorithms.sensitivity import AfterLayer, Candidate, Grid, Width, grids
+from quantizer.algorithms.sensitivity import AfterLayer, Candidate, Width, quantizers
 from quantizer.errors import DataError
 from quantizer.nn.network import Network
+from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.metrics import energy
 from quantizer.sources.batches import Batch, naming_batch
 
@@ -69,7 +69,7 @@ def _shown(network: Network, candidates: Sequence[Candidate], widths: Sequence[W
     hooks = []
     try:
         for row, candidate in zip(into, candidates, strict=True):
-            found = [grids(network, candidate, width) for width in widths]
+            found = [quantizers(network, candidate, width) for width in widths]
             for name in candidate.layers:
                 parameter = network.layers[name].get_parameter("weight")
                 add = _adding(row, [each[name] for each in found])
@@ -84,12 +84,12 @@ def _shown(network: Network, candidates: Sequence[Candidate], widths: Sequence[W
             parameter.requires_grad_(False)
 
 
-def _adding(row: Tensor, placed: Sequence[Grid]) -> Callable[[Tensor], None]:
+def _adding(row: Tensor, quantizers: Sequence[TensorQuantizer]) -> Callable[[Tensor], None]:
     @torch.no_grad()
     def add(weight: Tensor) -> None:
         assert weight.grad is not None  # it has just come
-        for at, (spec, qparams) in enumerate(placed):
-            change = nearest(weight, spec, qparams) - weight
+        for at, quantizer in enumerate(quantizers):
+            change = quantizer(weight) - weight
             row[at] += float(change.mul_(weight.grad).sum(dtype=torch.float64))
         weight.grad = None
 

@@ -26,7 +26,7 @@ class RoundingProblem:
         scale: [units], the scales there are.
         zero_point: [units].
         unit: which of them each row has, int64 [groups, rows].
-        quant_min, quant_max: the grid's codes.
+        quant_min, quant_max: the least and the greatest code.
         power_of_two: whether scales must stay powers of two.
     """
 
@@ -60,7 +60,7 @@ class RoundingProblem:
         return scale[self.unit][..., None]
 
     def bounds(self, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """The two integers next to each weight, as far as the grid has them."""
+        """The two integers next to each weight, as far as they are codes."""
         zero_point = self.steps(self.zero_point)
         exact = (self.weight / self.steps(scale)).clamp(self.quant_min - zero_point, self.quant_max - zero_point)
         return exact.floor(), exact.ceil()

@@ -14,7 +14,7 @@ ROWS = 512
 def sampled_rows(weight: Tensor, spec: QuantizationSpec, node: Node, rows: int) -> tuple[Tensor, float]:
     """Evenly strided rows of a weight, and how many each stands for, if all layers of its group have `rows`.
 
-    All rows where their grids depend on each other, or their inputs differ.
+    All rows where their scales depend on each other, or their inputs differ.
     """
     across = 0 if spec.qscheme == "per_group" else 1
     own = spec.qscheme in ("per_channel", "per_group") and spec.ch_axis != across

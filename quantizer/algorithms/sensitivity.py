@@ -12,20 +12,20 @@ from torch import Tensor
 
 from quantizer.algorithms.gram import Gram
 from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, output_error
+from quantizer.algorithms.round_to_nearest import nearest_qparams, output_error
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
 from quantizer.graph.ir import Ref
 from quantizer.nn.network import Network
+from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.metrics import energy
-from quantizer.numerics.qparams import QParams
 from quantizer.observers import ObservationError
 from quantizer.sources.batches import Batch, naming_batch
 
 Width = int | str
-"""The bits of an integer grid, or the name of a format without a scale."""
-Grid = tuple[QuantizationSpec, QParams]
+"""The bits of an integer, or the name of a format without a scale."""
 AfterLayer = Callable[[], None]
 
 
@@ -38,7 +38,7 @@ class Candidate:
 
 
 def with_width(spec: QuantizationSpec, width: Width) -> QuantizationSpec:
-    """The same grid with other bits, or a format without a scale.
+    """The same with other bits, or a format without a scale.
 
     >>> with_width(QuantizationSpec(qscheme="per_channel"), 3).quant_max
     3
@@ -46,20 +46,21 @@ def with_width(spec: QuantizationSpec, width: Width) -> QuantizationSpec:
     return replace(spec, bit_width=width) if isinstance(width, int) else QuantizationSpec(dtype=width)
 
 
-def grids(network: Network, candidate: Candidate, width: Width) -> dict[str, Grid]:
-    """Where round-to-nearest puts the weight of each of the candidate's layers."""
+def quantizers(network: Network, candidate: Candidate, width: Width) -> dict[str, TensorQuantizer]:
+    """What rounds the weight of each of the candidate's layers to nearest."""
     found = {}
     for name, own in zip(candidate.layers, candidate.specs, strict=True):
-        spec, weight = with_width(own, width), network.layers[name].get_parameter("weight")
-        nothing = QParams(torch.ones(()), torch.zeros((), dtype=torch.int32))
-        found[name] = (spec, nearest_qparams(spec, weight) if spec.is_scaled else nothing)
+        tensor = QuantizedTensor(with_width(own, width))
+        if tensor.spec.is_scaled:
+            tensor = tensor.at(nearest_qparams(tensor.spec, network.layers[name].get_parameter("weight")))
+        found[name] = TensorQuantizer.of(tensor)
     return found
 
 
 def rounded(network: Network, candidate: Candidate, width: Width) -> dict[str, Tensor]:
     """The weight of each of the candidate's layers as round-to-nearest leaves it."""
-    placed = grids(network, candidate, width)
-    return {name: nearest(network.layers[name].get_parameter("weight"), *grid) for name, grid in placed.items()}
+    found = quantizers(network, candidate, width)
+    return {name: quantizer(network.layers[name].get_parameter("weight").detach()) for name, quantizer in found.items()}
 
 
 def layer_errors(

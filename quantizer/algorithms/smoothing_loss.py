@@ -63,7 +63,7 @@ def _quantized_weight(weight: Tensor, spec: QuantizationSpec) -> Tensor:
 
 
 def _quantized_input(x: Tensor, spec: QuantizationSpec | None, seen: ChannelRanges, factors: Tensor) -> Tensor:
-    """Rows of inputs [groups, samples, depth] on the grid that calibration would find, or on that of each row."""
+    """Rows of inputs [groups, samples, depth] with the scale that calibration would find, or with that of each row."""
     if spec is None:
         return x
     if not spec.is_scaled:
@@ -73,10 +73,10 @@ def _quantized_input(x: Tensor, spec: QuantizationSpec | None, seen: ChannelRang
         return TensorQuantizer(by_row)(x)  # type: ignore[no-any-return]
     low, high = seen.low / factors, seen.high / factors
     if spec.qscheme == "per_channel":
-        grid = qparams_from_range(low, high, code_range_of(spec))
+        qparams = qparams_from_range(low, high, code_range_of(spec))
         by_input = [
             each.view(len(x), -1).repeat_interleave(x.shape[2] * len(x) // len(low), 1)
-            for each in (grid.scale, grid.zero_point)
+            for each in (qparams.scale, qparams.zero_point)
         ]
         wide = x.transpose(0, 1).flatten(1)
         placed = nearest(wide, dataclasses.replace(spec, ch_axis=1), QParams(*(each.flatten() for each in by_input)))

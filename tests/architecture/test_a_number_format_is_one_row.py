@@ -9,13 +9,13 @@ import pytest
 import torch
 from generated import imported
 from hierarchies import hierarchy
-from quantizer.api.attach import attach
 from safetensors.torch import load_file
 from toys import built, leaves_equal, traced
 
 from quantizer.api import storage
 from quantizer.engine import calibrate
 from quantizer.engine.attach import quantized_network
+from quantizer.engine.module_attach import attach
 from quantizer.engine.results import read_info, write_results
 from quantizer.export.deployment import Deployment
 from quantizer.export.safetensors import export

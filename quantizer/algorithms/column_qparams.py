@@ -1,4 +1,4 @@
-"""Grids as the columns of a weight matrix see them: whatever way scales are cut, each column has one for each row."""
+"""Scales as the columns of a weight matrix see them: whatever way scales are cut, each column has one for each row."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def along_columns(layer: nn.Module, spec: QuantizationSpec, qparams: QParams) ->
 
 
 def runs(scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Neighbouring columns with one grid put together.
+    """Neighbouring columns of equal scales put together.
 
     Args:
         scale, zero_point: [rows, depth].
