@@ -7,13 +7,13 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
-from quantizer.engine.positions import aligned
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer.config.load import default_config
 from quantizer.config.model import Settings
 from quantizer.engine import calibrate
+from quantizer.engine.pipeline import aligned
 from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes

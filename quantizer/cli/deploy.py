@@ -74,5 +74,5 @@ def deploy(options: RunOptions, outcome: Outcome, calibrated: Calibrated, batche
 
 
 def _lines(path: Path, found: Verification) -> list[str]:
-    lines = [f"deployed: {path}, {path.stat().st_size / 1024:.0f} kB; {found.figures()}"]
-    return lines + ([f"in a default session its {found.default_session.figures()}"] if found.default_session else [])
+    lines = [f"deployed: {path}, {path.stat().st_size / 1024:.0f} kB; against test mode, {found.figures()}"]
+    return lines + ([f"in a default session, {found.default_session.figures()}"] if found.default_session else [])

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from quantizer.algorithms import bias_correction
-from quantizer.algorithms.dpu_alignment import align
+from quantizer.algorithms.dpu_alignment import Move, align
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.diagnostics import ConfigError
+from quantizer.config.model import Settings
 from quantizer.engine import calibrate
 from quantizer.engine.attach import quantized_network
 from quantizer.engine.checkpoint import other_run
@@ -25,6 +26,7 @@ from quantizer.engine.finetune import finetune_weights
 from quantizer.engine.job import Job
 from quantizer.engine.run_algorithms import run_algorithms
 from quantizer.engine.solution import Solution
+from quantizer.graph.ir import Graph
 from quantizer.sources.batches import Batch
 
 
@@ -128,11 +130,17 @@ def find_scales(job: Job) -> None:
 
 
 def align_to_dpu(job: Job) -> None:
-    """Move power-of-two scales to those that the DPU has shifts for; a note at each tensor says why."""
-    found, settings = job.solution, job.plan.settings
+    """Move power-of-two scales to those that the DPU has shifts for."""
+    job.solution, moves = aligned(job.solution, job.plan.graph, job.plan.settings)
+    for move in moves:
+        job.events.message(logging.INFO, f"note: {move}")
+
+
+def aligned(found: Solution, graph: Graph, settings: Settings) -> tuple[Solution, tuple[Move, ...]]:
+    """The solution at aligned positions, with a note at each tensor that was moved, and the moves."""
     known = {key: tensor.position for key, tensor in found.tensors.items() if tensor.spec.symmetric}
     positions, moves = align(
-        job.plan.graph,
+        graph,
         {key: at for key, at in known.items() if at is not None},
         change_concat_input_fix=settings.change_concat_input_fix,
         change_pool_input_fix=settings.change_pool_input_fix,
@@ -143,8 +151,7 @@ def align_to_dpu(job: Job) -> None:
         scale = torch.full_like(found.tensors[key].scale, 2.0 ** -positions[key])
         tensors[key] = dataclasses.replace(found.tensors[key], scale=scale)
         notes[key] = (*notes.get(key, ()), f"position {move.before} -> {move.after}: {move.why}")
-        job.events.message(logging.INFO, f"note: {move}")
-    job.solution = dataclasses.replace(found, tensors=tensors, notes=notes)
+    return dataclasses.replace(found, tensors=tensors, notes=notes), moves
 
 
 def correct_biases(job: Job) -> None:

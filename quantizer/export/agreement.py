@@ -43,11 +43,10 @@ class Verification:
 
     def figures(self) -> str:
         """The figures as part of a sentence."""
-        words = [f"{self.compared} differ from test mode's by at most {self.max_difference:.3g}"]
-        words += [f"{self.equal:.2%} are equal"]
+        words = [f"{self.compared} differ by at most {self.max_difference:.3g}, {self.equal:.2%} are equal"]
         words += [] if self.within_step is None else [f"{self.within_step:.2%} are within one step"]
         words += [] if self.sqnr_db is None or self.sqnr_db == math.inf else [f"SQNR {self.sqnr_db:.1f} dB"]
-        words += [] if self.top1_agreement is None else [f"{self.top1_agreement:.2%} of the top-1 classes agree"]
+        words += [] if self.top1_agreement is None else [f"{self.top1_agreement:.2%} keep their top-1 class"]
         return ", ".join(words)
 
 
@@ -110,11 +109,12 @@ class Agreement:
 
 
 def verify(compared: str, expected: Sequence[Tensor], found: Sequence[Tensor]) -> Verification:
-    """Compare tensors pairwise.
+    """Compare tensors that should be equal, pairwise.
 
     Raises:
         ValueError: the number of tensors or a shape differs.
     """
     agreement = Agreement(compared)
     agreement.add(expected, found)
-    return agreement.result()
+    every = agreement.result()
+    return Verification(compared, every.max_difference, every.mean_difference, every.equal)

@@ -61,9 +61,9 @@ def _agrees(found: Verification, sqnr_db: float) -> bool:
 
 
 def _refusal(name: str, label: str, found: Verification, sqnr_db: float) -> VerificationError:
+    other = f"{label} does not compute what test mode does: {found.figures()}"
     return VerificationError(
-        f"{name} is not written: in {label} its {found.figures()}; quantization itself costs {sqnr_db:.1f} dB",
-        help=_HELP,
+        f"{name} is not written: {other}; test mode itself is {sqnr_db:.1f} dB from the float network", help=_HELP
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, Node
 
 
 def module_of(graph: Graph, name: str) -> str:
@@ -33,17 +33,24 @@ def path_names(graph: Graph) -> dict[str, str]:
     """
     paths = {node.name: module_of(graph, node.name) for node in graph.nodes}
     around = {parent for path in paths.values() for parent in _parents(path)}
-    operators: dict[str, dict[str, bool]] = {}
-    for node in graph.nodes:
-        weighted = bool(node.params) and node.op not in ("parameter", "constant")
-        operators.setdefault(paths[node.name], {})[_kind(node.name)] = weighted
+    kinds, weights = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    owned = {node.name: weight for node in graph.nodes if (weight := _weight(node))}
+    for name, path in paths.items():
+        kinds[path].add(_operator(name).partition(".")[0])
+        weights[path] |= {owned[name]} if name in owned else set()
     found = {}
     for name, path in paths.items():
-        inside = operators[path]
-        only = len(inside) == 1 or (inside[_kind(name)] and sum(inside.values()) == 1)
-        found[name] = call_paths(name, path)[bool(path) and path not in around and only]
+        only = len(weights[path]) == 1 if name in owned else len(kinds[path]) == 1 and path not in around
+        found[name] = call_paths(name, path)[bool(path) and only]
     counts = Counter(found.values())
     return {name: path if counts[path] == 1 else name for name, path in found.items()}
+
+
+def _weight(node: Node) -> str | None:
+    """The path of the first weight that the node computes with."""
+    if node.op in ("parameter", "constant"):
+        return None
+    return next((path for key, path in node.params.items() if key.startswith("weight")), None)
 
 
 def call_paths(name: str, path: str) -> tuple[str, str]:
@@ -60,11 +67,6 @@ def call_paths(name: str, path: str) -> tuple[str, str]:
 def _operator(name: str) -> str:
     """The last part of a layer's name."""
     return name.rpartition("::")[2].rpartition("/")[2]
-
-
-def _kind(name: str) -> str:
-    """The operator in a layer's name, without the number of a later call."""
-    return _operator(name).partition(".")[0]
 
 
 def _parents(path: str) -> list[str]:

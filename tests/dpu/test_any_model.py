@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 import torch
-from quantizer.engine.positions import aligned
 from toys import TOYS, built, traced
 
 from quantizer.config.load import default_config
 from quantizer.config.model import Settings
 from quantizer.engine import calibrate
 from quantizer.engine.exact import compare_exact
+from quantizer.engine.pipeline import aligned
 from quantizer.graph.passes import run_passes
 from quantizer.nn.network import Network
 from quantizer.plan.dpu_support import subgraphs, verdicts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -132,7 +133,8 @@ def test_a_file_with_other_outputs_is_refused_with_figures(tmp_path: Path) -> No
     with pytest.raises(VerificationError) as refused:
         verify_sessions((tmp_path / "net.onnx").read_bytes(), other, "net.onnx")
     assert refused.value.exit_code == 1
-    assert "net.onnx is not written: in ONNX Runtime without optimizations its outputs" in refused.value.message
+    expected = r"^net.onnx is not written: ONNX Runtime .* does not compute what test mode does: outputs differ by"
+    assert re.match(expected, refused.value.message)
     assert "are within one step, SQNR" in refused.value.message
 
 

@@ -13,11 +13,11 @@ from quantizer.plan.match import match
 
 
 def graph_of(*layers: tuple[str, str]) -> Graph:
-    """Layers, each of the last part of its name, in the module at a path; linear ones have weights."""
+    """Layers, each of the last part of its name, in the module at a path; those called linear have weights."""
     nodes = []
     for path, last in layers:
         op, name = last.partition(".")[0], "/".join(["Net::Net", *filter(None, path.split(".")), last])
-        params = {"weight": f"{path}.weight"} if op == "linear" else {}
+        params = {"linear": {"weight": f"{path}.weight"}, "bilinear": {"weight": f"{path}.other"}}.get(op, {})
         nodes.append(Node(name, op, "", params=params, scope=path))
     return Graph("Net", tuple(nodes), (), {})
 
@@ -29,6 +29,8 @@ CASES = [
     ([("norm", "pow"), ("norm", "mul")], ["norm.pow", "norm.mul"]),
     ([("fc", "view"), ("fc", "linear"), ("fc", "view.1")], ["fc.view", "fc", "fc.view.1"]),
     ([("fc", "linear"), ("fc", "linear.1"), ("fc", "mul")], ["fc", "fc.1", "fc.mul"]),
+    ([("conv", "linear"), ("conv.padding", "pad")], ["conv", "conv.padding"]),
+    ([("two", "linear"), ("two", "bilinear"), ("two", "mul")], ["two.linear", "two.bilinear", "two.mul"]),
     ([("", "flatten"), ("fc", "linear")], ["flatten", "fc"]),
     ([("a", "add"), ("a.add", "linear")], ["Net::Net/a/add", "Net::Net/a/add/linear"]),  # both would be a.add
 ]
