@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from deployments import deployment, fitted
-from torch import nn
+from deployments import calibrated, deployment, fitted
+from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.result_files import read_tensors
@@ -27,11 +28,33 @@ def needing(target: str) -> None:
         pytest.importorskip(package, reason=f"--deploy {target} needs it (extra: {EXPORTERS[target].extra})")
 
 
+class Layers(nn.Module):
+    """Layers of all kinds that are corrected, with a bias and without, side by side in one network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convs = (nn.Conv2d(4, 6, 3), nn.Conv2d(4, 8, 3, groups=4, bias=False))
+        ups = (nn.ConvTranspose2d(4, 6, 2), nn.ConvTranspose2d(4, 6, 2, groups=2, bias=False))
+        self.layers = nn.ModuleList((*convs, *ups, nn.Linear(6, 3), nn.Linear(6, 3, bias=False)))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in self.layers]
+
+
+def side_by_side() -> Deployment:
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 6, 6)
+    graph = trace(Layers().eval(), (x,))
+    return Deployment(graph, calibrated(graph, (x,), {}), (x,), {})
+
+
 @pytest.mark.parametrize("target", EXPORTERS)
-@pytest.mark.parametrize("name", ["residual", "mobile", "transposed", "branches", "tied"])
-def test_a_corrected_network_read_back_equals_test_mode(target: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [lambda: deployment("residual"), side_by_side], ids=["residual", "side by side"])
+def test_a_corrected_network_read_back_equals_test_mode(
+    target: str, given: Callable[[], Deployment], tmp_path: Path
+) -> None:
     needing(target)
-    plain = deployment(name)
+    plain = given()
     draw = torch.Generator().manual_seed(0)
     network = plain.network()
     shifts = {}
@@ -40,9 +63,9 @@ def test_a_corrected_network_read_back_equals_test_mode(target: str, name: str, 
             layer = network.layers[node.name]
             channels = layer.out_features if node.op == "linear" else layer.out_channels
             shifts[node.name] = torch.randn(int(channels), generator=draw)  # type: ignore[arg-type]
-    given = replace(plain, solution=replace(plain.solution, corrections=shifts))
-    assert not all(torch.equal(a, b) for a, b in zip(given.expected, plain.expected, strict=True))
-    found = export(target, given, tmp_path / "net")
+    corrected = replace(plain, solution=replace(plain.solution, corrections=shifts))
+    assert not any(torch.equal(a, b) for a, b in zip(corrected.expected, plain.expected, strict=True))
+    found = export(target, corrected, tmp_path / "net")
     assert (found.max_difference, found.equal) == (0.0, 1.0)
 
 
