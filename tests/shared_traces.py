@@ -129,7 +129,8 @@ class _Look:
         """A class that can be imported is itself; one of a file that is run again and again is what stands there."""
         if _is_importable(kind):
             return kind
-        file = inspect.getsourcefile(kind)
+        file = _source_file(kind)
+        self.kept.append(kind)
         source = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else id(kind)
         functions = [value for value in vars(kind).values() if isinstance(value, FunctionType)]
         bases = tuple(self.of_class(base) for base in kind.__bases__)
@@ -152,6 +153,14 @@ def _is_importable(named: Any) -> bool:
     for name in named.__qualname__.split("."):
         found = getattr(found, name, None)
     return found is named
+
+
+def _source_file(kind: type) -> str | None:
+    """Where a class stands; None for one of a script that was run and is no module."""
+    try:
+        return inspect.getsourcefile(kind)
+    except TypeError:
+        return None
 
 
 def _digest(tensor: Tensor) -> str:

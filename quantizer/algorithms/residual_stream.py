@@ -121,7 +121,7 @@ class _Search:
         last, axes, rotates = axis == len(node.shape or ()) - 1, node.row.axes, Commutes.ROTATIONS in node.row.commutes
         if node.op in ("parameter", "constant"):
             self.found.writers[node.name] = axis
-        elif node.is_multiplying or node.op == "embedding":
+        elif node.is_multiplying or node.row.looks_up:
             channels = (node.row.channels or 0) % len(node.shape or ())
             if channels != axis or node.attrs.get("groups", 1) != 1 or "weight" not in node.params:
                 raise _ObstacleError(node)

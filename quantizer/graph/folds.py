@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -73,10 +73,10 @@ class Folds:
         """The group with its fold, or with the reason why it has none."""
         if group.tied:
             return replace(group, fold=None, why_not=f"its weight is also that of {', '.join(group.tied)}")
-        sources, end = self.sources(group.source)
+        (sources, end), way = self.sources(group.source), self.way_back(group.source)
         reasons = list[str]()
         for source in sorted(sources, key=lambda each: -self._index[each.node.name]):
-            found = self._fold(source, group)
+            found = self._fold(source, group, way)
             if isinstance(found, Fold):
                 return replace(group, fold=found, why_not="")
             reasons.append(found)
@@ -142,7 +142,7 @@ class Folds:
         is_vector = weight.is_floating_point() and weight.numel() > 1 and max(weight.shape) == weight.numel()
         return Source("norm", factor, offset, skipped) if is_vector else None
 
-    def _fold(self, source: Source, group: InputGroup) -> Fold | str:
+    def _fold(self, source: Source, group: InputGroup, way: Container[str]) -> Fold | str:
         """The fold of a group whose value may be the source's, or why its channels cannot be divided there."""
         name = source.node.name
         if shared := [path for path in source.node.params.values() if self._uses[path] > 1]:
@@ -150,7 +150,7 @@ class Folds:
             return f"{name} shares its parameters with {next(users)}"
         flow = self.flow(source)
         channels = flow.ends.get(group.layers[0])
-        if stopped := [reader for reader in flow.mixed if channels is None and reader in self.way_back(group.source)]:
+        if stopped := [reader for reader in flow.mixed if channels is None and reader in way]:
             return _end(self.graph.by_name[stopped[0]])
         if channels is None or NONE in channels or any(flow.ends.get(layer) != channels for layer in group.layers):
             return f"not each of its channels is one of {name}"

@@ -58,6 +58,11 @@ class Op:
         return self.spatial is not None
 
     @property
+    def looks_up(self) -> bool:
+        """Whether it makes rows of its own weight, as an embedding does."""
+        return self.weight and self.kind == "compute"
+
+    @property
     def keeps_scale(self) -> bool:
         """Whether what it makes needs no other scale than what it reads."""
         return self.kind == "passthrough" or self.rectifies

@@ -65,7 +65,7 @@ def embeddings(config: Config, matches: Sequence[Match], graph: Graph, planned: 
         if RANKS.index("weighted") < found.rank and rule.fields.get("weights")
         for layer in found.layers
     }
-    names = [node.name for node in graph.nodes if node.op == "embedding" and (node.name, "weights") in planned]
+    names = [node.name for node in graph.nodes if node.row.looks_up and (node.name, "weights") in planned]
     reached = [name for name in names if name not in told]
     if everywhere and reached:
         text = f"{everywhere[0].label} also quantizes the weights of embeddings: {', '.join(reached)}"

@@ -17,7 +17,7 @@ from quantizer.graph.module_names import call_paths, module_of
 RANKS = ("all", "weighted", "type", "pattern", "path", "name", "exclude")
 
 KINDS: Mapping[str, Callable[[Graph], list[str]]] = {
-    "kind:embedding": lambda graph: [node.name for node in graph.nodes if node.op == "embedding"],
+    "kind:embedding": lambda graph: [node.name for node in graph.nodes if node.row.looks_up],
     "kind:head": lambda graph: [node.name for node in graph.nodes if node.is_multiplying][-1:],
 }
 """What can be said of any model, so that a model without such layers is no error. The head is the last layer that

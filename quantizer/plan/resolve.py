@@ -128,7 +128,7 @@ def _plan_joined(state: _Resolver, where: Layout, kept: Mapping[str, str]) -> No
 
 def _holds_weights(state: _Resolver, node: Node) -> bool:
     """Whether the output is rows of weights that are quantized alike for all rows: rounding again changes nothing."""
-    weights = state.tensors.get((node.name, "weights")) if node.op == "embedding" else None
+    weights = state.tensors.get((node.name, "weights")) if node.row.looks_up else None
     if weights is None or weights.spec.ch_axis is not None:
         return False
     merged = _merge(state, _rules_for(state, (node.name,), "activation"), "activation")
