@@ -17,6 +17,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; set before t
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture(autouse=True)
+def _any_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are as wide as in a pipe, whatever the terminal that tests are started from."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _shared_traces() -> Iterator[None]:
     """Tests that do not collect torch do not pay for it."""

@@ -40,7 +40,7 @@ STRATEGIES = {
     "or an algorithm.",
 )
 @click.option("--preset", type=click.Choice(presets()), metavar="NAME", help="Write one of the presets of --list.")
-@click.option("--list", "listed", is_flag=True, help="List every preset and when to use it.")
+@click.option("--list", "list", is_flag=True, help="List every preset and when to use it.")
 @click.option(
     "--output",
     "-o",
@@ -52,7 +52,12 @@ STRATEGIES = {
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
 def init(
-    device: str | None, strategy: str | None, preset: str | None, listed: bool, output: str, overwrite: bool
+    device: str | None,
+    strategy: str | None,
+    preset: str | None,
+    list: bool,  # noqa: A002 - the option
+    output: str,
+    overwrite: bool,
 ) -> None:
     """Write a config to start from that is valid for the device.
 
@@ -62,7 +67,7 @@ def init(
     quantizer init --strategy dynamic -o net.json
     quantizer init --preset mxfp4 -o net.json
     """
-    if listed:
+    if list:
         click.echo(_listing(), nl=False)
         return
     text = _text(device, strategy, preset)

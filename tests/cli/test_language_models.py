@@ -261,4 +261,4 @@ def test_memory_is_that_of_the_batches_read(folder: Path, capsys: pytest.Capture
     looked = ["plan", "--config_file", WEIGHTS_ONLY, "--model", "net.py", *TEXT_DATA]
     for more, size in (((), 1), (("--batch_size", "4"), 4)):
         assert run_command([*looked, *more]) == 0
-        assert f"MB at batch size {size}\n" in capsys.readouterr().out
+        assert f"MB of activations at batch size {size}\n" in capsys.readouterr().out

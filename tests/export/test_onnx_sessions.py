@@ -64,14 +64,14 @@ def quantized(activation: dict[str, Any], weights: dict[str, Any], *, exclude: s
     roles = {node.name: "input" if node.op == "input" else "activation" for node in graph.nodes}
 
     def watcher(name: str) -> Callable[[Tensor], None]:
-        return lambda value: found.update({(name, roles[name]): (spec, *fitted(value, spec))})
+        return lambda value: found.update({(name, roles[name]): fitted(value, spec)})
 
     quantized_here = [name for name in roles if name not in CONVOLUTIONS and "flatten" not in name]
     with torch.no_grad():
         output = network.observe((x,), {}, {name: watcher(name) for name in quantized_here})
     for name in (*CONVOLUTIONS, HEAD):
         if name != exclude:
-            found[name, "weights"] = (wanted, *fitted(network.layers[name].get_parameter("weight"), wanted))
+            found[name, "weights"] = fitted(network.layers[name].get_parameter("weight"), wanted)
     given = Deployment(graph, Solution(found), (x,), {}, opset)
     return replace(given, sqnr_db=sqnr_db(output, given.expected[0]))
 
