@@ -7,7 +7,7 @@ VENV   ?= .venv$(addprefix -torch-,$(TORCH))
 BIN    := $(VENV)/bin
 PINNED := $(VENV)/constraints.txt
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c $(PINNED)
-PYTEST := $(BIN)/python -m pytest -n 2
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: run test test-torch test-wheel check bench clean
 

@@ -24,6 +24,14 @@ def _any_width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_power_failure() -> Iterator[None]:
+    """Files are not flushed to the disk one by one: no test looks after a loss of power."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _shared_traces() -> Iterator[None]:
     """Tests that do not collect torch do not pay for it."""
     if "torch" not in sys.modules:

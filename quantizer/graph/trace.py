@@ -105,20 +105,17 @@ def _by_parameter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence torch's loggers, warnings and dumps on stderr: what matters comes back as an exception."""
-    logger = logging.getLogger("torch")
-    disabled, logger.disabled = logger.disabled, True
-    children = [child for name, child in logging.Logger.manager.loggerDict.items() if name.startswith("torch.")]
-    levels = [(child, child.level) for child in children if isinstance(child, logging.Logger)]
-    for child, _ in levels:
-        child.setLevel(logging.CRITICAL + 1)
+    known = [each for each in logging.Logger.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    loud = [each for each in known if each.name.partition(".")[0] == "torch" and not each.disabled]
+    for each in loud:
+        each.disabled = True  # setLevel would empty the caches of all loggers of the process, for each of torch's
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.disabled = disabled
-        for child, level in levels:
-            child.setLevel(level)
+        for each in loud:
+            each.disabled = False
 
 
 def _explain(module: nn.Module, error: Exception) -> ModelError:

@@ -127,6 +127,7 @@ def test_any_grid(name: str, spec: QuantizationSpec) -> None:
     assert sum(each.after for each in found.rounded.values()) <= sum(each.before for each in found.rounded.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_float_function_stays(name: str) -> None:
     """Also of grouped-query attention: Llama, Qwen2 and others share a head of values between two of queries."""

@@ -19,6 +19,7 @@ from quantizer.config.load import default_config, load_config
 INT8 = load_config(Path(__file__).parents[2] / "configs" / "cpu_int8.json").require()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_architecture(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -133,7 +133,7 @@ CONFIG_LIKE = st.recursive(
 )
 
 
-@settings(derandomize=True, max_examples=120, deadline=None)
+@settings(derandomize=True, max_examples=60, deadline=None)
 @given(CONFIG_LIKE.filter(lambda value: isinstance(value, dict)))
 def test_any_json_value_gives_diagnostics_only(value: dict[str, Any]) -> None:
     document = parse_document(Text("net.json", json.dumps(value)))

@@ -34,6 +34,7 @@ def contents(path: Path) -> bytes:
         return b"".join(name.encode() + archive.read(name) for name in archive.namelist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", EXPORTERS)
 @pytest.mark.parametrize("name", TOYS)
 def test_a_file_read_back_equals_test_mode(target: str, name: str, exported: Exported) -> None:

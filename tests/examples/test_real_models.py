@@ -24,7 +24,6 @@ RUNS = [
     (None, True, 17),  # the built-in default: the DPU's powers of two, both on
     ("dpu.json", False, 17),
     ("cpu_int8.json", True, 18),
-    ("cpu_int8.json", False, 18),
 ]
 
 
