@@ -1,4 +1,4 @@
-"""Elementwise work in cache-sized blocks, each with the scales it needs. A kernel rounds."""
+"""Elementwise work in cache-sized blocks along memory, each with the scales it needs. A kernel rounds."""
 
 from __future__ import annotations
 
@@ -10,13 +10,32 @@ from itertools import product, repeat
 import torch
 from torch import Tensor
 
-from quantizer.numerics.layout import flat_view, memory_order
-
 BLOCK = 1 << 19  # values per step: 2 MB of float32 stay in the cache for all operations of the step
 FEW = 1 << 15  # scales per step: float64 of more is memory that the system may hand out anew for every operation
 
 Kernel = Callable[[Tensor, "int | Tensor"], Tensor]
 """Takes x / scale, which it may overwrite, and the zero point; returns code - zero_point as floating point."""
+
+
+def memory_order(x: Tensor) -> list[int]:
+    """Return the dimensions of `x` from the outermost to the innermost in memory.
+
+    >>> memory_order(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    [0, 2, 3, 1]
+    """
+    return sorted(range(x.ndim), key=lambda axis: -x.stride(axis))
+
+
+def flat_view(x: Tensor) -> Tensor | None:
+    """Return the elements of `x` as one vector in memory order, sharing its memory, or None if there are gaps in it.
+
+    >>> flat_view(torch.arange(6).view(2, 3).T).tolist()
+    [0, 1, 2, 3, 4, 5]
+    >>> flat_view(torch.arange(6)[::2]) is None
+    True
+    """
+    ordered = x.permute(memory_order(x))
+    return ordered.view(-1) if ordered.is_contiguous() else None
 
 
 def check_scales(x: Tensor, scale: Tensor, zero_point: Tensor, ch_axis: int | None) -> None:

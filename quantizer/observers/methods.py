@@ -11,8 +11,7 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.blocks import Kernel, fill
-from quantizer.numerics.fake_cast import float_kernel
-from quantizer.numerics.fake_quantize import integer_kernel
+from quantizer.numerics.fake_quantize import float_kernel, integer_kernel
 from quantizer.numerics.qparams import CodeRange, FloatRange, IntegerRange, qparams_from_range
 from quantizer.numerics.registry import lookup, register
 from quantizer.numerics.rounding import NEAREST
