@@ -17,11 +17,9 @@ from torch import Tensor
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
 from quantizer.algorithms.clip import COARSE, clipped_qparams
 from quantizer.algorithms.fold import admissible, folded, input_name, parameter, without_overlap
-from quantizer.algorithms.gram import DEEPEST, UNREACHED, zero_channels
-from quantizer.algorithms.group_sums import GroupSums, deepest, quantized_layers
+from quantizer.algorithms.gram import DEEPEST, UNREACHED, GroupSums, deepest, quantized_layers, zero_channels
 from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, output_error
-from quantizer.algorithms.row_sample import sampled_rows
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, output_error, sampled_rows
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.algorithms import AWQConfig
 from quantizer.errors import DataError

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.group_sums import geometry, not_finite
+from quantizer.algorithms.gram import geometry, not_finite
 from quantizer.algorithms.patches import channel_rows, patches
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network

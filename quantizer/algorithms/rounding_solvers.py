@@ -1,8 +1,11 @@
-"""Learned rounding: each weight goes up or down, whichever serves the layer's output best. Scales stay as they are.
+"""Solvers of the rounding problem, without gradients: each gives integers without zero point, and scales.
 
 AdaRound (Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020) derives a quadratic
 binary problem for each output channel (section 3.2) and relaxes it for gradient descent. Here coordinate descent works
 on the quadratic form itself: no learning rate, no random start, and a matrix product per sweep instead of thousands.
+AdaQuant (Hubara et al., "Accurate Post Training Quantization With Small Calibration Sets", 2021, section 3) learns
+weights and scales of one layer at a time; here each scale is chosen for the layer's output, and weights are rounded as
+in AdaRound.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from quantizer.algorithms.rounding_problem import RoundingProblem
 
 SWEEPS = 10
 BLOCK = 128  # columns whose changes reach the others in one product
+FINER = tuple(1 - step / 20 for step in range(12))  # of the observed scale: 1, 0.95, …, 0.45
+FINER_POWERS = (1.0, 0.5, 0.25)
 
 
 def adaround(problem: RoundingProblem) -> tuple[Tensor, Tensor]:
@@ -60,3 +65,38 @@ def _descend_block(
         moved[..., here] = change
         gradient += change * hessian[:, here]
     return moved
+
+
+def adaquant(problem: RoundingProblem) -> tuple[Tensor, Tensor]:
+    """Integers [groups, rows, depth] and scales [units], the zero points unchanged.
+
+    The best of some finer scales under round-to-nearest, then coordinate descent on the integers, then the scale that
+    fits these integers exactly; scales that must be powers of two stay at the best power.
+    """
+    scale = _search(problem)
+    low, high = problem.bounds(scale)
+    integers = descend(problem, _nearest(problem, scale), scale, (low, high))
+    return integers, scale if problem.power_of_two else _fitted(problem, integers, scale)
+
+
+def _nearest(problem: RoundingProblem, scale: Tensor) -> Tensor:
+    low, high = problem.bounds(scale)
+    return (problem.weight / problem.steps(scale)).round().clamp(low, high)
+
+
+def _search(problem: RoundingProblem) -> Tensor:
+    """The candidate with the least error, for each scale; the observed one where none is better."""
+    best = problem.scale
+    least = problem.per_unit(problem.errors(problem.nearest, best))
+    for ratio in FINER_POWERS if problem.power_of_two else FINER:
+        scale = problem.scale * ratio
+        error = problem.per_unit(problem.errors(_nearest(problem, scale), scale))
+        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+    return best
+
+
+def _fitted(problem: RoundingProblem, integers: Tensor, scale: Tensor) -> Tensor:
+    """The scales that minimize the error of given integers, in closed form; those that cannot be stay."""
+    curvature = problem.per_unit((integers * (integers @ problem.hessian)).sum(2))
+    best = problem.per_unit((integers * problem.pull).sum(2)) / curvature
+    return torch.where((best > 0) & best.isfinite(), best, scale)
