@@ -23,8 +23,8 @@ from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, outp
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.algorithms import AWQConfig
 from quantizer.errors import DataError
+from quantizer.graph.edits import rescaled
 from quantizer.graph.structure import InputGroup
-from quantizer.graph.weights import rescaled
 from quantizer.nn.network import Network
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import ObservationError

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment
-from quantizer.graph.edits import Insertion
+from quantizer.graph.edits import Insertion, by_channel, rescaled
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Fold, InputGroup
-from quantizer.graph.weights import by_channel, rescaled
 
 SCALE_OP = "input_scale"
 

@@ -19,7 +19,7 @@ def leaf(graph: Graph, node: Node) -> Node | None:
         node = graph.by_name[sources[0]]
     if node.op not in _LEAVES or len(graph.consumers[node.name]) != 1:
         return None
-    return node if (node.shape or ())[-1:] == (graph.tensors[node.params["weight"]].numel(),) else None
+    return node if (node.shape or ())[-1:] == (graph.weight(node).numel(),) else None
 
 
 def value(graph: Graph, node: Node, start: Tensor) -> Tensor:

@@ -204,7 +204,7 @@ class _Search:
         """The product of a normalized value with a parameter, or with an expression of one (1 + weight)."""
         start = leaf(self.graph, factor)
         assert start is not None
-        own = self.graph.tensors[start.params["weight"]]
+        own = self.graph.weight(start)
         for number in (1.0, 0.0):
             neutral = torch.full_like(own, number)
             if bool((value(self.graph, factor, neutral) == 1).all()):
@@ -218,7 +218,7 @@ class _Search:
         before = self.found.norms[norm]
         if before.shift is not None or leaf(self.graph, bias) is not bias:
             raise _ObstacleError(node)
-        own = self.graph.tensors[bias.params["weight"]]
+        own = self.graph.weight(bias)
         neutral = (*before.neutral, (bias.name, "weight", torch.zeros_like(own)))
         self.found.norms[node.name] = Norm(before.factor, own.double().flatten(), neutral)
         return node.name

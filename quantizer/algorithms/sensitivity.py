@@ -137,7 +137,7 @@ def output_noise(
     Raises:
         DataError: an output of the float network is not finite, or no batch.
     """
-    first = {min(candidate.layers, key=_order(network)): at for at, candidate in enumerate(candidates)}
+    first = {min(candidate.layers, key=network.graph.index.__getitem__): at for at, candidate in enumerate(candidates)}
     noise = [[0.0] * len(widths) for _ in candidates]
     signal, count = 0.0, 0
     with torch.no_grad():
@@ -170,11 +170,6 @@ def noise_of(network: Network, weights: Mapping[str, Tensor], batches: Iterable[
             with _replaced(network, weights):
                 total += _distance(reference, start.advance().float_outputs())
     return total
-
-
-def _order(network: Network) -> Callable[[str], int]:
-    places = {node.name: at for at, node in enumerate(network.graph.nodes)}
-    return places.__getitem__
 
 
 def _distance(reference: Sequence[Tensor], other: Sequence[Tensor]) -> float:

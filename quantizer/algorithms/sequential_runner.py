@@ -64,7 +64,7 @@ class SequentialRunner:
         Raises:
             DataError: a batch cannot run; it is named by its number.
         """
-        index = {node.name: at for at, node in enumerate(self.network.graph.nodes)}
+        index = self.network.graph.index
         stop = None if upto is None else index[upto] + 1
         earlier = [name for name in watch if index[name] < self._executions[0].position]
         for number, execution in enumerate(self._executions):

@@ -19,8 +19,8 @@ from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, samp
 from quantizer.config.algorithms import SmoothQuantConfig
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.errors import DataError
+from quantizer.graph.edits import by_channel, rescaled
 from quantizer.graph.structure import InputGroup
-from quantizer.graph.weights import by_channel, rescaled
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.qparams import QParams, qparams_from_range

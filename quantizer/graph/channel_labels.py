@@ -14,10 +14,12 @@ from torch import Tensor
 
 from quantizer.graph.axis_rules import Commutes, LabelledCall, changes, is_padded
 from quantizer.graph.ir import Graph, Node, map_refs, references
-from quantizer.graph.meta_values import meta_values
 from quantizer.graph.targets import call
 
 NONE = -1
+BATCH = 2
+META = torch.device("meta")
+_UNKNOWN = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
 
 
 class ChannelLabels:
@@ -88,6 +90,38 @@ class ChannelLabels:
         return call(node.target, {**node.attrs, **inputs})
 
 
+def meta_values(graph: Graph) -> dict[str, Any]:
+    """Each node's value as tensors without memory, sizes as numbers; without nodes whose shape follows from values."""
+    values: dict[str, Any] = {}
+    tensors = {path: tensor.to(META) for path, tensor in graph.tensors.items()}
+    with torch.no_grad():
+        for node in graph.nodes:
+            if all(name in values for name in references(node.inputs)):
+                try:
+                    values[node.name] = _value(node, values, tensors)
+                except _UNKNOWN:
+                    continue  # the shape follows from values, or the layer is no operator of torch
+    return values
+
+
+def _value(node: Node, values: dict[str, Any], tensors: dict[str, Any]) -> Any:
+    if node.op == "input":
+        if node.shape is None:
+            return node.attrs["value"]
+        return torch.empty([BATCH if size is None else size for size in node.shape], dtype=node.dtype, device=META)
+    if node.op in ("parameter", "constant"):
+        return tensors[node.params["weight"]]
+    if not node.row.aten:  # a layer of this package, shaped as what it reads
+        return values[next(iter(node.refs()))]
+    params = {key: tensors[path] for key, path in node.params.items()}
+    inputs = {key: map_refs(value, values.__getitem__) for key, value in node.inputs.items()}
+    attrs = {key: META if isinstance(value, torch.device) else value for key, value in node.attrs.items()}
+    arguments = {**attrs, **params, **inputs}
+    if node.target == "aten.view.default":  # attention on this device may lay out its result so that it has no view
+        return arguments["input"].reshape(arguments["size"])
+    return call(node.target, arguments)
+
+
 def paths(node: Node, how: Commutes = Commutes.SCALING) -> tuple[str, ...]:
     """Names of the nodes whose channels go through the node so that it commutes with what is done to them."""
     keys = _keys(node) if how in node.row.commutes else ()
@@ -113,12 +147,8 @@ def compressed(labels: Any) -> Any:
         return None
     for axis, (size, stride) in enumerate(zip(labels.shape, labels.stride(), strict=True)):
         first = labels.narrow(axis, 0, min(size, 1))
-        if (
-            size > 1
-            and stride
-            and torch.equal(first, labels.narrow(axis, size - 1, 1))
-            and bool((labels == first).all())
-        ):
+        ends = size > 1 and stride and torch.equal(first, labels.narrow(axis, size - 1, 1))
+        if ends and bool((labels == first).all()):
             labels = first.expand(labels.shape)
     return labels
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,12 +14,30 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError
-from quantizer.graph import arguments as call
+from quantizer.graph import targets as call
 from quantizer.graph.functionalize import is_inplace
 from quantizer.graph.ir import Graph, Node, Ref, references
 from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
-from quantizer.graph.stubs import MARK, STUBS
+
+# QuantStub and DeQuantStub compute nothing, so torch.export forgets them unless they leave a mark.
+STUBS = {"QuantStub": "quant_stub", "DeQuantStub": "dequant_stub"}  # by class: torch's own and those of other tools
+MARK = "aten.alias.default"  # gives its input; the module that it runs in says which stub it stands for
+
+
+@contextlib.contextmanager
+def marked(module: nn.Module) -> Iterator[None]:
+    """While this lasts, each stub inside `module` leaves an operator in a trace."""
+    handles = [child.register_forward_hook(_leave_mark) for child in module.modules() if type(child).__name__ in STUBS]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _leave_mark(_module: nn.Module, _args: Any, output: Any) -> Any:
+    return torch.ops.aten.alias.default(output) if isinstance(output, Tensor) else output
 
 
 def convert(

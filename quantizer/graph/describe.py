@@ -100,7 +100,7 @@ def describe(graph: Graph, node: Node) -> LayerCall:
     if node.op in _STRUCTURE:
         return LayerCall(_STRUCTURE[node.op])
     if node.op in ("parameter", "constant"):
-        tensor = graph.tensors[node.params["weight"]]
+        tensor = graph.weight(node)
         return LayerCall(node.op.capitalize(), (list(tensor.shape),), {"dtype": tensor.dtype})
     if "weight_hh_l0" in node.params:
         return _recurrent(node, graph.tensors)
@@ -110,7 +110,7 @@ def describe(graph: Graph, node: Node) -> LayerCall:
     if node.target in DEVICE_LAYERS:
         return LayerCall(DEVICE_LAYERS[node.target], (), kwargs)
     if node.target in INSERTED_LAYERS:
-        return LayerCall(INSERTED_LAYERS[node.target], (len(graph.tensors[node.params["weight"]]),), kwargs)
+        return LayerCall(INSERTED_LAYERS[node.target], (len(graph.weight(node)),), kwargs)
     if node.params:
         kwargs["params"] = {key: list(graph.tensors[path].shape) for key, path in node.params.items()}
     if node.op in _INPLACE and _owns_input(graph, node):

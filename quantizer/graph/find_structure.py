@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from quantizer.config.structure_names import Names
-from quantizer.graph.blocks import find_blocks
+from quantizer.graph.edits import by_channel
 from quantizer.graph.folds import Folds
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.named_structure import named_structure
-from quantizer.graph.structure import InputGroup, ModuleBlock, Structure
-from quantizer.graph.weights import by_channel
+from quantizer.graph.structure import InputGroup, ModuleBlock, Structure, find_blocks
 
 
 def find_structure(graph: Graph, names: Names | None = None) -> Structure:
@@ -43,7 +42,7 @@ def _by_axis(graph: Graph, source: str, layers: Sequence[Node]) -> list[InputGro
     """A group, or one for each axis along which the layers of one value find their channels."""
     by_axis: dict[tuple[int, int], list[str]] = {}
     for node in layers:
-        table = by_channel(node, graph.tensors[node.params["weight"]])
+        table = by_channel(node, graph.weight(node))
         by_axis.setdefault((node.row.channels or 0, table.shape[0] * table.shape[2]), []).append(node.name)
     return [InputGroup(source, tuple(names), axis, channels) for (axis, channels), names in by_axis.items()]
 
@@ -55,9 +54,6 @@ def _tied(graph: Graph, layers: Sequence[str]) -> tuple[str, ...]:
 
 def _in_block(graph: Graph, blocks: Sequence[ModuleBlock], group: InputGroup) -> InputGroup:
     """The group with its block: the one that has all its layers."""
-    index = {node.name: at for at, node in enumerate(graph.nodes)}
-    homes = {
-        next((number for number, block in enumerate(blocks) if block.start <= index[layer] < block.stop), None)
-        for layer in group.layers
-    }
+    at = [graph.index[layer] for layer in group.layers]
+    homes = {next((n for n, block in enumerate(blocks) if block.start <= each < block.stop), None) for each in at}
     return replace(group, block=homes.pop() if len(homes) == 1 else None)

@@ -8,11 +8,10 @@ from dataclasses import replace
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
 from quantizer.config.structure_names import Names, ScalingLayer
 from quantizer.config.wording import closest, listed
-from quantizer.graph.blocks import blocks_of
 from quantizer.graph.folds import Folds
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import BlockNames, module_of, module_paths
-from quantizer.graph.structure import InputGroup, ModuleBlock, Structure
+from quantizer.graph.structure import InputGroup, ModuleBlock, Structure, blocks_of
 
 _SHOWN = 6  # names that a help line lists where none is close
 
@@ -131,8 +130,7 @@ class _Reading:
                 self._report("QZ504", f"{module_of(self.graph, twice[0])} is in two entries", place, "list it once")
             taken.update(layer for group in found for layer in group.layers)
             groups += found
-        index = {node.name: at for at, node in enumerate(self.graph.nodes)}
-        return tuple(sorted(groups, key=lambda group: index[group.source]))
+        return tuple(sorted(groups, key=lambda group: self.graph.index[group.source]))
 
     def _check_names(self, entry: ScalingLayer, blocks: Sequence[BlockNames], place: Place | None) -> None:
         """Each name is found in at least one block."""

@@ -18,11 +18,10 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError
-from quantizer.graph.convert import convert
+from quantizer.graph.convert import convert, marked
 from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Graph
 from quantizer.graph.names import Namer, check_names
-from quantizer.graph.stubs import marked
 
 logger = logging.getLogger(__name__)
 

@@ -110,7 +110,7 @@ def _convolution(graph: Graph, node: Node) -> Verdict:
     shape, attrs = graph.by_name[next(node.refs())].shape, node.attrs
     if shape is None or len(shape) != 4 or "weight" not in node.params:
         return _refused("it is not a convolution of [b, channels, height, width] with a weight of its own")
-    weight, transposed = graph.tensors[node.params["weight"]].shape, node.row.transposed
+    weight, transposed = graph.weight(node).shape, node.row.transposed
     groups = attrs.get("groups", 1)
     channels = (weight[0], weight[1] * groups) if transposed else (weight[1] * groups, weight[0])
     if groups not in (1, channels[0]):
@@ -136,7 +136,7 @@ def _linear(graph: Graph, node: Node) -> Verdict:
     """A convolution whose kernel is the whole map that was flattened."""
     if "weight" not in node.params or node.shape is None or len(node.shape) != 2:
         return _refused("it is not a linear layer of [b, features] with a weight of its own")
-    out, features = graph.tensors[node.params["weight"]].shape
+    out, features = graph.weight(node).shape
     source = graph.by_name[next(node.refs())]
     before = graph.by_name[next(source.refs())].shape if source.row.axes is RESHAPED else None
     if before is not None and len(before) == 4 and before[1] and before[2] and before[3]:

@@ -91,7 +91,7 @@ def _plan_parameters(state: _Resolver, node: Node, where: Layout, kept: Mapping[
 
 def _is_quantizable(graph: Graph, node: Node, where: Layout) -> bool:
     """Whether a parameter that expressions read is quantized: no single number, nor what only float operators read."""
-    return node.is_float and node.name not in where.floats and graph.tensors[node.params["weight"]].numel() > 1
+    return node.is_float and node.name not in where.floats and graph.weight(node).numel() > 1
 
 
 def _plan_activation(state: _Resolver, node: Node, where: Layout, kept: Mapping[str, str]) -> None:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from quantizer.graph.axis_rules import is_padded
 from quantizer.graph.channel_labels import passes_shifts
-from quantizer.graph.edits import with_weights
+from quantizer.graph.edits import by_channel, with_weights
 from quantizer.graph.ir import Change, Graph, Node
 from quantizer.graph.passes.pairs import Pair, find_pairs
-from quantizer.graph.weights import by_channel
 
 STDS = 3
 
@@ -36,7 +35,7 @@ def absorb_high_biases(graph: Graph) -> Graph:
             changes.append(Change("absorb_high_biases", (first.name, second.name), int(high.count_nonzero())))
     if not changes:
         return graph
-    rounded = {name: {"bias": bias.to(_weight(graph, graph.by_name[name]).dtype)} for name, bias in biases.items()}
+    rounded = {name: {"bias": bias.to(graph.weight(graph.by_name[name]).dtype)} for name, bias in biases.items()}
     return with_weights(graph, rounded).replaced(normal=normal, changes=(*graph.changes, *changes))
 
 
@@ -53,20 +52,16 @@ def _shifts(pair: Pair) -> bool:
     return through and not is_padded(pair.second.attrs) and not pair.second.row.transposed
 
 
-def _weight(graph: Graph, node: Node) -> Tensor:
-    return graph.tensors[node.params["weight"]]
-
-
 def _bias(graph: Graph, node: Node) -> Tensor:
     """The layer's bias in float64, zeros if it has none."""
     if "bias" in node.params:
         return graph.tensors[node.params["bias"]].double()
-    weight = _weight(graph, node)
+    weight = graph.weight(node)
     return torch.zeros(by_channel(node, weight).shape[:2].numel(), dtype=torch.float64, device=weight.device)
 
 
 def _response(graph: Graph, pair: Pair, shift: Tensor) -> Tensor:
     """What the second layer makes of a constant in each channel of the first."""
-    taps = by_channel(pair.second, _weight(graph, pair.second)).sum(3, dtype=torch.float64)
+    taps = by_channel(pair.second, graph.weight(pair.second)).sum(3, dtype=torch.float64)
     inputs = shift[list(pair.channels)].reshape(len(taps), -1, 1)
     return (taps @ inputs).flatten()

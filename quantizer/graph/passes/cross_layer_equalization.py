@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantizer.graph.edits import with_weights
+from quantizer.graph.edits import by_channel, rescaled, with_weights
 from quantizer.graph.ir import Change, Graph, Node
 from quantizer.graph.passes.pairs import Pair, find_pairs
-from quantizer.graph.weights import by_channel, rescaled
 
 NAME = "cross_layer_equalization"
 TOLERANCE = 1 / 64
@@ -57,7 +56,7 @@ class _Layer:
 
     def __init__(self, graph: Graph, node: Node, pair: Pair | None = None, before: _Layer | None = None) -> None:
         self.node = node
-        largest = by_channel(node, graph.tensors[node.params["weight"]]).abs().amax(3)
+        largest = by_channel(node, graph.weight(node)).abs().amax(3)
         groups, outputs, inputs = largest.shape
         self.channels = torch.tensor(pair.channels) if pair else torch.arange(groups * inputs)  # of each input
         count = len(before.outputs) if before else groups * inputs

@@ -11,7 +11,7 @@ from quantizer.numerics.integer import pooling_factor
 
 def dpu_average_pooling(graph: Graph) -> Graph:
     """Every average over one fixed window, by pooling or by a mean over height and width, as a scaled sum."""
-    return graph.replaced(nodes=tuple(_scaled_sum(graph, node) for node in graph.nodes))
+    return graph.mapped(lambda node: _scaled_sum(graph, node))
 
 
 def _scaled_sum(graph: Graph, node: Node) -> Node:

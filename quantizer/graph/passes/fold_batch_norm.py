@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantizer.graph.edits import with_weights
+from quantizer.graph.edits import by_channel, rescaled, with_weights
 from quantizer.graph.ir import Graph, Node, references, rewire
-from quantizer.graph.weights import by_channel, rescaled
 
 
 def fold_batch_norm(graph: Graph) -> Graph:
@@ -89,17 +88,17 @@ def _can_take(graph: Graph, layer: Node, reader: Node) -> bool:
     """Whether the layer's channels are dimension 1 and `reader` alone reads them."""
     if not layer.is_multiplying or set(layer.inputs) != {"input"} or layer.shape is None:
         return False
-    batched = len(layer.shape) == graph.tensors[layer.params["weight"]].dim()
+    batched = len(layer.shape) == graph.weight(layer).dim()
     return batched and graph.consumers[layer.name] == (reader.name,)
 
 
 def _outputs(graph: Graph, layer: Node) -> int:
-    return by_channel(layer, graph.tensors[layer.params["weight"]]).shape[:2].numel()
+    return by_channel(layer, graph.weight(layer)).shape[:2].numel()
 
 
 def _folded(graph: Graph, layer: Node, norm: _Norm) -> dict[str, Tensor]:
     """New weight and bias, computed in float64 and rounded once."""
-    weight = graph.tensors[layer.params["weight"]]
+    weight = graph.weight(layer)
     bias = graph.tensors[layer.params["bias"]] if "bias" in layer.params else 0.0
     return {"weight": rescaled(layer, weight, norm.factor), "bias": norm.of_bias(bias).to(weight.dtype)}
 
@@ -111,5 +110,5 @@ def _as_scale(graph: Graph, node: Node) -> Graph:
     values = {params["weight"]: norm.factor.to(dtype), params["bias"]: norm.of_bias(0.0).to(dtype)}
     op, inputs = "channel_scale", {"input": node.inputs["input"]}
     scale = dataclasses.replace(node, op=op, target=op, inputs=inputs, attrs={}, params=params)
-    nodes = tuple(scale if other.name == node.name else other for other in graph.nodes)
-    return graph.replaced(nodes=nodes, tensors={**graph.tensors, **values})
+    graph = graph.mapped(lambda other: scale if other.name == node.name else other)
+    return graph.replaced(tensors={**graph.tensors, **values})

@@ -28,9 +28,9 @@ def linear_from_matmul(graph: Graph) -> Graph:
         readers = graph.consumers[node.name]
         if (node.op == "parameter" or _flipped(graph, node)) and all(each in made or each in moved for each in readers):
             moved[node.name] = moved.get(readers[0], readers[0])
-    nodes = tuple(made.get(node.name, node) for node in graph.nodes)
+    graph_made = graph.mapped(lambda node: made.get(node.name, node)).replaced(tensors=tensors)
     absorbed = {name: taker for name, taker in moved.items() if graph.by_name[name].op == "parameter"}
-    return rewire(graph.replaced(nodes=nodes, tensors=tensors), moved, absorbed)
+    return rewire(graph_made, moved, absorbed)
 
 
 def _is_linear(graph: Graph, node: Node) -> bool:

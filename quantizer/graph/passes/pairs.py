@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantizer.graph.channel_labels import NONE
@@ -23,25 +21,25 @@ class Pair:
 
 def find_pairs(graph: Graph) -> tuple[Pair, ...]:
     """All pairs in execution order; layers whose parameters anyone else uses are in none."""
-    uses = Counter(path for node in graph.nodes for path in node.params.values())
-    layers = [node for node in graph.nodes if _is_scalable(node, uses)]
-    folds = Folds(graph) if len(layers) > 1 else None
-    return tuple(pair for node in layers if folds is not None and (pair := _pair(folds, node, uses)) is not None)
+    layers = [node for node in graph.nodes if _is_scalable(graph, node)]
+    if len(layers) < 2:
+        return ()
+    folds = Folds(graph)
+    return tuple(pair for node in layers if (pair := _pair(folds, node)) is not None)
 
 
-def _is_scalable(node: Node, uses: Mapping[str, int]) -> bool:
+def _is_scalable(graph: Graph, node: Node) -> bool:
     """A convolution or linear layer that owns its parameters."""
     owns = node.is_multiplying and set(node.inputs) == {"input"}
-    return owns and node.is_float and all(uses[path] == 1 for path in node.params.values())
+    return owns and node.is_float and all(graph.uses[path] == 1 for path in node.params.values())
 
 
-def _pair(folds: Folds, first: Node, uses: Mapping[str, int]) -> Pair | None:
+def _pair(folds: Folds, first: Node) -> Pair | None:
     """The layer with the one that reads its channels and nothing else, if no other does."""
-    flow = folds.flow(Source("layer", first))
+    flow, nodes = folds.flow(Source("layer", first)), folds.graph.by_name
     if flow.mixed or len(flow.ends) != 1:
         return None
     [(end, channels)] = flow.ends.items()
-    second, nodes = folds.graph.by_name[end], folds.graph.by_name
-    if NONE in channels or not _is_scalable(second, uses):
+    if NONE in channels or not _is_scalable(folds.graph, nodes[end]):
         return None
-    return Pair(first, second, tuple(nodes[name] for name in flow.between), channels)
+    return Pair(first, nodes[end], tuple(nodes[name] for name in flow.between), channels)
