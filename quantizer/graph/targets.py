@@ -1,4 +1,4 @@
-"""Operators as torch traces and runs them: targets, packets, arguments by name. Knows torch's schemas, not the graph."""
+"""Operators as torch traces and runs them: targets, packets, named arguments. Knows torch's schemas, not the graph."""
 
 from __future__ import annotations
 

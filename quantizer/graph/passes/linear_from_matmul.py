@@ -28,9 +28,9 @@ def linear_from_matmul(graph: Graph) -> Graph:
         readers = graph.consumers[node.name]
         if (node.op == "parameter" or _flipped(graph, node)) and all(each in made or each in moved for each in readers):
             moved[node.name] = moved.get(readers[0], readers[0])
-    graph_made = graph.mapped(lambda node: made.get(node.name, node)).replaced(tensors=tensors)
+    layers = graph.mapped(lambda node: made.get(node.name, node)).replaced(tensors=tensors)
     absorbed = {name: taker for name, taker in moved.items() if graph.by_name[name].op == "parameter"}
-    return rewire(graph_made, moved, absorbed)
+    return rewire(layers, moved, absorbed)
 
 
 def _is_linear(graph: Graph, node: Node) -> bool:
