@@ -15,7 +15,7 @@ from quantizer.graph.edits import by_channel
 from quantizer.graph.folds import Folds
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.module_names import BlockNames, module_of, module_paths
-from quantizer.graph.structure import InputGroup, ModuleBlock, Structure, find_blocks
+from quantizer.graph.structure import InputGroup, ModuleBlock, Structure, blocks_of, find_blocks
 
 _SHOWN = 6  # names that a help line lists where none is close
 
@@ -184,10 +184,8 @@ class _Reading:
     def _fits(self, entry: ScalingLayer, block: BlockNames, prefix: str, layers: Sequence[str]) -> bool:
         """Whether the layers read one value, `inp` as well, and `prev_op` makes it."""
         source, first = self.group_of[layers[0]].source, module_of(self.graph, layers[0])
-        paths = block.modules(entry.inp, prefix)
-        beside = [
-            node.name for path in paths for node in self.graph.nodes if node.is_multiplying and node.scope == path
-        ]
+        multiplying = [node for node in self.graph.nodes if node.is_multiplying]
+        beside = [n.name for path in block.modules(entry.inp, prefix) for n in multiplying if n.scope == path]
         for layer in (*layers, *beside):
             if self.group_of[layer].source != source:
                 text = f"{module_of(self.graph, layer)} does not read what {first} reads"

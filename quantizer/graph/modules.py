@@ -57,19 +57,9 @@ def module_graph(model: nn.Module) -> Graph:
             source, looks_up = f"{namer.model}::module_input_{len(nodes)}", isinstance(module, nn.Embedding)
             nodes.append(Node(source, "module_input", "module", dtype=torch.int64 if looks_up else dtype))
             inputs["indices" if looks_up else "input"] = Ref(source)
-        makes_tensor = is_called(module) and not isinstance(module, nn.RNNBase)
-        nodes.append(
-            Node(
-                name,
-                op,
-                "module",
-                inputs,
-                params=params,
-                scope=path,
-                classes=namer.classes(path),
-                dtype=dtype if makes_tensor else None,
-            )
-        )
+        made = dtype if is_called(module) and not isinstance(module, nn.RNNBase) else None  # several tensors have none
+        classes = namer.classes(path)
+        nodes.append(Node(name, op, "module", inputs, params=params, scope=path, classes=classes, dtype=made))
     output = tuple(Ref(node.name) for node in nodes if node.params)
     covered = {node.scope for node in nodes}
     for path, module in model.named_modules():

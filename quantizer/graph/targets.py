@@ -102,6 +102,12 @@ def parameter_names(arguments: Mapping[str, Any]) -> list[str]:
     return [f"{kind}_l{layer}{direction}" for layer in layers for direction in directions for kind in kinds]
 
 
+def pair(value: Any) -> tuple[int, int]:
+    """An argument that is one number for height and width, or one for each."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return values[0], values[-1]
+
+
 def is_noise(target: str) -> bool:
     """Checks and bookkeeping that compute nothing."""
     name = target.split(".")[1]

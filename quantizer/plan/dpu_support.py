@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.axis_rules import ALIKE, RESHAPED, SAME
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.targets import pair
 from quantizer.plan.dpu_limits import FUSED, LIMITS, OPERATORS, PYTORCH, Geometry
 from quantizer.plan.groups import Layout, layout, quantization_point
 from quantizer.plan.model import Plan
@@ -115,17 +115,17 @@ def _convolution(graph: Graph, node: Node) -> Verdict:
     channels = (weight[0], weight[1] * groups) if transposed else (weight[1] * groups, weight[0])
     if groups not in (1, channels[0]):
         return _refused(f"it has {groups} groups, and the DPU has 1 or one per input channel")
-    if transposed and max(_pair(attrs.get("output_padding", 0))):
+    if transposed and max(pair(attrs.get("output_padding", 0))):
         return _refused("its output_padding is not zero")
     if isinstance(attrs.get("padding"), str):
-        padding = tuple((k - 1) * d // 2 for k, d in zip(weight[2:], _pair(attrs.get("dilation", 1)), strict=True))
+        padding = tuple((k - 1) * d // 2 for k, d in zip(weight[2:], pair(attrs.get("dilation", 1)), strict=True))
     else:
-        padding = _pair(attrs.get("padding", 0))
+        padding = pair(attrs.get("padding", 0))
     geometry = Geometry(
         (weight[2], weight[3]),
-        _pair(attrs.get("stride", 1)),
+        pair(attrs.get("stride", 1)),
         (padding[0], padding[-1]),
-        _pair(attrs.get("dilation", 1)),
+        pair(attrs.get("dilation", 1)),
         *channels,
     )
     depthwise = "depthwise-" if groups > 1 else ""
@@ -148,12 +148,10 @@ def _pooling(graph: Graph, node: Node) -> Verdict:
     attrs, shape = node.attrs, node.shape
     if node.op != "max_pool2d" and node.target != "dpu.avg_pool2d":
         return _refused("it is not an average over windows of one fixed size in height and width")
-    kernel, channels = _pair(attrs["kernel_size"]), (shape or (1, 1))[1] or 1
-    if max(_pair(attrs.get("dilation", 1))) > 1:
+    kernel, channels = pair(attrs["kernel_size"]), (shape or (1, 1))[1] or 1
+    if max(pair(attrs.get("dilation", 1))) > 1:
         return _refused("its window is dilated")
-    geometry = Geometry(
-        kernel, _pair(attrs.get("stride") or kernel), _pair(attrs.get("padding") or 0), (1, 1), channels
-    )
+    geometry = Geometry(kernel, pair(attrs.get("stride") or kernel), pair(attrs.get("padding") or 0), (1, 1), channels)
     return _within_limits("max-pooling" if node.op == "max_pool2d" else "average-pooling", geometry)
 
 
@@ -223,11 +221,6 @@ def _unfit(spec: QuantizationSpec) -> str:
     if spec.is_dynamic:
         return "a dynamic range"
     return "" if spec.scale_type == "poweroftwo" and spec.ch_axis is None else "no single power-of-two scale"
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    values = list(value) if isinstance(value, (list, tuple)) else [value]
-    return values[0], values[-1]
 
 
 _RULES: dict[str, Callable[[Graph, Node], Verdict]] = {
