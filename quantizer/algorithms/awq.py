@@ -19,15 +19,13 @@ from quantizer.algorithms.clip import COARSE, clipped_qparams
 from quantizer.algorithms.fold import admissible, folded, input_name, parameter, without_overlap
 from quantizer.algorithms.gram import DEEPEST, UNREACHED, GroupSums, deepest, quantized_layers, zero_channels
 from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, output_error, sampled_rows
+from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, output_error, sampled_rows
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.algorithms import AWQConfig
-from quantizer.errors import DataError
 from quantizer.graph.edits import rescaled
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
 from quantizer.numerics.qparams import QParams
-from quantizer.observers import ObservationError
 
 LEAST_FACTOR = 1e-4
 TOO_DEEP = f"it sums over more than {DEEPEST} inputs, too many for their Gram matrix; it stays at round-to-nearest"
@@ -49,7 +47,6 @@ def awq(task: Task, settings: AWQConfig, found: Adjustment) -> Adjustment:
 class _Gathered:
     """A group whose factors are found; `layers` are those whose weights are rounded."""
 
-    group: InputGroup
     layers: Sequence[str]
     sums: GroupSums
     factors: Tensor
@@ -63,7 +60,7 @@ class _Search:
         self.groups = without_overlap(task.structure.groups)
         self.own = [quantized_layers(task, group) for group in self.groups]
         for name in (name for names in self.own for name in names):
-            self._qparams(name, parameter(task.graph, found, name))
+            layer_qparams(name, task.specs[name, "weights"], parameter(task.graph, found, name))
         self.before = task.before if task.done else found
         self.runner = SequentialRunner(Network(adjusted(task.graph, self.before)), task.batches())
 
@@ -105,7 +102,7 @@ class _Search:
             self._remark(layers, zero_channels(dead))
         ones = torch.ones_like(size)
         if group.tied or not self.settings.scale_search:
-            return _Gathered(group, layers, sums, ones)
+            return _Gathered(layers, sums, ones)
 
         def factors(step: int) -> Tensor:
             return admissible(self.task.graph, group, _factors(size, step / self.settings.grid), self.found)
@@ -120,7 +117,7 @@ class _Search:
         found = factors(best)
         if not torch.equal(found, ones):
             self.found = folded(self.task.graph, group, found, self.found)
-        return _Gathered(group, layers, sums, found)
+        return _Gathered(layers, sums, found)
 
     def _loss(self, layers: Sequence[str], sums: GroupSums, factors: Tensor, *, clip: bool) -> float:
         """Squared error of the group's outputs if the weights' columns are multiplied with these factors."""
@@ -133,7 +130,7 @@ class _Search:
             if clip:
                 qparams = clipped_qparams(layer, spec, scaled, sums.divided(name, factors), COARSE)
             else:
-                qparams = self._qparams(name, scaled)
+                qparams = layer_qparams(name, spec, scaled)
             lost = rescaled(node, nearest(scaled, spec, qparams).sub_(scaled), inputs=1 / factors)
             total += share * output_error(sums.matrix(name), weight_matrix(layer, lost))
         return total
@@ -159,7 +156,7 @@ class _Search:
         def lost(qparams: QParams) -> float:
             return output_error(gram, weight_matrix(layer, nearest(weight, spec, qparams).sub_(weight)))
 
-        qparams = self._qparams(name, weight)
+        qparams = layer_qparams(name, spec, weight)
         plain = error = lost(qparams)
         if self.settings.clip_search:
             clipped = clipped_qparams(layer, spec, weight, gathered.sums.alive(name))
@@ -174,14 +171,10 @@ class _Search:
         """What round-to-nearest would lose without the factors."""
         node, spec = self.task.graph.by_name[name], self.task.specs[name, "weights"]
         before = rescaled(node, weight, inputs=1 / gathered.factors)
-        lost = rescaled(node, nearest(before, spec, self._qparams(name, before)).sub_(before), inputs=gathered.factors)
+        lost = rescaled(
+            node, nearest(before, spec, layer_qparams(name, spec, before)).sub_(before), inputs=gathered.factors
+        )
         return output_error(gathered.sums.matrix(name), weight_matrix(self.runner.network.layers[name], lost))
-
-    def _qparams(self, name: str, weight: Tensor) -> QParams:
-        try:
-            return nearest_qparams(self.task.specs[name, "weights"], weight)
-        except ObservationError as error:
-            raise DataError(f"the weight of {name} has no range: {error}", help="check the checkpoint") from error
 
     def _remark(self, names: Sequence[str], text: str) -> None:
         self.found = self.found.with_remarks(*(Remark(name, text) for name in names))

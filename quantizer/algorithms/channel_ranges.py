@@ -52,7 +52,7 @@ class ChannelRanges:
         """
         if x.numel() == 0:
             return
-        low, high = channel_extremes(x, self._group.axis)
+        low, high = _extremes(x, self._group.axis)
         if not math.isfinite(low.sum()) or not math.isfinite(high.sum()):
             error = NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
             raise not_finite(self._group.layers[0], error)
@@ -62,7 +62,7 @@ class ChannelRanges:
             sample.add(x)
 
 
-def channel_extremes(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+def _extremes(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     """Least and greatest value of each index of an axis."""
     if axis % x.dim() == x.dim() - 1:
         rows = x.reshape(-1, x.shape[-1])

@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
-from quantizer.algorithms.heads import heads
 from quantizer.algorithms.residual_stream import Residual, residuals
 from quantizer.config.algorithms import RotationConfig
 from quantizer.config.roles import base_role
-from quantizer.graph.axis_rules import PRODUCT
+from quantizer.graph.axis_rules import ATTENTION, MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT, PRODUCT
 from quantizer.graph.edits import Insertion
-from quantizer.graph.ir import Graph, Node
+from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.structure import InputGroup
 from quantizer.numerics.hadamard import factors, rotated
 
 Turn = Callable[[Tensor], Tensor]
+_ATTENTIONS = (ATTENTION, MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT)
+"""Rules of operators that end an attention: the last argument that they name has the values."""
 
 
 def rotation(task: Task, settings: RotationConfig, found: Adjustment) -> Adjustment:
@@ -147,9 +148,49 @@ def _turn_writer(work: _Work, node: Node, axis: int, turn: Turn) -> None:
     work.put(node.name, "weight", _along(weight, axis, turn))
 
 
+@dataclass(frozen=True)
+class _Heads:
+    """`rows` are the outputs of `maker` that each head of `width` channels takes, one entry for heads that share."""
+
+    maker: str
+    width: int
+    rows: tuple[tuple[int, ...], ...]
+
+
+def _heads(graph: Graph, group: InputGroup) -> _Heads | None:
+    """The heads of the value that a group reads, where between it and its maker there are moves and one attention.
+
+    Any other operator, such as a gate, works on single channels, which a rotation would mix.
+    """
+    fold = group.fold
+    if fold is None or graph.by_name[fold.node].row.spatial != 0 or fold.extra:
+        return None
+    attention = _moved_from(graph, graph.by_name[group.source])
+    axes = attention.row.axes if attention is not None else None
+    if attention is None or axes is None or axes not in _ATTENTIONS:
+        return None
+    values = attention.inputs.get(axes.arguments[-1])
+    if not isinstance(values, Ref) or not attention.shape:
+        return None
+    maker, width = _moved_from(graph, graph.by_name[values.name]), attention.shape[-1]
+    if maker is None or maker.name != fold.node or not width or group.channels % width:
+        return None
+    channels = fold.channels or tuple(range(group.channels))
+    blocks = dict.fromkeys(channels[at : at + width] for at in range(0, group.channels, width))
+    apart = len({row for block in blocks for row in block}) == len(blocks) * width
+    return _Heads(maker.name, width, tuple(blocks)) if apart else None
+
+
+def _moved_from(graph: Graph, node: Node | None) -> Node | None:
+    """What made the values that operators before this one only moved."""
+    while node is not None and node.row.only_moves:
+        node = graph.source(node)
+    return node
+
+
 def _turn_heads(work: _Work, group: InputGroup) -> tuple[str, ...]:
     """R2: one rotation for all heads of a layer; returns the layers that read them."""
-    found = heads(work.graph, group)
+    found = _heads(work.graph, group)
     if found is None or not work.is_quantized((*group.layers, found.maker)):
         return ()
     turn = _orthogonal(work.signs(found.width))
@@ -188,8 +229,7 @@ def _turn_online(work: _Work, layers: list[str]) -> None:
 
 def _is_product(graph: Graph, node: Node | None) -> bool:
     """Whether the value is a product of two, or an activation function's, but for moves."""
-    while node is not None and node.row.only_moves:
-        node = graph.source(node)
+    node = _moved_from(graph, node)
     if node is None or node.row.axes is not PRODUCT:
         return node is not None and node.row.kind in ("nonlinear", "fusable")
     shapes = [graph.by_name[name].shape for name in node.refs()]

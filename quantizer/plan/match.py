@@ -9,9 +9,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from quantizer.config.model import Selector
+from quantizer.config.model import ConfigRule, Role, Selector
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.module_names import call_paths, module_of
+from quantizer.plan.model import RuleMatch
 
 # Weakest first: a rule of a higher rank wins, field by field.
 RANKS = ("all", "weighted", "type", "pattern", "path", "name", "exclude")
@@ -34,6 +35,25 @@ class Match:
     rank: int
     note: str | None = None
     absorbed: tuple[str, ...] = ()
+
+
+@dataclass
+class MatchedRule:
+    """A rule with what its selector finds; `effects` counts the tensors that it sets something for."""
+
+    rule: ConfigRule
+    found: Match
+    effects: int = 0
+
+    def speaks_of(self, role: Role) -> bool:
+        """Whether it says anything about a role."""
+        return role in (self.rule.roles or ()) or role in self.rule.adds or bool(self.rule.fields.get(role))
+
+    def summary(self) -> RuleMatch:
+        """For the plan."""
+        selector = self.rule.selector
+        shown = selector.text or selector.kind
+        return RuleMatch(self.rule.label, shown, self.found.layers, self.effects, str(selector.place or ""))
 
 
 def match(selector: Selector, graph: Graph, original: Graph) -> Match:
