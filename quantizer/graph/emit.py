@@ -30,8 +30,8 @@ def emit(graph: Graph) -> str:
     """
     modules = {node.name: f"module_{index}" for index, node in enumerate(graph.nodes)}
     inputs = {
-        node.name: _access(path)
-        for node, path in zip((n for n in graph.nodes if n.op == "input"), graph.input_paths, strict=True)
+        node.name: ("kwargs" if root else "args") + "".join(f"[{key!r}]" for key in keys)  # `kwargs['opts'][0]`
+        for node, (root, *keys) in zip((n for n in graph.nodes if n.op == "input"), graph.input_paths, strict=True)
     }
     lines = [_HEADER.format(model=graph.model)]
     for node in graph.nodes:
@@ -39,7 +39,7 @@ def emit(graph: Graph) -> str:
     lines.append("        quantizer.nn.load(self, __file__)\n\n    def forward(self, *args, **kwargs):\n")
     for node in graph.nodes:
         call = f"input={inputs[node.name]}" if node.name in inputs else _arguments(node, modules)
-        lines.append(f"        {_variable(modules[node.name])} = self.{modules[node.name]}({call})\n")
+        lines.append(f"        output_{modules[node.name]} = self.{modules[node.name]}({call})\n")
     lines.append(f"        return {_literal(graph.output, modules)}\n")
     return "".join(lines)
 
@@ -59,15 +59,6 @@ def _arguments(node: Node, modules: dict[str, str]) -> str:
     return f"**{{{', '.join(f'{json.dumps(key)}: {_literal(value, modules)}' for key, value in node.inputs.items())}}}"
 
 
-def _variable(module: str) -> str:
-    return f"output_{module}"
-
-
-def _access(path: tuple[Any, ...]) -> str:
-    """`kwargs['opts'][0]` for a path into (args, kwargs)."""
-    return ("kwargs" if path[0] else "args") + "".join(f"[{key!r}]" for key in path[1:])
-
-
 def _literal(value: Any, modules: dict[str, str]) -> str:
     """Source text of a nested constant or reference.
 
@@ -75,7 +66,7 @@ def _literal(value: Any, modules: dict[str, str]) -> str:
         TypeError: a kind of value that has no literal.
     """
     if isinstance(value, Ref):
-        return _variable(modules[value.name])
+        return f"output_{modules[value.name]}"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {_literal(item, modules)}" for key, item in value.items()) + "}"
     if isinstance(value, list):

@@ -20,9 +20,7 @@ def module_of(graph: Graph, name: str) -> str:
 def module_paths(graph: Graph) -> frozenset[str]:
     """Every module that runs an operator or has a tensor, and those around it."""
     paths = {node.scope for node in graph.nodes} | {path.rpartition(".")[0] for path in graph.tensors}
-    return frozenset(
-        ".".join(parts[:depth]) for parts in (path.split(".") for path in paths) for depth in range(1, len(parts) + 1)
-    )
+    return frozenset(each for path in paths for each in (path, *around(path)))
 
 
 def path_names(graph: Graph) -> dict[str, str]:
@@ -32,7 +30,7 @@ def path_names(graph: Graph) -> dict[str, str]:
     number (`layer1.0.relu.1`). Where two layers would be called alike, both keep their exact names.
     """
     paths = {node.name: module_of(graph, node.name) for node in graph.nodes}
-    around = {parent for path in paths.values() for parent in _parents(path)}
+    parents = {parent for path in paths.values() for parent in around(path)[:-1]}
     kinds, weights = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
     owned = {node.name: weight for node in graph.nodes if (weight := _weight(node))}
     for name, path in paths.items():
@@ -40,7 +38,7 @@ def path_names(graph: Graph) -> dict[str, str]:
         weights[path] |= {owned[name]} if name in owned else set()
     found = {}
     for name, path in paths.items():
-        only = len(weights[path]) == 1 if name in owned else len(kinds[path]) == 1 and path not in around
+        only = len(weights[path]) == 1 if name in owned else len(kinds[path]) == 1 and path not in parents
         found[name] = call_paths(name, path)[bool(path) and only]
     counts = Counter(found.values())
     return {name: path if counts[path] == 1 else name for name, path in found.items()}
@@ -69,10 +67,14 @@ def _operator(name: str) -> str:
     return name.rpartition("::")[2].rpartition("/")[2]
 
 
-def _parents(path: str) -> list[str]:
-    """The modules around the one at `path`, the model itself excepted."""
-    parts = path.split(".")
-    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
+def around(path: str) -> list[str]:
+    """A module's path after those of the modules around it, the model itself excepted.
+
+    >>> around("layers.0.mlp.up")
+    ['layers', 'layers.0', 'layers.0.mlp', 'layers.0.mlp.up']
+    """
+    parts = path.split(".") if path else []
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 class BlockNames:

@@ -6,7 +6,6 @@ Names, scopes and operators are those that a trace would give where each layer i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +46,12 @@ def module_graph(model: nn.Module) -> Graph:
         params = {}
         for key, attribute in parameters_of(module).items():
             parameter = module.get_parameter(attribute)
-            _check_values(f"{path}.{attribute}", parameter)
+            if is_lazy(parameter):
+                text = f"{path}.{attribute} has no shape yet: its layer is lazy"
+                raise ModelError(text, help="run the model once on real data first")
+            if parameter.is_meta:
+                text = f"{path}.{attribute} is on the meta device, without values"
+                raise ModelError(text, help="load the model's weights first")
             params[key] = paths[id(parameter)] + (".T" if key == "weight" and is_transposed(module) else "")
             tensors[params[key]] = as_planned(module, key, parameter.detach())
         dtype = tensors[next(iter(params.values()))].dtype
@@ -123,16 +127,5 @@ def left_out(model: nn.Module, graph: Graph) -> dict[str, str]:
     return {
         path: type(module).__name__
         for path, module in model.named_modules()
-        if path not in covered and any(_is_matrix(p) for p in module.parameters(recurse=False))
+        if path not in covered and any(not is_lazy(p) and p.dim() > 1 for p in module.parameters(recurse=False))
     }
-
-
-def _is_matrix(parameter: Any) -> bool:
-    return not is_lazy(parameter) and parameter.dim() > 1
-
-
-def _check_values(path: str, parameter: Any) -> None:
-    if is_lazy(parameter):
-        raise ModelError(f"{path} has no shape yet: its layer is lazy", help="run the model once on real data first")
-    if parameter.is_meta:
-        raise ModelError(f"{path} is on the meta device, without values", help="load the model's weights first")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -97,11 +96,12 @@ def find_blocks(graph: Graph) -> tuple[ModuleBlock, ...]:
     chosen: list[ModuleBlock] = []
     taken: list[str] = []
     for container in sorted(sizes, key=lambda each: -sizes[each]):
-        found = blocks_of(graph, container, _LAYERS)
-        if not any(_nested(container, other) for other in taken) and not _overlap((*chosen, *found)):
-            chosen += found
+        both = sorted((*chosen, *blocks_of(graph, container, _LAYERS)), key=lambda block: block.start)
+        apart = all(before.stop <= after.start for before, after in itertools.pairwise(both))
+        if apart and not any(_nested(container, other) for other in taken):
+            chosen = both
             taken.append(container)
-    return tuple(sorted(chosen, key=lambda block: block.start))
+    return tuple(chosen)
 
 
 def blocks_of(graph: Graph, container: str, least: int = 1) -> tuple[ModuleBlock, ...]:
@@ -119,8 +119,3 @@ def blocks_of(graph: Graph, container: str, least: int = 1) -> tuple[ModuleBlock
 
 def _nested(one: str, other: str) -> bool:
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.") or "" in (one, other)
-
-
-def _overlap(blocks: Sequence[ModuleBlock]) -> bool:
-    ordered = sorted(blocks, key=lambda block: block.start)
-    return any(before.stop > after.start for before, after in itertools.pairwise(ordered))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from quantizer.config.model import ConfigRule, Role, Selector
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.module_names import call_paths, module_of
+from quantizer.graph.module_names import around, call_paths, module_of
 from quantizer.plan.model import RuleMatch
 
 # Weakest first: a rule of a higher rank wins, field by field.
@@ -145,19 +145,9 @@ def _by_name(text: str, graph: Graph, original: Graph) -> Match:
         return Match((), RANKS.index("name"))
     of_names, of_paths = patterns
     found = [
-        n.name for n in original.nodes if of_names.fullmatch(n.name) or any(map(of_paths.fullmatch, _modules(n.scope)))
+        n.name for n in original.nodes if of_names.fullmatch(n.name) or any(map(of_paths.fullmatch, around(n.scope)))
     ]
     return _survivors(found, "pattern", graph)
-
-
-def _modules(scope: str) -> list[str]:
-    """The paths of a module and of those around it: a glob that finds one means all layers in it, as a path does.
-
-    >>> _modules("layers.0.mlp.up")
-    ['layers', 'layers.0', 'layers.0.mlp', 'layers.0.mlp.up']
-    """
-    parts = scope.split(".") if scope else []
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def _patterns(text: str) -> tuple[re.Pattern[str], re.Pattern[str]] | None:
