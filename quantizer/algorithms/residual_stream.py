@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.parameter_chain import leaf, value
 from quantizer.graph.axis_rules import ALIKE, JOINED, PRODUCT, QUOTIENT, REDUCED, Commutes
 from quantizer.graph.channel_labels import ChannelLabels, passes_shifts, paths
 from quantizer.graph.ir import Graph, Node, Ref
+from quantizer.graph.targets import call
 
 _NORMS = ("layer_norm", "rms_norm")
 _SQUARES = ("pow", "square")
+_LEAVES = ("parameter", "constant")
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
 
 
@@ -58,7 +59,7 @@ def residuals(graph: Graph) -> Iterator[Residual]:
     seen: set[str] = set()
     labels = ChannelLabels(graph)
     for node in graph.nodes:
-        source = graph.source(node) if _normalizes(node) else None
+        source = graph.source(node) if node.op in _NORMS or _squares(node) else None
         if source is None or source.name in seen or not source.shape or source.shape[-1] is None:
             continue
         found = _Search(labels, source.shape[-1]).run(source.name, len(source.shape) - 1)
@@ -66,17 +67,29 @@ def residuals(graph: Graph) -> Iterator[Residual]:
         yield found
 
 
-def _normalizes(node: Node) -> bool:
-    return node.op in _NORMS or _squares(node)
-
-
 def _squares(node: Node) -> bool:
     return node.op in _SQUARES and node.attrs.get("exponent", 2) == 2
 
 
-def _adds(node: Node) -> bool:
-    """Whether it adds two values as they are."""
-    return node.op == "add" and node.attrs.get("alpha", 1) == 1
+def _leaf(graph: Graph, node: Node) -> Node | None:
+    """The tensor of one axis that a chain of operators with one input begins with, if nobody else reads any of it."""
+    while len(graph.consumers[node.name]) == 1 and node.op not in _LEAVES:
+        sources = list(node.refs())
+        if len(sources) != 1 or not node.target.startswith("aten."):
+            return None
+        node = graph.by_name[sources[0]]
+    if node.op not in _LEAVES or len(graph.consumers[node.name]) != 1:
+        return None
+    return node if (node.shape or ())[-1:] == (graph.weight(node).numel(),) else None
+
+
+def _value(graph: Graph, node: Node, start: Tensor) -> Tensor:
+    """What such a chain gives when its tensor is `start`."""
+    if node.op in _LEAVES:
+        return start
+    ((key, source),) = node.inputs.items()
+    result: Tensor = call(node.target, {**node.attrs, key: _value(graph, graph.by_name[source.name], start)})
+    return result
 
 
 class _ObstacleError(Exception):
@@ -119,7 +132,7 @@ class _Search:
     def made(self, node: Node, axis: int) -> str | None:
         """Account for how the value is made; returns the norm whose factors it has."""
         last, axes, rotates = axis == len(node.shape or ()) - 1, node.row.axes, Commutes.ROTATIONS in node.row.commutes
-        if node.op in ("parameter", "constant"):
+        if node.op in _LEAVES:
             self.found.writers[node.name] = axis
         elif node.is_multiplying or node.row.looks_up:
             channels = (node.row.channels or 0) % len(node.shape or ())
@@ -162,7 +175,7 @@ class _Search:
         if len(parts) == 2:
             for part, other in (parts, parts[::-1]):
                 norm = self.norm.get(part.name)
-                if norm and _adds(node) and axis == len(node.shape or ()) - 1:
+                if norm and node.op == "add" and node.attrs.get("alpha", 1) == 1 and axis == len(node.shape or ()) - 1:
                     return self.shifted(node, norm, other)
         for part in parts:
             self.plain(part, axis - len(node.shape or ()) + len(part.shape or ()))
@@ -178,7 +191,7 @@ class _Search:
         if len(parts) == 1 and (node.row.axes is PRODUCT or parts[0] is operands[0]):
             self.take(parts[0], axis - len(node.shape or ()) + len(parts[0].shape or ()))
             return self.without_shift(parts[0])
-        factor = next((part for part in parts if part.name not in self.found.members and leaf(self.graph, part)), None)
+        factor = next((part for part in parts if part.name not in self.found.members and _leaf(self.graph, part)), None)
         if node.row.axes is not PRODUCT or factor is None or len(parts) != 2 or axis != len(node.shape or ()) - 1:
             raise _ObstacleError(node)
         self.plain(next(part for part in parts if part is not factor), axis)
@@ -202,13 +215,13 @@ class _Search:
 
     def scaled(self, node: Node, factor: Node) -> str | None:
         """The product of a normalized value with a parameter, or with an expression of one (1 + weight)."""
-        start = leaf(self.graph, factor)
+        start = _leaf(self.graph, factor)
         assert start is not None
         own = self.graph.weight(start)
         for number in (1.0, 0.0):
             neutral = torch.full_like(own, number)
-            if bool((value(self.graph, factor, neutral) == 1).all()):
-                factors = value(self.graph, factor, own).double().flatten()
+            if bool((_value(self.graph, factor, neutral) == 1).all()):
+                factors = _value(self.graph, factor, own).double().flatten()
                 self.found.norms[node.name] = Norm(factors, None, ((start.name, "weight", neutral),))
                 return node.name
         raise _ObstacleError(node)
@@ -216,7 +229,7 @@ class _Search:
     def shifted(self, node: Node, norm: str, bias: Node) -> str | None:
         """A norm's bias that is added by an operator of its own."""
         before = self.found.norms[norm]
-        if before.shift is not None or leaf(self.graph, bias) is not bias:
+        if before.shift is not None or _leaf(self.graph, bias) is not bias:
             raise _ObstacleError(node)
         own = self.graph.weight(bias)
         neutral = (*before.neutral, (bias.name, "weight", torch.zeros_like(own)))
