@@ -20,7 +20,7 @@ def channel_axis(node: Node) -> int:
     axis = node.row.channels
     assert axis is not None
     assert axis < 0 or node.shape is not None  # the output of a batch norm is one tensor
-    return axis if axis < 0 else axis - len(node.shape or ())
+    return axis if axis < 0 else axis - node.rank
 
 
 class ChannelMean:

@@ -131,11 +131,11 @@ class _Search:
 
     def made(self, node: Node, axis: int) -> str | None:
         """Account for how the value is made; returns the norm whose factors it has."""
-        last, axes, rotates = axis == len(node.shape or ()) - 1, node.row.axes, Commutes.ROTATIONS in node.row.commutes
+        last, axes, rotates = axis == node.rank - 1, node.row.axes, Commutes.ROTATIONS in node.row.commutes
         if node.op in _LEAVES:
             self.found.writers[node.name] = axis
         elif node.is_multiplying or node.row.looks_up:
-            channels = (node.row.channels or 0) % len(node.shape or ())
+            channels = (node.row.channels or 0) % node.rank
             if channels != axis or node.attrs.get("groups", 1) != 1 or "weight" not in node.params:
                 raise _ObstacleError(node)
             self.found.writers[node.name] = axis
@@ -163,11 +163,11 @@ class _Search:
 
     def joined(self, node: Node, axis: int) -> None:
         """Rotated values side by side, in another dimension."""
-        dim = int(node.attrs.get("dim", 0)) % len(node.shape or ())
+        dim = int(node.attrs.get("dim", 0)) % node.rank
         if dim == axis:
             raise _ObstacleError(node)
         for part in self.operands(node):
-            self.plain(part, axis - (dim < axis and len(part.shape or ()) < len(node.shape or ())))
+            self.plain(part, axis - (dim < axis and part.rank < node.rank))
 
     def sum(self, node: Node, axis: int) -> str | None:
         """Two rotated values, or one and a number for each token; after a norm, its bias."""
@@ -175,10 +175,10 @@ class _Search:
         if len(parts) == 2:
             for part, other in (parts, parts[::-1]):
                 norm = self.norm.get(part.name)
-                if norm and node.op == "add" and node.attrs.get("alpha", 1) == 1 and axis == len(node.shape or ()) - 1:
+                if norm and node.op == "add" and node.attrs.get("alpha", 1) == 1 and axis == node.rank - 1:
                     return self.shifted(node, norm, other)
         for part in parts:
-            self.plain(part, axis - len(node.shape or ()) + len(part.shape or ()))
+            self.plain(part, axis - node.rank + part.rank)
         self.found.keeps_mean |= len(parts) == 1
         if not parts:
             raise _ObstacleError(node)
@@ -189,10 +189,10 @@ class _Search:
         operands = self.operands(node)
         parts = [part for part in operands if self.spans(part, node, axis)]
         if len(parts) == 1 and (node.row.axes is PRODUCT or parts[0] is operands[0]):
-            self.take(parts[0], axis - len(node.shape or ()) + len(parts[0].shape or ()))
+            self.take(parts[0], axis - node.rank + parts[0].rank)
             return self.without_shift(parts[0])
         factor = next((part for part in parts if part.name not in self.found.members and _leaf(self.graph, part)), None)
-        if node.row.axes is not PRODUCT or factor is None or len(parts) != 2 or axis != len(node.shape or ()) - 1:
+        if node.row.axes is not PRODUCT or factor is None or len(parts) != 2 or axis != node.rank - 1:
             raise _ObstacleError(node)
         self.plain(next(part for part in parts if part is not factor), axis)
         return self.scaled(node, factor)
@@ -239,7 +239,7 @@ class _Search:
     def reads(self, node: Node, member: Node) -> bool:
         """Account for one reader of a member; False where no rotation passes."""
         axis, norm = self.found.members[member.name], self.norm[member.name]
-        last = axis == len(member.shape or ()) - 1
+        last = axis == member.rank - 1
         if node.is_multiplying and node.row.spatial == 0 and node.inputs["input"] == Ref(member.name) and last:
             self.found.readers[node.name] = norm
             return True
@@ -259,9 +259,9 @@ class _Search:
 
     def aligned(self, node: Node, member: Node, axis: int) -> int | None:
         """Where an operator that joins or combines values has the axis in its output."""
-        more = len(node.shape or ()) - len(member.shape or ())
+        more = node.rank - member.rank
         if node.row.axes is JOINED:
-            return axis + (more and int(node.attrs.get("dim", 0)) % len(node.shape or ()) <= axis)
+            return axis + (more and int(node.attrs.get("dim", 0)) % node.rank <= axis)
         combines = node.row.axes in (ALIKE, PRODUCT, QUOTIENT) or node.op in _NORMS
         return axis + more if combines and node.shape else None
 
@@ -275,7 +275,7 @@ class _Search:
     def is_mean(self, node: Node, member: Node, axis: int) -> bool:
         """Whether it is the mean or the sum over the channels alone."""
         dims = node.attrs.get("dim")
-        size = len(member.shape or ())
+        size = member.rank
         return node.row.axes is REDUCED and isinstance(dims, list) and [dim % size for dim in dims] == [axis]
 
     def plain(self, node: Node, axis: int) -> None:
@@ -290,5 +290,5 @@ class _Search:
     def spans(self, part: Node, node: Node, axis: int) -> bool:
         """Whether an operand has the channels, rather than one value for all of them."""
         shape = part.shape or ()
-        at = axis - len(node.shape or ()) + len(shape)
+        at = axis - node.rank + len(shape)
         return at >= 0 and shape[at] != 1

@@ -88,18 +88,14 @@ def describe(graph: Graph, node: Node) -> LayerCall:
         return LayerCall(INSERTED_LAYERS[node.target], (len(graph.weight(node)),), kwargs)
     if node.params:
         kwargs["params"] = {key: list(graph.tensors[path].shape) for key, path in node.params.items()}
-    if node.op in _INPLACE and _owns_input(graph, node):
+    source = next(iter(node.refs()), None)
+    is_alone = source is not None and graph.by_name[source].row.fresh and graph.consumers[source] == (node.name,)
+    if node.op in _INPLACE and is_alone:  # nobody else reads the memory that its producer just made
         kwargs["inplace"] = True
     if node.op == "relu6":
         return LayerCall("ReLU6", (), {key: value for key, value in kwargs.items() if key == "inplace"})
     cls = _CLASS_OF_TARGET.get(node.target)
     return LayerCall(cls, (), kwargs) if cls else LayerCall("Function", (node.target,), kwargs)
-
-
-def _owns_input(graph: Graph, node: Node) -> bool:
-    """Whether the node is the only reader of memory that its producer just made."""
-    source = next(iter(node.refs()), None)
-    return source is not None and graph.by_name[source].row.fresh and graph.consumers[source] == (node.name,)
 
 
 def _weighted(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:

@@ -62,30 +62,27 @@ def inserted(graph: Graph, insertions: Iterable[Insertion]) -> Graph:
 
 def _inserted(graph: Graph, insertion: Insertion) -> Graph:
     source = graph.by_name[insertion.source]
-    made = Node(
-        insertion.name,
-        insertion.op,
-        f"rescale.{insertion.op}",
+    made = dataclasses.replace(
+        source,
+        name=insertion.name,
+        op=insertion.op,
+        target=f"rescale.{insertion.op}",
         inputs={"input": Ref(source.name)},
         attrs=dict(insertion.attrs),
         params={"weight": insertion.name},
-        scope=source.scope,
-        classes=source.classes,
-        shape=source.shape,
-        dtype=source.dtype,
     )
+
+    def through(name: str) -> Ref:
+        return Ref(insertion.name if name == insertion.source else name)
+
     nodes: list[Node] = []
     for node in graph.nodes:
         if node.name in insertion.readers:
-            node = dataclasses.replace(node, inputs=map_refs(node.inputs, _through(insertion)))
+            node = dataclasses.replace(node, inputs=map_refs(node.inputs, through))
         nodes.append(node)
         if node.name == insertion.source:
             nodes.append(made)
     return graph.replaced(nodes=tuple(nodes), tensors={**graph.tensors, insertion.name: insertion.weight})
-
-
-def _through(insertion: Insertion) -> Any:
-    return lambda name: Ref(insertion.name if name == insertion.source else name)
 
 
 def by_channel(node: Node, weight: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from quantizer.config.structure_names import Names, ScalingLayer
 from quantizer.config.wording import closest, listed
 from quantizer.graph.edits import by_channel
 from quantizer.graph.folds import Folds
-from quantizer.graph.ir import Graph, Node
+from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import BlockNames, module_of, module_paths
 from quantizer.graph.structure import InputGroup, ModuleBlock, Structure, blocks_of, find_blocks
 
@@ -36,39 +36,29 @@ def find_structure(graph: Graph, names: Names | None = None) -> Structure:
         named = reading.structure()
         if reading.problems:
             raise ConfigError(tuple(dict.fromkeys(reading.problems)))
-    groups = (replace(group, tied=_tied(graph, group.layers)) for group in named.groups)
-    return Structure(named.blocks, tuple(folds.folded(_in_block(graph, named.blocks, group)) for group in groups))
+    return Structure(named.blocks, tuple(_completed(folds, named.blocks, group) for group in named.groups))
 
 
 def input_groups(graph: Graph) -> tuple[InputGroup, ...]:
-    """All layers that multiply, by the value that they read, and no more of the groups."""
-    by_source: dict[str, list[Node]] = {}
+    """All layers that multiply, by the value that they read and the axis of its channels; no more of the groups."""
+    layers: dict[tuple[str, int, int], list[str]] = {}
     for node in graph.nodes:
         if node.is_multiplying:
-            by_source.setdefault(node.inputs["input"].name, []).append(node)
-    order = [node.name for node in graph.nodes if node.name in by_source]
-    return tuple(group for name in order for group in _by_axis(graph, name, by_source[name]))
+            groups, _, inputs, _ = by_channel(node, graph.weight(node)).shape
+            key = node.inputs["input"].name, node.row.channels or 0, groups * inputs
+            layers.setdefault(key, []).append(node.name)
+    found = (InputGroup(source, tuple(names), axis, size) for (source, axis, size), names in layers.items())
+    return tuple(sorted(found, key=lambda group: graph.index[group.source]))
 
 
-def _by_axis(graph: Graph, source: str, layers: Sequence[Node]) -> list[InputGroup]:
-    """A group, or one for each axis along which the layers of one value find their channels."""
-    by_axis: dict[tuple[int, int], list[str]] = {}
-    for node in layers:
-        table = by_channel(node, graph.weight(node))
-        by_axis.setdefault((node.row.channels or 0, table.shape[0] * table.shape[2]), []).append(node.name)
-    return [InputGroup(source, tuple(names), axis, channels) for (axis, channels), names in by_axis.items()]
-
-
-def _tied(graph: Graph, layers: Sequence[str]) -> tuple[str, ...]:
-    weights = {graph.by_name[layer].params["weight"] for layer in layers}
-    return tuple(n.name for n in graph.nodes if n.name not in layers and n.params.get("weight") in weights)
-
-
-def _in_block(graph: Graph, blocks: Sequence[ModuleBlock], group: InputGroup) -> InputGroup:
-    """The group with its block: the one that has all its layers."""
+def _completed(folds: Folds, blocks: Sequence[ModuleBlock], group: InputGroup) -> InputGroup:
+    """The group with its fold, who shares its weights, and its block: the one that has all its layers."""
+    graph = folds.graph
+    weights = {graph.by_name[layer].params["weight"] for layer in group.layers}
+    tied = tuple(n.name for n in graph.nodes if n.name not in group.layers and n.params.get("weight") in weights)
     at = [graph.index[layer] for layer in group.layers]
     homes = {next((n for n, block in enumerate(blocks) if block.start <= each < block.stop), None) for each in at}
-    return replace(group, block=homes.pop() if len(homes) == 1 else None)
+    return folds.folded(replace(group, tied=tied, block=homes.pop() if len(homes) == 1 else None))
 
 
 class _Reading:

@@ -50,6 +50,11 @@ class Node:
         return OPS.get(self.op) or unknown(self.op)
 
     @property
+    def rank(self) -> int:
+        """How many axes the tensor has that it makes; 0 if that is not known."""
+        return len(self.shape or ())
+
+    @property
     def is_float(self) -> bool:
         """Whether the node makes one floating-point tensor."""
         return self.dtype is not None and self.dtype.is_floating_point

@@ -69,7 +69,8 @@ def _verdict(graph: Graph, node: Node, found: Mapping[str, Verdict]) -> Verdict:
     several = node.dtype is None and any(graph.by_name[name].is_float for name in node.refs())  # results
     if node.row.kind == "structural" or node.op in STUBS or not (node.is_float or several):
         return Verdict("")
-    if _stays(graph, node):
+    in_order = node.row.only_moves and node.row.axes in (SAME, RESHAPED)  # values stay as they lie in memory
+    if node.op == "getitem" or (in_order and node.dtype == graph.by_name[next(node.refs())].dtype):
         source = found[next(node.refs())]
         return source if source.device != "CPU" else _refused("it moves what the CPU makes")
     op = _activation(node)
@@ -77,12 +78,6 @@ def _verdict(graph: Graph, node: Node, found: Mapping[str, Verdict]) -> Verdict:
         return _fused(graph, node, op, found)
     rule = _RULES.get(node.op)
     return rule(graph, node) if rule else _refused(f"the DPU has no {node.op}")
-
-
-def _stays(graph: Graph, node: Node) -> bool:
-    """Whether the values stay as they lie in memory, in the dtype that they have."""
-    in_order = node.row.only_moves and node.row.axes in (SAME, RESHAPED)
-    return node.op == "getitem" or (in_order and node.dtype == graph.by_name[next(node.refs())].dtype)
 
 
 def _within_limits(engine: str, geometry: Geometry) -> Verdict:
@@ -166,7 +161,7 @@ def _elementwise(graph: Graph, node: Node) -> Verdict:
 
 
 def _join(graph: Graph, node: Node) -> Verdict:
-    dims = len(node.shape or ())
+    dims = node.rank
     along = int(node.attrs.get("dim", 0)) % max(dims, 1)
     return Verdict("DPU", "concat") if node.op == "cat" and along == 1 else _refused("it does not join channels")
 

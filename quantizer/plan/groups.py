@@ -49,8 +49,8 @@ def layout(graph: Graph) -> Layout:
         if joins:
             served[group.point] = joins
             where.joined[group.point] = group
-        elif _is_last_activation(graph, node):
-            served[node.name] = ""
+        elif node.row.kind == "nonlinear" and {name for name, _ in readers(graph, node.name)} == {""}:
+            served[node.name] = ""  # a sigmoid or softmax whose result is only what the network returns
         else:
             groups[group.point] = group
     return where
@@ -111,12 +111,5 @@ def _producer(graph: Graph, node: Node) -> Node:
 
 def _feeds_mac(graph: Graph, node: Node, where: Layout) -> bool:
     """Whether a layer that multiplies activations reads the node's values."""
-    for name, read in readers(graph, node.name):
-        if name and where.floats.get(name) != DERIVED and multiplied(graph.by_name[name], read):
-            return True
-    return False
-
-
-def _is_last_activation(graph: Graph, node: Node) -> bool:
-    """A sigmoid or softmax whose result is only what the network returns."""
-    return node.row.kind == "nonlinear" and {name for name, _ in readers(graph, node.name)} == {""}
+    found = [(name, read) for name, read in readers(graph, node.name) if name and where.floats.get(name) != DERIVED]
+    return any(multiplied(graph.by_name[name], read) for name, read in found)

@@ -27,7 +27,9 @@ def absorb_high_biases(graph: Graph) -> Graph:
         if first.name not in normal or not _shifts(pair):
             continue
         mean, std = normal[first.name]
-        high = _high(mean, std)
+        bottom, top = (mean - STDS * std).clamp(min=0), mean + STDS * std
+        # A shift takes no more of a channel than lowers the range of all channels together.
+        high = torch.minimum(bottom, (top - (top - bottom).max()).clamp(min=0))
         if high.any():
             normal[first.name] = mean - high, std
             biases[first.name] = biases.get(first.name, _bias(graph, first)) - high
@@ -37,12 +39,6 @@ def absorb_high_biases(graph: Graph) -> Graph:
         return graph
     rounded = {name: {"bias": bias.to(graph.weight(graph.by_name[name]).dtype)} for name, bias in biases.items()}
     return with_weights(graph, rounded).replaced(normal=normal, changes=(*graph.changes, *changes))
-
-
-def _high(mean: Tensor, std: Tensor) -> Tensor:
-    """What a shift may take of each channel, and no more than lowers the range of all channels together."""
-    bottom, top = (mean - STDS * std).clamp(min=0), mean + STDS * std
-    return torch.minimum(bottom, (top - (top - bottom).max()).clamp(min=0))
 
 
 def _shifts(pair: Pair) -> bool:

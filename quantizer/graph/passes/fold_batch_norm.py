@@ -24,7 +24,8 @@ def fold_batch_norm(graph: Graph) -> Graph:
     """
     changed: dict[str, dict[str, Tensor]] = {}
     normal, moved = dict(graph.normal), dict[str, str]()
-    norms = [node for node in graph.nodes if node.op == "batch_norm" and _is_affine(node)]
+    norms = [node for node in graph.nodes if node.op == "batch_norm" and "running_mean" in node.params]
+    norms = [node for node in norms if not node.attrs.get("training")]  # one that uses its statistics is affine
     for node in norms:
         sources = _sources(graph, node)
         norm = _Norm.of(graph, node).split([_outputs(graph, source) for source in sources])
@@ -67,18 +68,13 @@ class _Norm:
         return [_Norm(*part) for part in zip(*parts, strict=True)] if channels else []
 
 
-def _is_affine(node: Node) -> bool:
-    """Whether the norm is one multiplication and one addition per channel: it has statistics and uses them."""
-    return "running_mean" in node.params and not node.attrs.get("training")
-
-
 def _sources(graph: Graph, norm: Node) -> list[Node]:
     """The layers that a batch norm can fold into, in the order of their channels; empty if it cannot."""
     source = graph.by_name[next(norm.refs())]
     if source.op != "cat":
         return [source] if _can_take(graph, source, norm) else []
     names = list(references(source.inputs))
-    joins_channels = source.attrs.get("dim", 0) in (1, 1 - len(source.shape or ()))
+    joins_channels = source.attrs.get("dim", 0) in (1, 1 - source.rank)
     layers = [graph.by_name[name] for name in names]
     alone = graph.consumers[source.name] == (norm.name,) and len(set(names)) == len(names)
     return layers if joins_channels and alone and all(_can_take(graph, layer, source) for layer in layers) else []
