@@ -23,7 +23,7 @@ def memory_order(x: Tensor) -> list[int]:
     >>> memory_order(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
     [0, 2, 3, 1]
     """
-    return sorted(range(x.ndim), key=lambda axis: -x.stride(axis))
+    return sorted(range(x.ndim), key=lambda axis: -x.stride()[axis])
 
 
 def flat_view(x: Tensor) -> Tensor | None:
