@@ -14,8 +14,7 @@ from torch import Tensor
 
 from quantizer.algorithms.gram import DEEPEST
 from quantizer.algorithms.patches import channel_rows, matrix_weight, patches, weight_matrix
-from quantizer.algorithms.rounding_problem import RoundingProblem
-from quantizer.algorithms.rounding_solvers import adaquant, adaround
+from quantizer.algorithms.rounding_problem import RoundingProblem, adaquant, adaround
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.errors import DataError
 from quantizer.graph.ir import Graph, Node

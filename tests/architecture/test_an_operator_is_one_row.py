@@ -21,7 +21,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.op_row import Op
 from quantizer.graph.ops import OPS, PACKETS, register
 from quantizer.graph.passes import run_passes
-from quantizer.graph.passes.cross_layer_equalization import cross_layer_equalization
+from quantizer.graph.passes.equalization import cross_layer_equalization
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import NO_RULES, resolve

@@ -43,13 +43,13 @@ PASSES: dict[str, PassRow] = {
     "convert_silu_to_hswish": PassRow("activations", "convert_silu_to_hswish", changes="on purpose"),
     "fold_batch_norm": PassRow("fold_batch_norm"),
     "cross_layer_equalization": PassRow(
-        "cross_layer_equalization",
+        "equalization",
         "include_cle",
         summary="pairs of layers equalized: {count}; largest factor 2^{amount:.1f}",
     ),
     # Outputs differ where a value lies more than three standard deviations below its mean.
     "absorb_high_biases": PassRow(
-        "absorb_high_biases",
+        "equalization",
         "include_cle",
         tolerance=0.05,
         summary="layers whose high biases the next one absorbs: {count}; most channels {amount:.0f}",
