@@ -66,22 +66,18 @@ class Gram:
             NonFiniteError: it holds NaN or infinity; the sums are of no use any more.
             ObservationError: its squares are beyond float32.
         """
-        for part in _parts(self._layer, x):
-            self._add_rows(part)
+        for rows in _parts(self._layer, x):  # [groups, positions, depth]
+            self.tokens += rows.shape[1]
+            for here in self._tiles:
+                left, right = rows[..., here].mT, rows[..., here.start :]
+                if len(rows) == 1:  # addmm_ writes to a part of a matrix, baddbmm_ to a copy
+                    self._sum[0, here, here.start :].addmm_(left[0], right[0])
+                else:
+                    self._sum[:, here, here.start :].baddbmm_(left, right)
         if not math.isfinite(self._sum.diagonal(dim1=1, dim2=2).sum()):
             if math.isfinite(x.float().abs().sum()):
                 raise ObservationError(f"Values as large as {x.abs().max():g} have squares beyond float32.")
             raise NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
-
-    def _add_rows(self, rows: Tensor) -> None:
-        """Add [groups, positions, depth]."""
-        self.tokens += rows.shape[1]
-        for here in self._tiles:
-            left, right = rows[..., here].mT, rows[..., here.start :]
-            if len(rows) == 1:  # addmm_ writes to a part of a matrix, baddbmm_ to a copy
-                self._sum[0, here, here.start :].addmm_(left[0], right[0])
-            else:
-                self._sum[:, here, here.start :].baddbmm_(left, right)
 
 
 class Drift:
@@ -172,12 +168,8 @@ class GroupSums:
 
 def quantized_layers(task: Task, group: InputGroup) -> list[str]:
     """The group's layers whose weights are rounded."""
-    found = []
-    for name in group.layers:
-        spec = task.specs.get((name, "weights"))
-        if spec is not None and spec.is_scaled:
-            found.append(name)
-    return found
+    specs = {name: task.specs.get((name, "weights")) for name in group.layers}
+    return [name for name, spec in specs.items() if spec is not None and spec.is_scaled]
 
 
 def deepest(network: Network, layers: Iterable[str]) -> int:

@@ -214,7 +214,9 @@ def _turn_online(work: _Work, layers: list[str]) -> None:
     source = work.graph.source(nodes[0]) if nodes else None
     if source is None or source.shape is None or not _is_product(work.graph, source):
         return
-    readers = tuple(node.name for node in nodes if _quantizes_input(work, node, source))
+    specs = work.task.specs
+    own = {layer for layer, role in specs if base_role(role) == "input"}
+    readers = tuple(node.name for node in nodes if node.name in own or (source.name, "activation") in specs)
     channels = source.shape[-1]
     if not readers or channels is None:
         return
@@ -234,11 +236,6 @@ def _is_product(graph: Graph, node: Node | None) -> bool:
         return node is not None and node.row.kind in ("nonlinear", "fusable")
     shapes = [graph.by_name[name].shape for name in node.refs()]
     return len(shapes) == 2 and all(shape == node.shape for shape in shapes)  # unlike the product with a norm's weight
-
-
-def _quantizes_input(work: _Work, node: Node, source: Node) -> bool:
-    own = any(layer == node.name and base_role(role) == "input" for layer, role in work.task.specs)
-    return own or (source.name, "activation") in work.task.specs
 
 
 def _name(work: _Work, source: Node) -> str:

@@ -73,7 +73,10 @@ class SequentialRunner:
                 for name in earlier:
                     watch[name](execution.values[name])
                 execution.advance(stop, watch)
-            self._account(before, execution)
+            self._free(before, execution)
+            for name, value in execution.values.items():
+                if before.get(name) is not value:
+                    execution.values[name] = self._store.keep(value)
 
     def calls(self, node: Node) -> list[dict[str, Any]]:
         """The arguments of the next node's layer, batch by batch."""
@@ -108,13 +111,6 @@ class SequentialRunner:
     def outputs(self) -> Iterator[Any]:
         """What the network returns for each batch, once every node is done."""
         return (execution.output() for execution in self._executions)
-
-    def _account(self, before: dict[str, Any], execution: Execution) -> None:
-        """Keep what has come in a segment, and free what has gone."""
-        self._free(before, execution)
-        for name, value in execution.values.items():
-            if before.get(name) is not value:
-                execution.values[name] = self._store.keep(value)
 
     def _free(self, before: dict[str, Any], execution: Execution) -> None:
         for name, old in before.items():

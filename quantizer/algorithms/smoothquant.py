@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,8 @@ def smoothquant(task: Task, settings: SmoothQuantConfig, found: Adjustment) -> A
         if seen.tokens == 0:
             found = found.with_remarks(*(Remark(name, UNREACHED) for name in group.layers))
             continue
-        columns = _column_sizes(task, group, found)
+        tables = (by_channel(task.graph.by_name[name], parameter(task.graph, found, name)) for name in group.layers)
+        columns = torch.stack([table.float().abs().amax((1, 3)).flatten() for table in tables]).amax(0)  # max|W_j|
         choices = [
             admissible(task.graph, group, _factors(seen.size, columns, alpha, settings.scale_clamp_min), found)
             for alpha in alphas
@@ -85,7 +86,15 @@ def _observed(
     readers: dict[str, list[ChannelRanges]] = {}
     for group, each in ranges:
         readers.setdefault(input_name(group, found), []).append(each)
-    watch = {name: _all(each.add for each in those) for name, those in readers.items()}
+
+    def adding(those: list[ChannelRanges]) -> Callable[[Tensor], None]:
+        def add(x: Tensor) -> None:
+            for each in those:
+                each.add(x)
+
+        return add
+
+    watch = {name: adding(those) for name, those in readers.items()}
     number = -1
     for number, batch in enumerate(task.batches()):
         with naming_batch(number), torch.no_grad():
@@ -93,17 +102,6 @@ def _observed(
     if number < 0:
         raise DataError("the calibration data has no batches", help="check --data and --subset_len")
     return ranges
-
-
-def _all(functions: Iterable[Callable[[Tensor], None]]) -> Callable[[Tensor], None]:
-    """One watcher that shows a value to several."""
-    several = list(functions)
-
-    def watch(x: Tensor) -> None:
-        for function in several:
-            function(x)
-
-    return watch
 
 
 def _factors(inputs: Tensor, columns: Tensor, alpha: float, least: float) -> Tensor:
@@ -114,12 +112,6 @@ def _factors(inputs: Tensor, columns: Tensor, alpha: float, least: float) -> Ten
     """
     factors = inputs**alpha / columns.clamp_min(LEAST_WEIGHT) ** (1 - alpha)
     return torch.where(inputs > 0, factors.clamp_min(least), 1.0)
-
-
-def _column_sizes(task: Task, group: InputGroup, found: Adjustment) -> Tensor:
-    """max|W_j| of each input channel, over all layers of the group."""
-    tables = (by_channel(task.graph.by_name[name], parameter(task.graph, found, name)) for name in group.layers)
-    return torch.stack([table.float().abs().amax((1, 3)).flatten() for table in tables]).amax(0)
 
 
 def input_spec(task: Task, layer: str) -> QuantizationSpec | None:
@@ -146,7 +138,11 @@ def smoothing_loss(task: Task, group: InputGroup, seen: ChannelRanges, found: Ad
         if spec is not None:
             weight, share = sampled_rows(weight, spec, node, rows)
         scaled = rescaled(node, weight, inputs=factors)
-        quantized = scaled if spec is None else _quantized_weight(scaled, spec)
+        quantized = scaled
+        if spec is not None and spec.dtype in CAST_ONLY:
+            quantized = TensorQuantizer(spec)(scaled)
+        elif spec is not None:
+            quantized = nearest(scaled, spec, nearest_qparams(spec, scaled))
         inputs = seen.sample(name)
         by_input = factors.view(len(inputs), 1, -1).repeat_interleave(inputs.shape[2] * len(inputs) // len(factors), 2)
         rounded = _quantized_input(inputs / by_input, input_spec(task, name), seen, factors)
@@ -155,12 +151,6 @@ def smoothing_loss(task: Task, group: InputGroup, seen: ChannelRanges, found: Ad
             (rounded @ weight_matrix(seen.layers[name], quantized).mT - outputs).square_().sum(dtype=torch.float64)
         )
     return total
-
-
-def _quantized_weight(weight: Tensor, spec: QuantizationSpec) -> Tensor:
-    if spec.dtype in CAST_ONLY:
-        return TensorQuantizer(spec)(weight)  # type: ignore[no-any-return]
-    return nearest(weight, spec, nearest_qparams(spec, weight))
 
 
 def _quantized_input(x: Tensor, spec: QuantizationSpec | None, seen: ChannelRanges, factors: Tensor) -> Tensor:

@@ -157,12 +157,8 @@ class Folds:
                 return f"{name} is also read by {end}, with its channels in another order"
             if self.graph.uses[self.graph.by_name[end].params["weight"]] > 1:
                 return f"{name} is also read by {end}, whose weight others use"
-        same = channels == tuple(range(self._channels(source)))
+        same = channels == tuple(range(len(distinct(self._start(source)))))
         return Fold(source.kind, name, None if same else channels, source.offset, tuple(extra))
-
-    def _channels(self, source: Source) -> int:
-        labels = self._start(source)
-        return 0 if labels is None else len(distinct(labels))
 
     def _start(self, source: Source) -> Tensor | None:
         """A source's own channels in what it makes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import re
 from collections import Counter
@@ -23,9 +24,8 @@ def check_names(module: nn.Module) -> None:
     Raises:
         ModelError: naming the first such name.
     """
-    paths = [path for path, _ in module.named_modules()] + [path for path, _ in module.named_parameters()]
-    paths += [path for path, _ in module.named_buffers()]
-    for path in paths:
+    named = itertools.chain(module.named_modules(), module.named_parameters(), module.named_buffers())
+    for path, _ in named:
         for part in path.split(".") if path else ():
             if not _SAFE.fullmatch(part):
                 raise ModelError(
