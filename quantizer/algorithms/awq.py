@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -50,15 +50,6 @@ def awq(task: Task, settings: AWQConfig, found: Adjustment) -> Adjustment:
     return _Search(task, settings, found).run()
 
 
-@dataclass(frozen=True)
-class _Gathered:
-    """A group whose factors are found; `layers` are those whose weights are rounded."""
-
-    layers: Sequence[str]
-    sums: GroupSums
-    factors: Tensor
-
-
 class _Search:
     """Goes through the groups in order; a group is done once no later one changes the rows of its weights."""
 
@@ -73,16 +64,16 @@ class _Search:
 
     def run(self) -> Adjustment:
         """All groups, but those that an interrupted run had done."""
-        waiting: dict[int, _Gathered] = {}
+        waiting: dict[int, tuple[GroupSums, Tensor]] = {}
         for number, (group, layers) in enumerate(zip(self.groups, self.own, strict=True)):
             if number < self.task.done:
                 continue
             sums = self._gather(group, layers)
             if sums is not None:
-                waiting[number] = self._rescale(group, layers, sums)
+                waiting[number] = sums, self._rescale(group, sums)
             later = {row.fold.node for row in self.groups[number + 1 :] if row.fold is not None}
-            for ready in [at for at, row in waiting.items() if not later & set(row.layers)]:
-                self._round(waiting.pop(ready))
+            for ready in [at for at, (those, _) in waiting.items() if later.isdisjoint(those.layers)]:
+                self._round(*waiting.pop(ready))
             if not waiting:
                 self.task.after_group(self.found, number + 1)
         return self.found
@@ -102,35 +93,34 @@ class _Search:
             return None
         return sums
 
-    def _rescale(self, group: InputGroup, layers: Sequence[str], sums: GroupSums) -> _Gathered:
+    def _rescale(self, group: InputGroup, sums: GroupSums) -> Tensor:
         """Find the group's factors, and fold them."""
         size = sums.channel_size(group.channels)
         if dead := int((size == 0).sum()):
-            self._remark(layers, zero_channels(dead))
+            self._remark(sums.layers, zero_channels(dead))
         ones = torch.ones_like(size)
         if group.tied or not self.settings.scale_search:
-            return _Gathered(layers, sums, ones)
+            return ones
 
         def factors(step: int) -> Tensor:
             return admissible(self.task.graph, group, _factors(size, step / self.settings.grid), self.found)
 
         def loss(step: int) -> float:
-            found = self._loss(layers, sums, factors(step), clip=self.settings.clip_search)
+            found = self._loss(sums, factors(step), clip=self.settings.clip_search)
             if step == 0 and self.settings.clip_search:  # where scales lie across rows, clipping may do harm
-                found = min(found, self._loss(layers, sums, ones, clip=False))
+                found = min(found, self._loss(sums, ones, clip=False))
             return found
 
-        best = least_step(loss, self.settings.grid)
-        found = factors(best)
+        found = factors(least_step(loss, self.settings.grid))
         if not torch.equal(found, ones):
             self.found = folded(self.task.graph, group, found, self.found)
-        return _Gathered(layers, sums, found)
+        return found
 
-    def _loss(self, layers: Sequence[str], sums: GroupSums, factors: Tensor, *, clip: bool) -> float:
+    def _loss(self, sums: GroupSums, factors: Tensor, *, clip: bool) -> float:
         """Squared error of the group's outputs if the weights' columns are multiplied with these factors."""
         graph, total = self.task.graph, 0.0
-        rows = sum(len(parameter(graph, self.found, name)) for name in layers)
-        for name in layers:
+        rows = sum(len(parameter(graph, self.found, name)) for name in sums.layers)
+        for name in sums.layers:
             node, spec = graph.by_name[name], self.task.specs[name, "weights"]
             weight, share = sampled_rows(parameter(graph, self.found, name), spec, node, rows)
             scaled, layer = rescaled(node, weight.float(), inputs=factors), self.runner.network.layers[name]
@@ -138,15 +128,21 @@ class _Search:
                 qparams = clipped_qparams(layer, spec, scaled, sums.divided(name, factors), COARSE)
             else:
                 qparams = layer_qparams(name, spec, scaled)
-            lost = rescaled(node, nearest(scaled, spec, qparams).sub_(scaled), inputs=1 / factors)
-            total += share * output_error(sums.matrix(name), weight_matrix(layer, lost))
+            total += share * self._error(sums, name, scaled, qparams, 1 / factors)
         return total
 
-    def _round(self, gathered: _Gathered) -> None:
+    def _error(self, sums: GroupSums, name: str, weight: Tensor, qparams: QParams, back: Tensor | None = None) -> float:
+        """Squared error of a layer's outputs if this weight is rounded, and its columns then multiplied by `back`."""
+        lost = nearest(weight, self.task.specs[name, "weights"], qparams).sub_(weight)
+        if back is not None:
+            lost = rescaled(self.task.graph.by_name[name], lost, inputs=back)
+        return output_error(sums.matrix(name), weight_matrix(self.runner.network.layers[name], lost))
+
+    def _round(self, sums: GroupSums, factors: Tensor) -> None:
         """Scales and rounded weights of a group's layers."""
-        gathered.sums.divide(gathered.factors)
-        for name in gathered.layers:
-            rounded = self._rounded(name, gathered)
+        sums.divide(factors)
+        for name in sums.layers:
+            rounded = self._rounded(name, sums, factors)
             if rounded.after > rounded.before:
                 ratio = rounded.after / max(rounded.before, 1e-30)
                 text = f"its error is {ratio:.2f} times that of round-to-nearest; other layers gain more"
@@ -154,34 +150,21 @@ class _Search:
             qparams = {**self.found.qparams, name: rounded.qparams}
             self.found = replace(self.found.with_rounded({name: rounded}), qparams=qparams)
 
-    def _rounded(self, name: str, gathered: _Gathered) -> Rounded:
-        spec = self.task.specs[name, "weights"]
-        layer, gram = self.runner.network.layers[name], gathered.sums.matrix(name)
+    def _rounded(self, name: str, sums: GroupSums, factors: Tensor) -> Rounded:
+        spec, layer = self.task.specs[name, "weights"], self.runner.network.layers[name]
         stored = parameter(self.task.graph, self.found, name).detach()
         weight = stored.float()
-
-        def lost(qparams: QParams) -> float:
-            return output_error(gram, weight_matrix(layer, nearest(weight, spec, qparams).sub_(weight)))
-
         qparams = layer_qparams(name, spec, weight)
-        plain = error = lost(qparams)
+        plain = error = self._error(sums, name, weight, qparams)
         if self.settings.clip_search:
-            clipped = clipped_qparams(layer, spec, weight, gathered.sums.alive(name))
-            if (cut := lost(clipped)) < error:
+            clipped = clipped_qparams(layer, spec, weight, sums.alive(name))
+            if (cut := self._error(sums, name, weight, clipped)) < error:
                 qparams, error = clipped, cut
-        if not bool((gathered.factors == 1).all()):
-            plain = self._plain_error(name, weight, gathered)
-        energy = output_error(gram, weight_matrix(layer, weight)) or 1.0
+        if not bool((factors == 1).all()):  # what round-to-nearest would lose without the factors
+            before = rescaled(self.task.graph.by_name[name], weight, inputs=1 / factors)
+            plain = self._error(sums, name, before, layer_qparams(name, spec, before), factors)
+        energy = output_error(sums.matrix(name), weight_matrix(layer, weight)) or 1.0
         return Rounded(nearest(stored, spec, qparams), qparams, plain / energy, error / energy)
-
-    def _plain_error(self, name: str, weight: Tensor, gathered: _Gathered) -> float:
-        """What round-to-nearest would lose without the factors."""
-        node, spec = self.task.graph.by_name[name], self.task.specs[name, "weights"]
-        before = rescaled(node, weight, inputs=1 / gathered.factors)
-        lost = rescaled(
-            node, nearest(before, spec, layer_qparams(name, spec, before)).sub_(before), inputs=gathered.factors
-        )
-        return output_error(gathered.sums.matrix(name), weight_matrix(self.runner.network.layers[name], lost))
 
     def _remark(self, names: Sequence[str], text: str) -> None:
         self.found = self.found.with_remarks(*(Remark(name, text) for name in names))

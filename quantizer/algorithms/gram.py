@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -104,9 +104,10 @@ class Drift:
 
 
 class GroupSums:
-    """The Gram matrices of layers that read one value: one for all that multiply the same patches of it."""
+    """The Gram matrices of `layers` that read one value: one for all that multiply the same patches of it."""
 
-    def __init__(self, network: Network, layers: Iterable[str]) -> None:
+    def __init__(self, network: Network, layers: Sequence[str]) -> None:
+        self.layers = layers
         self._geometry = {name: geometry(network.layers[name]) for name in layers}
         self._first = {key: name for name, key in reversed(self._geometry.items())}
         self._grams = {key: Gram(network.layers[name]) for key, name in self._first.items()}

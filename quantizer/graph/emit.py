@@ -69,10 +69,9 @@ def _literal(value: Any, modules: dict[str, str]) -> str:
         return f"output_{modules[value.name]}"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {_literal(item, modules)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(_literal(item, modules) for item in value) + "]"
-    if isinstance(value, tuple):
-        return "(" + ", ".join(_literal(item, modules) for item in value) + ("," if len(value) == 1 else "") + ")"
+    if isinstance(value, (list, tuple)):
+        items = ", ".join(_literal(item, modules) for item in value)
+        return f"[{items}]" if isinstance(value, list) else f"({items}{',' if len(value) == 1 else ''})"
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return f"float({str(value)!r})"
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):

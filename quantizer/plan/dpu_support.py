@@ -112,17 +112,11 @@ def _convolution(graph: Graph, node: Node) -> Verdict:
         return _refused(f"it has {groups} groups, and the DPU has 1 or one per input channel")
     if transposed and max(pair(attrs.get("output_padding", 0))):
         return _refused("its output_padding is not zero")
-    if isinstance(attrs.get("padding"), str):
-        padding = tuple((k - 1) * d // 2 for k, d in zip(weight[2:], pair(attrs.get("dilation", 1)), strict=True))
-    else:
-        padding = pair(attrs.get("padding", 0))
-    geometry = Geometry(
-        (weight[2], weight[3]),
-        pair(attrs.get("stride", 1)),
-        (padding[0], padding[-1]),
-        pair(attrs.get("dilation", 1)),
-        *channels,
-    )
+    padding, dilation = attrs.get("padding", 0), pair(attrs.get("dilation", 1))
+    if isinstance(padding, str):
+        padding = [(k - 1) * d // 2 for k, d in zip(weight[2:], dilation, strict=True)]
+    kernel = weight[2], weight[3]
+    geometry = Geometry(kernel, pair(attrs.get("stride", 1)), pair(padding), dilation, *channels)
     depthwise = "depthwise-" if groups > 1 else ""
     return _within_limits(f"{depthwise}{'transposed-' if transposed else ''}conv2d", geometry)
 
@@ -161,8 +155,7 @@ def _elementwise(graph: Graph, node: Node) -> Verdict:
 
 
 def _join(graph: Graph, node: Node) -> Verdict:
-    dims = node.rank
-    along = int(node.attrs.get("dim", 0)) % max(dims, 1)
+    along = int(node.attrs.get("dim", 0)) % max(node.rank, 1)
     return Verdict("DPU", "concat") if node.op == "cat" and along == 1 else _refused("it does not join channels")
 
 
@@ -180,9 +173,8 @@ def _nearest(graph: Graph, node: Node) -> Verdict:
 def _slice(graph: Graph, node: Node) -> Verdict:
     dim = int(node.attrs.get("dim", 0))
     plain = dim > 1 or (int(node.attrs.get("step", 1)) == 1 and dim == 1)
-    return (
-        Verdict("DPU", "strided-slice") if plain else _refused("it slices the batch, or channels in steps", OPERATORS)
-    )
+    why = "it slices the batch, or channels in steps"
+    return Verdict("DPU", "strided-slice") if plain else _refused(why, OPERATORS)
 
 
 def _activation(node: Node) -> str:
