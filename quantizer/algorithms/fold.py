@@ -32,10 +32,7 @@ def folded(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) 
     for layer in (*group.layers, *(fold.extra if fold else ())):
         weight = parameter(graph, found, layer)
         found = found.with_parameters(layer, weight=rescaled(graph.by_name[layer], weight, inputs=factors))
-    found = _inserted(group, factors, found) if fold is None else _divided(graph, fold, factors, found)
-    changed = {*group.layers, *((fold.node, *fold.extra) if fold else ())}
-    kept = {name: rounded for name, rounded in found.rounded.items() if name not in changed}
-    return replace(found, rounded=kept, qparams={name: at for name, at in found.qparams.items() if name not in changed})
+    return _inserted(group, factors, found) if fold is None else _divided(graph, fold, factors, found)
 
 
 def admissible(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) -> Tensor:

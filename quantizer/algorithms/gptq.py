@@ -53,18 +53,11 @@ def qronos(task: Task, settings: QronosConfig, found: Adjustment) -> Adjustment:
 
 def _in_order(task: Task, found: Adjustment, target: GptqTarget) -> Adjustment:
     rounding = _SequentialRounding(task, found, target)
-    for chunk in _chunks(task.structure.groups, target.settings.true_sequential):
-        rounding.process(chunk)
+    for block, members in itertools.groupby(enumerate(task.structure.groups), lambda row: row[1].block):
+        one_by_one = target.settings.true_sequential or block is None
+        for chunk in ([row] for row in members) if one_by_one else [list(members)]:
+            rounding.process(chunk)  # all of them are summed up before any is rounded
     return rounding.found
-
-
-def _chunks(groups: Sequence[InputGroup], true_sequential: bool) -> Iterator[list[tuple[int, InputGroup]]]:
-    """Groups, with their numbers, that are summed up before any of them is rounded."""
-    for block, members in itertools.groupby(enumerate(groups), lambda row: row[1].block):
-        if true_sequential or block is None:
-            yield from ([row] for row in members)
-        else:
-            yield list(members)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
+from quantizer.algorithms.fold import parameter
 from quantizer.algorithms.residual_stream import Residual, residuals
 from quantizer.config.algorithms import RotationConfig
 from quantizer.config.roles import base_role
@@ -59,22 +60,20 @@ class _Work:
         drawn = torch.randint(0, 2, (channels,), generator=self.generator)
         return (drawn * 2 - 1).to(self.task.device, torch.float64)
 
-    def value(self, layer: str, key: str) -> Tensor | None:
-        """A parameter as it is now, float64; None where the layer has none."""
-        path = self.graph.by_name[layer].params.get(key)
-        now = self.found.parameters.get(layer, {}).get(key)
-        now = self.graph.tensors[path] if now is None and path is not None else now
-        return None if now is None else now.double()
+    def weight(self, layer: str) -> Tensor:
+        """As it is now, float64."""
+        return parameter(self.graph, self.found, layer).double()
+
+    def bias(self, layer: str) -> Tensor | None:
+        """As it is now, float64; None where the layer has none."""
+        known = {**self.graph.by_name[layer].params, **self.found.parameters.get(layer, {})}
+        return parameter(self.graph, self.found, layer, "bias").double() if "bias" in known else None
 
     def put(self, layer: str, key: str, value: Tensor) -> None:
         """Another value for a parameter, in its dtype; a new bias has that of the weight."""
         params = self.graph.by_name[layer].params
         dtype = self.graph.tensors[params.get(key, params.get("weight", ""))].dtype
-        self.found = replace(
-            self.found.with_parameters(layer, **{key: value.to(dtype)}),
-            rounded={name: was for name, was in self.found.rounded.items() if name != layer},
-            qparams={name: was for name, was in self.found.qparams.items() if name != layer},
-        )
+        self.found = self.found.with_parameters(layer, **{key: value.to(dtype)})
 
     def is_quantized(self, layers: Iterable[str]) -> bool:
         """Whether the plan quantizes the weight of one of these layers."""
@@ -121,11 +120,11 @@ def _turn_residual(work: _Work, residual: Residual) -> None:
     """Readers take over the factors of norms and turn back; writers turn."""
     turn = _orthogonal(work.signs(residual.channels), residual.keeps_mean)
     for reader, name in residual.readers.items():
-        weight = _known(work.value(reader, "weight"))
+        weight = work.weight(reader)
         if name is not None:
             norm = residual.norms[name]
             if norm.shift is not None and bool(norm.shift.any()):
-                bias = work.value(reader, "bias")
+                bias = work.bias(reader)
                 work.put(reader, "bias", weight @ norm.shift + (0 if bias is None else bias))
             weight = weight * norm.factor
         work.put(reader, "weight", turn(weight))
@@ -138,10 +137,10 @@ def _turn_residual(work: _Work, residual: Residual) -> None:
 
 def _turn_writer(work: _Work, node: Node, axis: int, turn: Turn) -> None:
     """The channels of what a layer makes."""
-    weight = _known(work.value(node.name, "weight"))
+    weight = work.weight(node.name)
     if node.is_multiplying:
         axis = int(node.row.transposed)
-        if (bias := work.value(node.name, "bias")) is not None:
+        if (bias := work.bias(node.name)) is not None:
             work.put(node.name, "bias", turn(bias))
     elif node.row.channels is not None:
         axis = node.row.channels
@@ -195,10 +194,9 @@ def _turn_heads(work: _Work, group: InputGroup) -> tuple[str, ...]:
         return ()
     turn = _orthogonal(work.signs(found.width))
     for layer in group.layers:
-        weight = _known(work.value(layer, "weight"))
+        weight = work.weight(layer)
         work.put(layer, "weight", turn(weight.reshape(len(weight), -1, found.width)).flatten(1))
-    for key in ("weight", "bias"):
-        rows = work.value(found.maker, key)
+    for key, rows in (("weight", work.weight(found.maker)), ("bias", work.bias(found.maker))):
         if rows is not None:
             rows = rows.clone()
             for head in found.rows:
@@ -223,7 +221,7 @@ def _turn_online(work: _Work, layers: list[str]) -> None:
     signs = work.signs(channels)
     turn = _orthogonal(signs)
     for reader in readers:
-        work.put(reader, "weight", turn(_known(work.value(reader, "weight"))))
+        work.put(reader, "weight", turn(work.weight(reader)))
     weight = signs.to(source.dtype)
     made = Insertion(_name(work, source), "rotation", source.name, readers, weight)
     work.found = replace(work.found, insertions=(*work.found.insertions, made))
@@ -247,8 +245,3 @@ def _name(work: _Work, source: Node) -> str:
 
 def _along(tensor: Tensor, axis: int, turn: Turn) -> Tensor:
     return turn(tensor.movedim(axis, -1)).movedim(-1, axis).contiguous()
-
-
-def _known(value: Tensor | None) -> Tensor:
-    assert value is not None
-    return value
