@@ -180,26 +180,22 @@ class Folds:
         flow, start = Flow(), self._start(source)
         if start is None:
             return flow
-        labels: dict[str, Any] = {source.node.name: compressed(start)}
-        queue, queued = list[int](), set[int]()
-        waiting = [source.node.name]
-        while waiting or queue:
-            for name in waiting:
+        labels, queue, queued = dict[str, Any](), list[int](), set[int]()
+        name, made = source.node.name, compressed(start)
+        while True:
+            if made is not None:
+                labels[name] = made
                 new = {self.graph.index[reader] for reader in self.graph.consumers[name] if reader} - queued
                 queued |= new
                 for at in new:
                     heapq.heappush(queue, at)
                 if "" in self.graph.consumers[name]:
-                    flow.mix("", labels[name])
-            waiting = []
-            if queue:
-                node = self.graph.nodes[heapq.heappop(queue)]
-                made = self._step(node, source, labels, flow)
-                if made is not None:
-                    labels[node.name] = made
-                    flow.between.append(node.name)
-                    waiting = [node.name]
-        return flow
+                    flow.mix("", made)
+            if not queue:
+                return flow
+            node = self.graph.nodes[heapq.heappop(queue)]
+            name, made = node.name, self._step(node, source, labels, flow)
+            flow.between += [name] if made is not None else []
 
     def _step(self, node: Node, source: Source, labels: Mapping[str, Any], flow: Flow) -> Any:
         """Labels of what a node makes; None where it ends the way, which is noted."""
