@@ -40,18 +40,11 @@ def _leave_mark(_module: nn.Module, _args: Any, output: Any) -> Any:
     return torch.ops.aten.alias.default(output) if isinstance(output, Tensor) else output
 
 
-def convert(
-    program: ExportedProgram, namer: Namer, module: nn.Module, input_paths: tuple[tuple[Any, ...], ...]
-) -> Graph:
-    """The graph of an exported program; ModelError if it holds a node with no place in a straight line."""
-    return _Converter(program, namer, module).run(input_paths)
-
-
-class _Converter:
+class Converter:
     """Walks the program once; `values` maps its nodes to ours."""
 
-    def __init__(self, program: ExportedProgram, namer: Namer, module: nn.Module) -> None:
-        self.program, self.namer = program, namer
+    def __init__(self, program: ExportedProgram, module: nn.Module) -> None:
+        self.program, self.namer = program, Namer(module)
         self.nodes: list[Node] = []
         self.values: dict[fx.Node, Any] = {}
         self.paths: dict[fx.Node, str] = {}
@@ -60,7 +53,8 @@ class _Converter:
         self.learned: set[str] = set()
         self._first_path = {id(t): p for p, t in itertools.chain(module.named_buffers(), module.named_parameters())}
 
-    def run(self, input_paths: tuple[tuple[Any, ...], ...]) -> Graph:
+    def graph(self, input_paths: tuple[tuple[Any, ...], ...]) -> Graph:
+        """The graph of the program; ModelError if it holds a node with no place in a straight line."""
         signature = {spec.arg.name: spec for spec in self.program.graph_signature.input_specs}
         inputs = 0
         for node in self.program.graph.nodes:

@@ -18,10 +18,10 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError
-from quantizer.graph.convert import convert, marked
+from quantizer.graph.convert import Converter, marked
 from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Graph
-from quantizer.graph.names import Namer, check_names
+from quantizer.graph.names import check_names
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | 
     paths = tuple(
         tuple(getattr(key, "idx", getattr(key, "key", getattr(key, "name", None))) for key in path) for path in keys
     )
-    return convert(program, Namer(module), module, paths)
+    return Converter(program, module).graph(paths)
 
 
 class _DataDependentError(ModelError):

@@ -28,9 +28,11 @@ def fold_batch_norm(graph: Graph) -> Graph:
     norms = [node for node in norms if not node.attrs.get("training")]  # one that uses its statistics is affine
     for node in norms:
         sources = _sources(graph, node)
-        norm = _Norm.of(graph, node).split([_outputs(graph, source) for source in sources])
-        for source, part in zip(sources, norm, strict=True):
-            changed[source.name] = _folded(graph, source, part)
+        weights = [graph.weight(source) for source in sources]
+        outputs = [by_channel(*each).shape[:2].numel() for each in zip(sources, weights, strict=True)]
+        for source, weight, part in zip(sources, weights, _Norm.of(graph, node).split(outputs), strict=True):
+            bias = part.of_bias(graph.tensors[source.params["bias"]] if "bias" in source.params else 0.0)
+            changed[source.name] = {"weight": rescaled(source, weight, part.factor), "bias": bias.to(weight.dtype)}
             normal[source.name] = part.beta, part.gamma.abs()
             moved[node.name] = next(node.refs())
     graph = with_weights(graph, changed).replaced(normal=normal) if changed else graph
@@ -41,7 +43,7 @@ def fold_batch_norm(graph: Graph) -> Graph:
 
 @dataclass(frozen=True)
 class _Norm:
-    """A batch norm's parameters per channel, float64."""
+    """A batch norm's parameters per channel, float64, so that what it changes is rounded once."""
 
     mean: Tensor
     deviation: Tensor
@@ -86,17 +88,6 @@ def _can_take(graph: Graph, layer: Node, reader: Node) -> bool:
         return False
     batched = len(layer.shape) == graph.weight(layer).dim()
     return batched and graph.consumers[layer.name] == (reader.name,)
-
-
-def _outputs(graph: Graph, layer: Node) -> int:
-    return by_channel(layer, graph.weight(layer)).shape[:2].numel()
-
-
-def _folded(graph: Graph, layer: Node, norm: _Norm) -> dict[str, Tensor]:
-    """New weight and bias, computed in float64 and rounded once."""
-    weight = graph.weight(layer)
-    bias = graph.tensors[layer.params["bias"]] if "bias" in layer.params else 0.0
-    return {"weight": rescaled(layer, weight, norm.factor), "bias": norm.of_bias(bias).to(weight.dtype)}
 
 
 def _as_scale(graph: Graph, node: Node) -> Graph:
