@@ -171,7 +171,8 @@ def _solve(
             begin = _opens_group(spec, columns, block_size)
         else:
             stacked = [torch.cat([each[which][group] for each in spread]) for which in (0, 1)]
-            columns = Columns(kernel_of(spec), *runs(*stacked)).permuted(hessian.order)
+            scale, zero_point, kind = runs(*stacked)
+            columns = Columns(kernel_of(spec), scale, zero_point, kind[hessian.order])
         target, first = objective.target(weight, hessian, sums)
         rounded, error = optimal_rounding(target, hessian.factor, columns, block_size, begin, first)
         errors.append(error - (hessian.damping @ (target - rounded).square_()).double())

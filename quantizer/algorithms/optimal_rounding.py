@@ -32,10 +32,6 @@ class Columns:
     zero_point: Tensor
     kind: Tensor
 
-    def permuted(self, order: Tensor) -> Columns:
-        """For W with its columns in another order."""
-        return replace(self, kind=self.kind[order])
-
 
 @dataclass(frozen=True)
 class Factor:

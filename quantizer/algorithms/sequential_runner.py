@@ -42,11 +42,6 @@ class SequentialRunner:
         if not self._executions:
             raise DataError("the calibration data has no batches", help="check --data and --subset_len")
 
-    @property
-    def batches(self) -> int:
-        """How many batches there are."""
-        return len(self._executions)
-
     def value(self, name: str) -> list[Any]:
         """A node's value for each batch, while a later node reads it."""
         return [execution.values[name] for execution in self._executions]

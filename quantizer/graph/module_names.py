@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.names import around
 
 
 def module_of(graph: Graph, name: str) -> str:
@@ -65,16 +66,6 @@ def call_paths(name: str, path: str) -> tuple[str, str]:
 def _operator(name: str) -> str:
     """The last part of a layer's name."""
     return name.rpartition("::")[2].rpartition("/")[2]
-
-
-def around(path: str) -> list[str]:
-    """A module's path after those of the modules around it, the model itself excepted.
-
-    >>> around("layers.0.mlp.up")
-    ['layers', 'layers.0', 'layers.0.mlp', 'layers.0.mlp.up']
-    """
-    parts = path.split(".") if path else []
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 class BlockNames:

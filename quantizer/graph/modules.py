@@ -5,7 +5,7 @@ Names, scopes and operators are those that a trace would give where each layer i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +42,11 @@ def module_graph(model: nn.Module) -> Graph:
     paths = {id(parameter): path for path, parameter in model.named_parameters()}
     nodes: list[Node] = []
     tensors: dict[str, Tensor] = {}
-    for path, module, op in quantizable(model):
-        params = {}
-        for key, attribute in parameters_of(module).items():
+    for path, module in model.named_modules():
+        op, owned, params = operator_of(module), parameters_of(module), {}
+        if not op or "weight" not in {key.partition("_")[0] for key in owned}:
+            continue
+        for key, attribute in owned.items():
             parameter = module.get_parameter(attribute)
             if is_lazy(parameter):
                 text = f"{path}.{attribute} has no shape yet: its layer is lazy"
@@ -70,14 +72,6 @@ def module_graph(model: nn.Module) -> Graph:
         if path and path not in covered and not any(module.children()):
             nodes.append(Node(namer.name(path, "module"), "module", "module", scope=path, classes=namer.classes(path)))
     return Graph(namer.model, tuple(nodes), output, tensors)
-
-
-def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(dotted path, module, operator) of each layer that can be quantized, shared ones once."""
-    for path, module in model.named_modules():
-        op = operator_of(module)
-        if op and "weight" in {key.partition("_")[0] for key in parameters_of(module)}:
-            yield path, module, op
 
 
 def operator_of(module: nn.Module) -> str | None:

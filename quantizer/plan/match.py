@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from quantizer.config.model import ConfigRule, Role, Selector
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.module_names import around, call_paths, module_of
+from quantizer.graph.module_names import call_paths, module_of
+from quantizer.graph.names import around
 from quantizer.plan.model import RuleMatch
 
 # Weakest first: a rule of a higher rank wins, field by field.
