@@ -139,11 +139,8 @@ class _SequentialRounding:
         if gathered.gram.tokens == 0:
             self._remark(gathered.names, UNREACHED)
             return RoundedLayers()
-        layers, specs = self.runner.network.layers, self.task.specs
-        members = [
-            Member.of(name, layers[name], specs[name, "weights"], self.found.qparams.get(name))
-            for name in gathered.names
-        ]
+        layers, specs, given = self.runner.network.layers, self.task.specs, self.found.qparams
+        members = [Member.of(n, layers[n], specs[n, "weights"], given.get(n)) for n in gathered.names]
         drift = gathered.drift.matrix if gathered.drift is not None else [None] * len(gathered.gram.matrix)
         products = [Products(*pair) for pair in zip(gathered.gram.matrix, drift, strict=True)]
         return round_layers(members, products, gathered.gram.tokens, self.target)

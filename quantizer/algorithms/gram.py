@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Task
-from quantizer.algorithms.patches import weight_matrix, windows
+from quantizer.algorithms.patches import by_input, weight_matrix, windows
 from quantizer.errors import DataError
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
@@ -158,8 +158,8 @@ class GroupSums:
     def divided(self, layer: str, factors: Tensor) -> Tensor:
         """A matrix for the value with its channels divided by `factors`."""
         matrix = self.matrix(layer)
-        by_input = factors.view(len(matrix), -1).repeat_interleave(matrix.shape[1] * len(matrix) // len(factors), 1)
-        return (matrix / by_input[:, None]).div_(by_input[:, :, None])
+        columns = by_input(factors, *matrix.shape[:2])
+        return (matrix / columns[:, None]).div_(columns[:, :, None])
 
     def divide(self, factors: Tensor) -> None:
         """All matrices so; nothing is added any more."""

@@ -208,9 +208,8 @@ class _Search:
         own = {key: self.graph.tensors[path].double() for key, path in node.params.items()}
         factor = own.get("weight", torch.ones(self.found.channels, dtype=torch.float64))
         neutral = {"weight": torch.ones_like(factor), "bias": torch.zeros_like(factor)}
-        self.found.norms[node.name] = Norm(
-            factor, own.get("bias"), tuple((node.name, key, neutral[key]) for key in own)
-        )
+        plain = tuple((node.name, key, neutral[key]) for key in own)
+        self.found.norms[node.name] = Norm(factor, own.get("bias"), plain)
         return node.name
 
     def scaled(self, node: Node, factor: Node) -> str | None:

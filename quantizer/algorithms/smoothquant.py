@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
 from quantizer.algorithms.fold import admissible, folded, input_name, parameter, without_overlap
 from quantizer.algorithms.gram import geometry, not_finite
-from quantizer.algorithms.patches import channel_rows, patches, weight_matrix
+from quantizer.algorithms.patches import by_input, channel_rows, patches, weight_matrix
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, sampled_rows
 from quantizer.config.algorithms import SmoothQuantConfig
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
@@ -144,12 +144,11 @@ def smoothing_loss(task: Task, group: InputGroup, seen: ChannelRanges, found: Ad
         elif spec is not None:
             quantized = nearest(scaled, spec, nearest_qparams(spec, scaled))
         inputs = seen.sample(name)
-        by_input = factors.view(len(inputs), 1, -1).repeat_interleave(inputs.shape[2] * len(inputs) // len(factors), 2)
-        rounded = _quantized_input(inputs / by_input, input_spec(task, name), seen, factors)
+        divided = inputs / by_input(factors, len(inputs), inputs.shape[2])[:, None]
+        rounded = _quantized_input(divided, input_spec(task, name), seen, factors)
         outputs = inputs @ weight_matrix(seen.layers[name], weight).mT
-        total += share * float(
-            (rounded @ weight_matrix(seen.layers[name], quantized).mT - outputs).square_().sum(dtype=torch.float64)
-        )
+        lost = rounded @ weight_matrix(seen.layers[name], quantized).mT - outputs
+        total += share * float(lost.square_().sum(dtype=torch.float64))
     return total
 
 
@@ -165,12 +164,9 @@ def _quantized_input(x: Tensor, spec: QuantizationSpec | None, seen: ChannelRang
     low, high = seen.low / factors, seen.high / factors
     if spec.qscheme == "per_channel":
         qparams = qparams_from_range(low, high, code_range_of(spec))
-        by_input = [
-            each.view(len(x), -1).repeat_interleave(x.shape[2] * len(x) // len(low), 1)
-            for each in (qparams.scale, qparams.zero_point)
-        ]
+        scale, zero_point = (by_input(e, len(x), x.shape[2]).flatten() for e in (qparams.scale, qparams.zero_point))
         wide = x.transpose(0, 1).flatten(1)
-        placed = nearest(wide, dataclasses.replace(spec, ch_axis=1), QParams(*(each.flatten() for each in by_input)))
+        placed = nearest(wide, dataclasses.replace(spec, ch_axis=1), QParams(scale, zero_point))
         return placed.view(x.shape[1], len(x), -1).transpose(0, 1)
     whole = dataclasses.replace(spec, qscheme="per_tensor", ch_axis=None, group_size=None)
     return nearest(x, whole, qparams_from_range(low.amin(), high.amax(), code_range_of(whole)))

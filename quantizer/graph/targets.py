@@ -83,12 +83,9 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
         keys = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
         return {**dict(zip(keys, node.args, strict=False)), "training": False, "cudnn_enabled": False}
     schema = getattr(node.target, "_schema", None)
-    names = (
-        ["input" if argument.name == "self" else argument.name for argument in schema.arguments]
-        if schema
-        else ["a", "b", "c"]
-    )
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    names = [argument.name for argument in schema.arguments] if schema else ["a", "b", "c"]
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {"input" if name == "self" else name: value for name, value in arguments.items()}
 
 
 def parameter_names(arguments: Mapping[str, Any]) -> list[str]:

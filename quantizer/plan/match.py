@@ -82,11 +82,8 @@ def is_weighted(node: Node) -> bool:
 def type_names(node: Node) -> frozenset[str]:
     """All words that select the node by type: operator, torch's names for it, its modules' classes."""
     names = {node.op, *node.row.types, *node.classes}
-    return frozenset(
-        names
-        | {name.rpartition(".")[2] for name in names}
-        | {f"nn.{n.rpartition('.')[2]}" for n in names if n.startswith("torch.nn.")}
-    )
+    short = {name.rpartition(".")[2] for name in names}
+    return frozenset(names | short | {f"nn.{n.rpartition('.')[2]}" for n in names if n.startswith("torch.nn.")})
 
 
 def _by_type(text: str, graph: Graph, original: Graph) -> Match:
@@ -132,9 +129,8 @@ def _by_name(text: str, graph: Graph, original: Graph) -> Match:
     scope = text.rpartition("/")[0]
     siblings = [name for name in original.by_name if name.rpartition("/")[0] == scope] if "::" in text else []
     if len(siblings) == 1:
-        return _survivors(
-            siblings, "name", graph, f"{text!r} is read as {siblings[0]!r}, the only layer of that module"
-        )
+        note = f"{text!r} is read as {siblings[0]!r}, the only layer of that module"
+        return _survivors(siblings, "name", graph, note)
     inside = [node.name for node in original.nodes if node.scope == text or node.scope.startswith(f"{text}.")]
     if inside and not text.startswith("re:"):
         return _survivors(inside, "path", graph)
@@ -144,10 +140,8 @@ def _by_name(text: str, graph: Graph, original: Graph) -> Match:
     patterns = _patterns(text)
     if patterns is None:
         return Match((), RANKS.index("name"))
-    of_names, of_paths = patterns
-    found = [
-        n.name for n in original.nodes if of_names.fullmatch(n.name) or any(map(of_paths.fullmatch, around(n.scope)))
-    ]
+    names, paths = (pattern.fullmatch for pattern in patterns)
+    found = [node.name for node in original.nodes if names(node.name) or any(map(paths, around(node.scope)))]
     return _survivors(found, "pattern", graph)
 
 
