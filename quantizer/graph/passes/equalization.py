@@ -71,7 +71,10 @@ def cross_layer_equalization(graph: Graph) -> Graph:
     if any(change.rewrite == NAME for change in graph.changes):
         return graph
     pairs = find_pairs(graph)
-    layers = _layers(graph, pairs)
+    layers: dict[str, _Layer] = {}
+    for pair in pairs:  # a layer is the second of one pair before it is the first of another
+        first = layers.get(pair.first.name) or _Layer(graph, pair.first)
+        layers |= {pair.first.name: first, pair.second.name: _Layer(graph, pair.second, pair, first)}
     for _ in range(SWEEPS):
         if max((_balance(layers[p.first.name], layers[p.second.name]) for p in pairs), default=0.0) < TOLERANCE:
             break
@@ -110,22 +113,12 @@ class _Layer:
         self.weight = largest.to("cpu", torch.float64)  # [groups, outputs, columns]
         self.outputs: Tensor = torch.ones(groups * outputs, dtype=torch.float64)
         self.inputs = torch.ones(count, dtype=torch.float64)
-        values = _values(graph, node)
-        self.values = torch.zeros_like(self.outputs) if values is None else values.to("cpu", torch.float64)
-        self.values = self.values * self.weight.max() / self.values.max().clamp(min=torch.finfo(torch.float64).tiny)
-
-    def input_ranges(self) -> Tensor:
-        """The range of each channel of the layer before; 0 for one that is not read."""
-        return torch.zeros_like(self.inputs).scatter_reduce(0, self.columns, self.weight.amax(1).flatten(), "amax")
-
-    def scale_outputs(self, factor: Tensor) -> None:
-        self.outputs *= factor
-        self.values *= factor
-        self.weight *= factor.reshape(len(self.weight), -1, 1)
-
-    def scale_inputs(self, factor: Tensor) -> None:
-        self.inputs *= factor
-        self.weight *= factor[self.columns].reshape(len(self.weight), 1, -1)
+        values = graph.tensors[node.params["bias"]].abs() if "bias" in node.params else torch.zeros_like(self.outputs)
+        if node.name in graph.normal:
+            mean, std = graph.normal[node.name]
+            values = mean.abs() + STDS * std
+        values = values.to("cpu", torch.float64)
+        self.values = values * self.weight.max() / values.max().clamp(min=torch.finfo(torch.float64).tiny)
 
     def parameters(self, graph: Graph) -> dict[str, Tensor]:
         """The scaled weight and bias."""
@@ -136,29 +129,17 @@ class _Layer:
         return found
 
 
-def _values(graph: Graph, node: Node) -> Tensor | None:
-    """The largest magnitude of each output channel, as far as the parameters show it."""
-    if node.name in graph.normal:
-        mean, std = graph.normal[node.name]
-        return mean.abs() + STDS * std
-    return graph.tensors[node.params["bias"]].abs() if "bias" in node.params else None
-
-
-def _layers(graph: Graph, pairs: tuple[Pair, ...]) -> dict[str, _Layer]:
-    layers: dict[str, _Layer] = {}
-    for pair in pairs:  # a layer is the second of one pair before it is the first of another
-        first = layers.get(pair.first.name) or _Layer(graph, pair.first)
-        layers |= {pair.first.name: first, pair.second.name: _Layer(graph, pair.second, pair, first)}
-    return layers
-
-
 def _balance(first: _Layer, second: _Layer) -> float:
     """Make the channels of a pair equally wide; returns the exponent of the largest factor."""
-    r1, r2 = torch.maximum(first.weight.amax(2).flatten(), first.values), second.input_ranges()
-    squared = r1 / r2
+    r1 = torch.maximum(first.weight.amax(2).flatten(), first.values)
+    r2 = torch.zeros_like(second.inputs).scatter_reduce(0, second.columns, second.weight.amax(1).flatten(), "amax")
+    squared = r1 / r2  # r2 is 0 for a channel that is not read
     s = torch.where((squared > 0) & squared.isfinite(), squared.sqrt(), 1.0)
-    first.scale_outputs(1 / s)
-    second.scale_inputs(s)
+    first.outputs *= 1 / s
+    first.values *= 1 / s
+    first.weight *= (1 / s).reshape(len(first.weight), -1, 1)
+    second.inputs *= s
+    second.weight *= s[second.columns].reshape(len(second.weight), 1, -1)
     return _exponent(s)
 
 
