@@ -114,10 +114,6 @@ class _Aligner:
         if self.positions[key] < least:
             self.move(key, least, why)
 
-    def may_take(self, key: Key, position: int) -> bool:
-        """Whether an activation may still be made as coarse as this."""
-        return not self.frozen and position >= self.least.get(key, position)
-
 
 def _limit_shifts(aligner: _Aligner, node: Node) -> None:
     """shift_cut = fw + fi - fo within [0, 16], and shift_bias = fw + fi - fb within what the accumulator has left."""
@@ -127,7 +123,8 @@ def _limit_shifts(aligner: _Aligner, node: Node) -> None:
         return
     cut = at[weights] + at[read] - at[made]
     why = f"shift_cut of {node.name} would be {cut}, and the DPU has 0 to {MOST_SHIFT}"
-    if cut < 0 and made != read and aligner.may_take(made, at[made] + cut):
+    may_coarsen = not aligner.frozen and at[made] + cut >= aligner.least.get(made, at[made] + cut)
+    if cut < 0 and made != read and may_coarsen:
         aligner.move(made, at[made] + cut, why)
     elif cut < 0:
         aligner.move(weights, at[weights] - cut, f"{why}; finer weights cut off their largest values")

@@ -143,7 +143,11 @@ def adaquant(problem: RoundingProblem) -> tuple[Tensor, Tensor]:
     scale = _search(problem)
     low, high = problem.bounds(scale)
     integers = descend(problem, _nearest(problem, scale), scale, (low, high))
-    return integers, scale if problem.power_of_two else _fitted(problem, integers, scale)
+    if problem.power_of_two:
+        return integers, scale
+    curvature = problem.per_unit((integers * (integers @ problem.hessian)).sum(2))
+    best = problem.per_unit((integers * problem.pull).sum(2)) / curvature
+    return integers, torch.where((best > 0) & best.isfinite(), best, scale)
 
 
 def _nearest(problem: RoundingProblem, scale: Tensor) -> Tensor:
@@ -160,10 +164,3 @@ def _search(problem: RoundingProblem) -> Tensor:
         error = problem.per_unit(problem.errors(_nearest(problem, scale), scale))
         best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
     return best
-
-
-def _fitted(problem: RoundingProblem, integers: Tensor, scale: Tensor) -> Tensor:
-    """The scales that minimize the error of given integers, in closed form; those that cannot be stay."""
-    curvature = problem.per_unit((integers * (integers @ problem.hessian)).sum(2))
-    best = problem.per_unit((integers * problem.pull).sum(2)) / curvature
-    return torch.where((best > 0) & best.isfinite(), best, scale)

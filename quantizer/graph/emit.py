@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quantizer.graph.describe import LayerCall, describe
+from quantizer.graph.describe import describe
 from quantizer.graph.ir import Graph, Node, Ref
 
 _HEADER = '''"""{model} as traced and quantized, written by quantizer. The layer names are those a config may use."""
@@ -35,19 +35,17 @@ def emit(graph: Graph) -> str:
     }
     lines = [_HEADER.format(model=graph.model)]
     for node in graph.nodes:
-        lines.append(f"        self.{modules[node.name]} = {_constructor(describe(graph, node))} #{node.name}\n")
+        call = describe(graph, node)
+        arguments = [_literal(value, {}) for value in call.args]
+        arguments += [f"{key}={_literal(value, {})}" for key, value in call.kwargs.items()]
+        made = f"quantizer.nn.{call.cls}({', '.join(arguments)})"
+        lines.append(f"        self.{modules[node.name]} = {made} #{node.name}\n")
     lines.append("        quantizer.nn.load(self, __file__)\n\n    def forward(self, *args, **kwargs):\n")
     for node in graph.nodes:
-        call = f"input={inputs[node.name]}" if node.name in inputs else _arguments(node, modules)
-        lines.append(f"        output_{modules[node.name]} = self.{modules[node.name]}({call})\n")
+        given = f"input={inputs[node.name]}" if node.name in inputs else _arguments(node, modules)
+        lines.append(f"        output_{modules[node.name]} = self.{modules[node.name]}({given})\n")
     lines.append(f"        return {_literal(graph.output, modules)}\n")
     return "".join(lines)
-
-
-def _constructor(call: LayerCall) -> str:
-    arguments = [_literal(value, {}) for value in call.args]
-    arguments += [f"{key}={_literal(value, {})}" for key, value in call.kwargs.items()]
-    return f"quantizer.nn.{call.cls}({', '.join(arguments)})"
 
 
 def _arguments(node: Node, modules: dict[str, str]) -> str:

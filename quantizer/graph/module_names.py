@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from functools import cached_property
 
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.names import around
@@ -73,7 +72,8 @@ class BlockNames:
 
     def __init__(self, graph: Graph, path: str) -> None:
         self._path = path
-        self._modules = sorted(each for each in module_paths(graph) if each.startswith(f"{path}."))
+        self._all = frozenset(each for each in module_paths(graph) if each.startswith(f"{path}."))
+        self._modules = sorted(self._all)
         self._layers: dict[str, list[str]] = {}
         for node in graph.nodes:
             if node.is_multiplying and f"{node.scope}.".startswith(f"{path}."):
@@ -106,7 +106,3 @@ class BlockNames:
             if start and f"{start}.{name}" in self._all:
                 return [f"{start}.{name}"]
         return [path for path in self._modules if path.endswith(f".{name}")]
-
-    @cached_property
-    def _all(self) -> frozenset[str]:
-        return frozenset(self._modules)

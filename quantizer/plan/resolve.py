@@ -194,7 +194,10 @@ class _Resolver:
         if spec.dtype == "float32":
             self.off[(layer, role)] = origins["dtype"]
             return False
-        scales = _scales(spec, view) if is_parameter(role) and not is_refused else 0
+        scales = 0  # that a parameter has
+        if is_parameter(role) and spec.is_scaled and not is_refused:
+            sizes = tuple(size or 0 for size in view.sizes or ())
+            scales = math.prod(scale_shape(sizes, spec.qscheme, spec.ch_axis, spec.group_size))
         self.tensors[(layer, role)] = TensorPlan(layer, role, spec, origins, group.point, group.members, scales)
         return True
 
@@ -222,12 +225,6 @@ def with_finest_position(spec: QuantizationSpec, device: str) -> QuantizationSpe
     if device != "DPU" or spec.dtype != "int" or spec.scale_type != "poweroftwo":
         return spec
     return dataclasses.replace(spec, finest_position=12 if spec.bit_width <= 8 else 15)
-
-
-def _scales(spec: QuantizationSpec, view: TensorView) -> int:
-    """How many scales a parameter has."""
-    sizes = tuple(size or 0 for size in view.sizes or ())
-    return math.prod(scale_shape(sizes, spec.qscheme, spec.ch_axis, spec.group_size)) if spec.is_scaled else 0
 
 
 def _count(rules: list[MatchedRule], role: Role) -> None:

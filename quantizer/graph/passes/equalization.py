@@ -162,7 +162,9 @@ def absorb_high_biases(graph: Graph) -> Graph:
         if high.any():
             normal[first.name] = mean - high, std
             biases[first.name] = biases.get(first.name, _bias(graph, first)) - high
-            biases[second.name] = biases.get(second.name, _bias(graph, second)) + _response(graph, pair, high)
+            taps = by_channel(second, graph.weight(second)).sum(3, dtype=torch.float64)
+            response = taps @ high[list(pair.channels)].reshape(len(taps), -1, 1)
+            biases[second.name] = biases.get(second.name, _bias(graph, second)) + response.flatten()
             changes.append(Change("absorb_high_biases", (first.name, second.name), int(high.count_nonzero())))
     if not changes:
         return graph
@@ -183,10 +185,3 @@ def _bias(graph: Graph, node: Node) -> Tensor:
         return graph.tensors[node.params["bias"]].double()
     weight = graph.weight(node)
     return torch.zeros(by_channel(node, weight).shape[:2].numel(), dtype=torch.float64, device=weight.device)
-
-
-def _response(graph: Graph, pair: Pair, shift: Tensor) -> Tensor:
-    """What the second layer makes of a constant in each channel of the first."""
-    taps = by_channel(pair.second, graph.weight(pair.second)).sum(3, dtype=torch.float64)
-    inputs = shift[list(pair.channels)].reshape(len(taps), -1, 1)
-    return (taps @ inputs).flatten()
