@@ -167,8 +167,7 @@ def _solve(
         weight = torch.cat([each.weight[group] for each in members]).T[hessian.order]
         begin = None
         if dynamic:
-            columns, block_size = _open_columns(spec, weight)
-            begin = _opens_group(spec, columns, block_size)
+            columns, block_size, begin = _open_columns(spec, weight)
         else:
             stacked = [torch.cat([each[which][group] for each in spread]) for which in (0, 1)]
             scale, zero_point, kind = runs(*stacked)
@@ -189,24 +188,22 @@ def _solve(
     return [GptqSolution(*each) for each in zip(*matrices, sums_of_errors, qparams, strict=True)]
 
 
-def _open_columns(spec: QuantizationSpec, weight: Tensor) -> tuple[Columns, int]:
-    """Columns whose scales are not known yet, and how many share one."""
+def _open_columns(spec: QuantizationSpec, weight: Tensor) -> tuple[Columns, int, Callable[[int, Tensor], None]]:
+    """Columns whose scales are not known yet, how many share one, and what finds it from their weights as they are when
+    the first of them is rounded."""
     depth, rows = weight.shape
     size = depth if spec.group_size in (None, -1) else int(spec.group_size)
     empty = weight.new_ones(-(-depth // size), rows)
-    kind = torch.arange(depth, device=weight.device) // size
-    return Columns(kernel_of(spec), empty, torch.zeros_like(empty), kind), size
-
-
-def _opens_group(spec: QuantizationSpec, columns: Columns, size: int) -> Callable[[int, Tensor], None]:
-    """Finds the scale of a group from its weights as they are when its first column is rounded."""
+    columns = Columns(
+        kernel_of(spec), empty, torch.zeros_like(empty), torch.arange(depth, device=weight.device) // size
+    )
 
     def begin(start: int, block: Tensor) -> None:
         found = nearest_qparams(spec, block.T)
         columns.scale[start // size] = found.scale[:, 0]
         columns.zero_point[start // size] = found.zero_point[:, 0].float()
 
-    return begin
+    return columns, size, begin
 
 
 def along_columns(layer: nn.Module, spec: QuantizationSpec, qparams: QParams) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,10 @@ class ChannelLabels:
         if not labels.keys().isdisjoint(references(others)):
             return None
         try:
-            found = axes.labels(self._call(node, labels, made))
+            given = {key: map_refs(value, self.values.__getitem__) for key, value in node.inputs.items()}
+            moved = {key: map_refs(value, labels.get) for key, value in node.inputs.items()}
+            labelled = LabelledCall(moved, {**node.attrs, **given}, _first(made).shape, lambda: self._run(node, labels))
+            found = axes.labels(labelled)
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, NotImplementedError):
             return None  # labels are floats on the CPU: an operator that cannot move them is not followed
         if isinstance(found, (list, tuple)):
@@ -65,15 +68,6 @@ class ChannelLabels:
         source = self.graph.source(node)
         axes = range(len(source.shape)) if source is not None and source.shape is not None else ()
         return next((before for before in axes if self.moved(node, before) == axis), None)
-
-    def _call(self, node: Node, labels: Mapping[str, Any], made: Any) -> LabelledCall:
-        arguments = {key: map_refs(value, self.values.__getitem__) for key, value in node.inputs.items()}
-        return LabelledCall(
-            {key: map_refs(value, labels.get) for key, value in node.inputs.items()},
-            {**node.attrs, **arguments},
-            _first(made).shape,
-            lambda: self._run(node, labels),
-        )
 
     def _run(self, node: Node, labels: Mapping[str, Any]) -> Any:
         """The operator on labels; other values are no channels."""
