@@ -165,7 +165,7 @@ def _solve(
     weights, targets, errors = [], [], []
     for group, (hessian, sums) in enumerate(zip(hessians, products, strict=True)):
         weight = torch.cat([each.weight[group] for each in members]).T[hessian.order]
-        begin = None
+        begin: Callable[[int, Tensor], None] | None = None
         if dynamic:
             columns, block_size, begin = _open_columns(spec, weight)
         else:
@@ -194,9 +194,8 @@ def _open_columns(spec: QuantizationSpec, weight: Tensor) -> tuple[Columns, int,
     depth, rows = weight.shape
     size = depth if spec.group_size in (None, -1) else int(spec.group_size)
     empty = weight.new_ones(-(-depth // size), rows)
-    columns = Columns(
-        kernel_of(spec), empty, torch.zeros_like(empty), torch.arange(depth, device=weight.device) // size
-    )
+    kind = torch.arange(depth, device=weight.device) // size
+    columns = Columns(kernel_of(spec), empty, torch.zeros_like(empty), kind)
 
     def begin(start: int, block: Tensor) -> None:
         found = nearest_qparams(spec, block.T)
