@@ -9,8 +9,7 @@ from functools import cached_property
 import torch
 
 from quantizer.algorithms.activation_store import BUDGET, ActivationStore
-from quantizer.algorithms.bias_correction import correct_biases
-from quantizer.algorithms.channel_mean import ChannelMean
+from quantizer.algorithms.bias_correction import ChannelMean, correct_biases
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import Config
 from quantizer.engine import calibrate

@@ -65,8 +65,11 @@ class Adjustment:
     remarks: tuple[Remark, ...] = ()
 
     def with_parameters(self, layer: str, **values: Tensor) -> Adjustment:
-        """With other float parameters of one layer."""
-        return replace(self, parameters={**self.parameters, layer: {**self.parameters.get(layer, {}), **values}})
+        """With other float parameters of one layer; what was rounded of it before is forgotten."""
+        parameters = {**self.parameters, layer: {**self.parameters.get(layer, {}), **values}}
+        rounded = {name: row for name, row in self.rounded.items() if name != layer}
+        qparams = {name: row for name, row in self.qparams.items() if name != layer}
+        return replace(self, parameters=parameters, rounded=rounded, qparams=qparams)
 
     def with_rounded(self, found: Mapping[str, Rounded]) -> Adjustment:
         """With more layers rounded."""

@@ -9,29 +9,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
-from quantizer.algorithms.clip import COARSE, clipped_qparams
 from quantizer.algorithms.fold import admissible, folded, input_name, parameter, without_overlap
-from quantizer.algorithms.gram import DEEPEST, UNREACHED, zero_channels
-from quantizer.algorithms.group_sums import GroupSums, deepest, quantized_layers
-from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, output_error
-from quantizer.algorithms.row_sample import sampled_rows
+from quantizer.algorithms.gram import DEEPEST, UNREACHED, GroupSums, deepest, quantized_layers, zero_channels
+from quantizer.algorithms.patches import matrix_weight, weight_matrix
+from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, nearest_qparams, output_error, sampled_rows
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.algorithms import AWQConfig
-from quantizer.errors import DataError
+from quantizer.config.model import QuantizationSpec
+from quantizer.graph.edits import rescaled
 from quantizer.graph.structure import InputGroup
-from quantizer.graph.weights import rescaled
 from quantizer.nn.network import Network
-from quantizer.numerics.qparams import QParams
-from quantizer.observers import ObservationError
+from quantizer.numerics.granularity import scale_shape, to_rows
+from quantizer.numerics.qparams import SMALLEST_SCALE, QParams
 
 LEAST_FACTOR = 1e-4
+SHRUNK = tuple(1 - step / 20 for step in range(11))
+"""Candidates for a range, as shares of the full one (Lin et al. 2023, "AWQ", and its authors' code)."""
+SHRUNK_POWERS = (1.0, 0.5)
+"""The same where scales are powers of two."""
+COARSE = (1.0, 0.85, 0.7, 0.55)
+"""Fewer candidates, to estimate what a weight would lose once it is clipped."""
 TOO_DEEP = f"it sums over more than {DEEPEST} inputs, too many for their Gram matrix; it stays at round-to-nearest"
 
 
@@ -47,16 +50,6 @@ def awq(task: Task, settings: AWQConfig, found: Adjustment) -> Adjustment:
     return _Search(task, settings, found).run()
 
 
-@dataclass(frozen=True)
-class _Gathered:
-    """A group whose factors are found; `layers` are those whose weights are rounded."""
-
-    group: InputGroup
-    layers: Sequence[str]
-    sums: GroupSums
-    factors: Tensor
-
-
 class _Search:
     """Goes through the groups in order; a group is done once no later one changes the rows of its weights."""
 
@@ -65,22 +58,22 @@ class _Search:
         self.groups = without_overlap(task.structure.groups)
         self.own = [quantized_layers(task, group) for group in self.groups]
         for name in (name for names in self.own for name in names):
-            self._qparams(name, parameter(task.graph, found, name))
+            layer_qparams(name, task.specs[name, "weights"], parameter(task.graph, found, name))
         self.before = task.before if task.done else found
         self.runner = SequentialRunner(Network(adjusted(task.graph, self.before)), task.batches())
 
     def run(self) -> Adjustment:
         """All groups, but those that an interrupted run had done."""
-        waiting: dict[int, _Gathered] = {}
+        waiting: dict[int, tuple[GroupSums, Tensor]] = {}
         for number, (group, layers) in enumerate(zip(self.groups, self.own, strict=True)):
             if number < self.task.done:
                 continue
             sums = self._gather(group, layers)
             if sums is not None:
-                waiting[number] = self._rescale(group, layers, sums)
+                waiting[number] = sums, self._rescale(group, sums)
             later = {row.fold.node for row in self.groups[number + 1 :] if row.fold is not None}
-            for ready in [at for at, row in waiting.items() if not later & set(row.layers)]:
-                self._round(waiting.pop(ready))
+            for ready in [at for at, (those, _) in waiting.items() if later.isdisjoint(those.layers)]:
+                self._round(*waiting.pop(ready))
             if not waiting:
                 self.task.after_group(self.found, number + 1)
         return self.found
@@ -100,51 +93,56 @@ class _Search:
             return None
         return sums
 
-    def _rescale(self, group: InputGroup, layers: Sequence[str], sums: GroupSums) -> _Gathered:
+    def _rescale(self, group: InputGroup, sums: GroupSums) -> Tensor:
         """Find the group's factors, and fold them."""
         size = sums.channel_size(group.channels)
         if dead := int((size == 0).sum()):
-            self._remark(layers, zero_channels(dead))
+            self._remark(sums.layers, zero_channels(dead))
         ones = torch.ones_like(size)
         if group.tied or not self.settings.scale_search:
-            return _Gathered(group, layers, sums, ones)
+            return ones
 
         def factors(step: int) -> Tensor:
             return admissible(self.task.graph, group, _factors(size, step / self.settings.grid), self.found)
 
         def loss(step: int) -> float:
-            found = self._loss(layers, sums, factors(step), clip=self.settings.clip_search)
+            found = self._loss(sums, factors(step), clip=self.settings.clip_search)
             if step == 0 and self.settings.clip_search:  # where scales lie across rows, clipping may do harm
-                found = min(found, self._loss(layers, sums, ones, clip=False))
+                found = min(found, self._loss(sums, ones, clip=False))
             return found
 
-        best = least_step(loss, self.settings.grid)
-        found = factors(best)
+        found = factors(least_step(loss, self.settings.grid))
         if not torch.equal(found, ones):
             self.found = folded(self.task.graph, group, found, self.found)
-        return _Gathered(group, layers, sums, found)
+        return found
 
-    def _loss(self, layers: Sequence[str], sums: GroupSums, factors: Tensor, *, clip: bool) -> float:
+    def _loss(self, sums: GroupSums, factors: Tensor, *, clip: bool) -> float:
         """Squared error of the group's outputs if the weights' columns are multiplied with these factors."""
         graph, total = self.task.graph, 0.0
-        rows = sum(len(parameter(graph, self.found, name)) for name in layers)
-        for name in layers:
+        rows = sum(len(parameter(graph, self.found, name)) for name in sums.layers)
+        for name in sums.layers:
             node, spec = graph.by_name[name], self.task.specs[name, "weights"]
             weight, share = sampled_rows(parameter(graph, self.found, name), spec, node, rows)
             scaled, layer = rescaled(node, weight.float(), inputs=factors), self.runner.network.layers[name]
             if clip:
                 qparams = clipped_qparams(layer, spec, scaled, sums.divided(name, factors), COARSE)
             else:
-                qparams = self._qparams(name, scaled)
-            lost = rescaled(node, nearest(scaled, spec, qparams).sub_(scaled), inputs=1 / factors)
-            total += share * output_error(sums.matrix(name), weight_matrix(layer, lost))
+                qparams = layer_qparams(name, spec, scaled)
+            total += share * self._error(sums, name, scaled, qparams, 1 / factors)
         return total
 
-    def _round(self, gathered: _Gathered) -> None:
+    def _error(self, sums: GroupSums, name: str, weight: Tensor, qparams: QParams, back: Tensor | None = None) -> float:
+        """Squared error of a layer's outputs if this weight is rounded, and its columns then multiplied by `back`."""
+        lost = nearest(weight, self.task.specs[name, "weights"], qparams).sub_(weight)
+        if back is not None:
+            lost = rescaled(self.task.graph.by_name[name], lost, inputs=back)
+        return output_error(sums.matrix(name), weight_matrix(self.runner.network.layers[name], lost))
+
+    def _round(self, sums: GroupSums, factors: Tensor) -> None:
         """Scales and rounded weights of a group's layers."""
-        gathered.sums.divide(gathered.factors)
-        for name in gathered.layers:
-            rounded = self._rounded(name, gathered)
+        sums.divide(factors)
+        for name in sums.layers:
+            rounded = self._rounded(name, sums, factors)
             if rounded.after > rounded.before:
                 ratio = rounded.after / max(rounded.before, 1e-30)
                 text = f"its error is {ratio:.2f} times that of round-to-nearest; other layers gain more"
@@ -152,38 +150,21 @@ class _Search:
             qparams = {**self.found.qparams, name: rounded.qparams}
             self.found = replace(self.found.with_rounded({name: rounded}), qparams=qparams)
 
-    def _rounded(self, name: str, gathered: _Gathered) -> Rounded:
-        spec = self.task.specs[name, "weights"]
-        layer, gram = self.runner.network.layers[name], gathered.sums.matrix(name)
+    def _rounded(self, name: str, sums: GroupSums, factors: Tensor) -> Rounded:
+        spec, layer = self.task.specs[name, "weights"], self.runner.network.layers[name]
         stored = parameter(self.task.graph, self.found, name).detach()
         weight = stored.float()
-
-        def lost(qparams: QParams) -> float:
-            return output_error(gram, weight_matrix(layer, nearest(weight, spec, qparams).sub_(weight)))
-
-        qparams = self._qparams(name, weight)
-        plain = error = lost(qparams)
+        qparams = layer_qparams(name, spec, weight)
+        plain = error = self._error(sums, name, weight, qparams)
         if self.settings.clip_search:
-            clipped = clipped_qparams(layer, spec, weight, gathered.sums.alive(name))
-            if (cut := lost(clipped)) < error:
+            clipped = clipped_qparams(layer, spec, weight, sums.alive(name))
+            if (cut := self._error(sums, name, weight, clipped)) < error:
                 qparams, error = clipped, cut
-        if not bool((gathered.factors == 1).all()):
-            plain = self._plain_error(name, weight, gathered)
-        energy = output_error(gram, weight_matrix(layer, weight)) or 1.0
+        if not bool((factors == 1).all()):  # what round-to-nearest would lose without the factors
+            before = rescaled(self.task.graph.by_name[name], weight, inputs=1 / factors)
+            plain = self._error(sums, name, before, layer_qparams(name, spec, before), factors)
+        energy = output_error(sums.matrix(name), weight_matrix(layer, weight)) or 1.0
         return Rounded(nearest(stored, spec, qparams), qparams, plain / energy, error / energy)
-
-    def _plain_error(self, name: str, weight: Tensor, gathered: _Gathered) -> float:
-        """What round-to-nearest would lose without the factors."""
-        node, spec = self.task.graph.by_name[name], self.task.specs[name, "weights"]
-        before = rescaled(node, weight, inputs=1 / gathered.factors)
-        lost = rescaled(node, nearest(before, spec, self._qparams(name, before)).sub_(before), inputs=gathered.factors)
-        return output_error(gathered.sums.matrix(name), weight_matrix(self.runner.network.layers[name], lost))
-
-    def _qparams(self, name: str, weight: Tensor) -> QParams:
-        try:
-            return nearest_qparams(self.task.specs[name, "weights"], weight)
-        except ObservationError as error:
-            raise DataError(f"the weight of {name} has no range: {error}", help="check the checkpoint") from error
 
     def _remark(self, names: Sequence[str], text: str) -> None:
         self.found = self.found.with_remarks(*(Remark(name, text) for name in names))
@@ -216,3 +197,50 @@ def least_step(loss: Callable[[int], float], steps: int) -> int:
             return best
         stride = (stride + 1) // 2 if stride > 2 else 1
         near = [best - stride, best + stride]
+
+
+def clipped_qparams(
+    layer: nn.Module, spec: QuantizationSpec, weight: Tensor, gram: Tensor, shares: Sequence[float] = SHRUNK
+) -> QParams:
+    """Scale and zero point of each row or group, shrunk so that the error of the layer's outputs is least.
+
+    The error of a group of columns is that of its own inputs, without those of other groups, so that each scale is
+    chosen by itself. The zero point of a range that shrinks at both ends stays.
+
+    Args:
+        layer: for its kind and sizes.
+        weight: as the layer stores it, float32.
+        gram: of the layer's inputs, [groups, depth, depth].
+        shares: of the full range, the candidates where scales are not powers of two.
+    """
+    full = nearest_qparams(spec, weight)
+    best = torch.full_like(full.scale, float("inf"))
+    scale = full.scale
+    for share in shares if spec.scale_type == "float" else SHRUNK_POWERS:
+        tried = QParams((full.scale * share).clamp_min(SMALLEST_SCALE), full.zero_point)
+        error = scale_errors(layer, spec, nearest(weight, spec, tried).sub_(weight), gram).to(best)
+        scale = torch.where(error < best, tried.scale, scale)
+        best = torch.minimum(best, error)
+    return QParams(scale, full.zero_point)
+
+
+def scale_errors(layer: nn.Module, spec: QuantizationSpec, difference: Tensor, gram: Tensor) -> Tensor:
+    """The squared error of outputs that the weights of each scale make by themselves, of `scale_shape`.
+
+    Exact for scales of rows, of parts of rows, and of a whole tensor; for scales that lie across rows, inputs count as
+    uncorrelated.
+    """
+    matrix = weight_matrix(layer, difference)
+    if spec.qscheme == "per_group" and difference.dim() == 2 and spec.ch_axis in (1, -1):
+        depth, size = matrix.shape[2], spec.group_size if spec.group_size and spec.group_size > 0 else matrix.shape[2]
+        runs = [slice(start, start + size) for start in range(0, depth, size)]
+        parts = [(matrix[0, :, run] @ gram[0, run, run]).mul_(matrix[0, :, run]).sum(1) for run in runs]
+        return torch.stack(parts, 1)
+    shape = scale_shape(tuple(difference.shape), spec.qscheme, spec.ch_axis, spec.group_size)
+    channels = 1 if getattr(layer, "transposed", False) else 0
+    if spec.qscheme == "per_channel" and spec.ch_axis == channels and len(matrix) * matrix.shape[1] == shape[0]:
+        return (matrix @ gram).mul_(matrix).sum(2).flatten()
+    if spec.qscheme == "per_tensor":
+        return (matrix @ gram).mul_(matrix).sum().view(shape)
+    alone = matrix_weight(layer, matrix.square() * gram.diagonal(dim1=1, dim2=2)[:, None])
+    return to_rows(alone, spec.qscheme, spec.ch_axis, spec.group_size).sum(1).view(shape)

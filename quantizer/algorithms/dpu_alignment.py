@@ -49,18 +49,21 @@ def align(
     aligner = _Aligner(graph, layout(graph), dict(positions))
     for node in reversed(graph.nodes):
         if node.row.axes is PADDED:
-            _tie_pad(aligner, node)
+            aligner.tie(aligner.holder(node.name), aligner.read(node), "padding keeps the position of its input")
         elif node.row.kind == "concat" and change_concat_input_fix:
-            _tie_concat(aligner, node)
+            for name in node.refs():
+                why = f"{node.name} reads it, change_concat_input_fix"
+                aligner.tie(aligner.holder(name), aligner.holder(node.name), why)
         elif node.op in _AVERAGES and change_pool_input_fix:
-            _tie_pool(aligner, node)
-    limits = [(node, limit) for node in graph.nodes if (limit := _limit_of(node)) is not None]
+            why = f"{node.name} reads it, change_pool_input_fix"
+            aligner.tie(aligner.read(node), aligner.holder(node.name), why)
     for round_ in range(3 * len(graph.nodes) + 3):
         # Ties can close a circle of layers that coarsen each other; weights move instead then.
         aligner.frozen = round_ > len(graph.nodes)
         before = dict(aligner.positions)
-        for node, limit in limits:
-            limit(aligner, node)
+        for node in graph.nodes:
+            if limit := _limit_shifts if node.row.is_linear_or_convolution else _LIMITS.get(node.op):
+                limit(aligner, node)
         if aligner.positions == before:
             break
     return aligner.positions, tuple(aligner.moves)
@@ -111,23 +114,6 @@ class _Aligner:
         if self.positions[key] < least:
             self.move(key, least, why)
 
-    def may_take(self, key: Key, position: int) -> bool:
-        """Whether an activation may still be made as coarse as this."""
-        return not self.frozen and position >= self.least.get(key, position)
-
-
-def _tie_concat(aligner: _Aligner, node: Node) -> None:
-    for name in node.refs():
-        aligner.tie(aligner.holder(name), aligner.holder(node.name), f"{node.name} reads it, change_concat_input_fix")
-
-
-def _tie_pool(aligner: _Aligner, node: Node) -> None:
-    aligner.tie(aligner.read(node), aligner.holder(node.name), f"{node.name} reads it, change_pool_input_fix")
-
-
-def _tie_pad(aligner: _Aligner, node: Node) -> None:
-    aligner.tie(aligner.holder(node.name), aligner.read(node), "padding keeps the position of its input")
-
 
 def _limit_shifts(aligner: _Aligner, node: Node) -> None:
     """shift_cut = fw + fi - fo within [0, 16], and shift_bias = fw + fi - fb within what the accumulator has left."""
@@ -137,7 +123,8 @@ def _limit_shifts(aligner: _Aligner, node: Node) -> None:
         return
     cut = at[weights] + at[read] - at[made]
     why = f"shift_cut of {node.name} would be {cut}, and the DPU has 0 to {MOST_SHIFT}"
-    if cut < 0 and made != read and aligner.may_take(made, at[made] + cut):
+    may_coarsen = not aligner.frozen and at[made] + cut >= aligner.least.get(made, at[made] + cut)
+    if cut < 0 and made != read and may_coarsen:
         aligner.move(made, at[made] + cut, why)
     elif cut < 0:
         aligner.move(weights, at[weights] - cut, f"{why}; finer weights cut off their largest values")
@@ -182,8 +169,3 @@ def _limit_hardswish(aligner: _Aligner, node: Node) -> None:
 LimitRule = Callable[[_Aligner, Node], None]
 _AVERAGES = ("avg_pool2d", "adaptive_avg_pool2d")
 _LIMITS: dict[str, LimitRule] = {"hardsigmoid": _limit_hardsigmoid, "hardswish": _limit_hardswish}
-
-
-def _limit_of(node: Node) -> LimitRule | None:
-    """What the shifters of this operator can take."""
-    return _limit_shifts if node.row.is_linear_or_convolution else _LIMITS.get(node.op)

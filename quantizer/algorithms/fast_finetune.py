@@ -12,11 +12,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.adaquant import adaquant
-from quantizer.algorithms.adaround import adaround
 from quantizer.algorithms.gram import DEEPEST
 from quantizer.algorithms.patches import channel_rows, matrix_weight, patches, weight_matrix
-from quantizer.algorithms.rounding_problem import RoundingProblem
+from quantizer.algorithms.rounding_problem import RoundingProblem, adaquant, adaround
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.errors import DataError
 from quantizer.graph.ir import Graph, Node
@@ -121,7 +119,7 @@ class _Layer:
 
     def solve(self, mode: str, seed: int) -> FinetunedLayer:
         """Solve the layer, and keep of the solution what is better on all batches."""
-        shape = qparams_of(self.quantizer)[0].shape
+        shape = self.quantizer.scale.shape
         plain, before = self.layer.get_parameter("weight").detach().clone(), self.errors()
         problem = self.problem(torch.Generator().manual_seed(seed))
         integers, scale = SOLVERS[mode](problem)
@@ -143,7 +141,7 @@ class _Layer:
         """The layer's least squares, over positions of its outputs drawn from all batches alike."""
         layer, quantizer = self.layer, self.quantizer
         weight = weight_matrix(layer, self.weight).float()
-        scale, zero_point = (found.flatten().float() for found in qparams_of(quantizer))
+        scale, zero_point = quantizer.scale.flatten().float(), quantizer.zero_point.flatten().float()
         unit = self.rows_of(torch.arange(scale.numel(), device=scale.device))
         plain = weight_matrix(layer, layer.get_parameter("weight")).float()
         inputs, targets = self.sampled(draw, weight.shape)
@@ -208,22 +206,16 @@ class _Layer:
 
 def fused_activation(graph: Graph, node: Node) -> Node | None:
     """The activation function that hardware applies to the node's output before anyone else reads it."""
-    readers = [graph.by_name[name] for name in graph.consumers[node.name] if name]
-    if graph.consumers[node.name] != tuple(reader.name for reader in readers[:1]) or not readers:
+    readers = graph.consumers[node.name]
+    if len(readers) != 1 or not readers[0]:
         return None
-    follower = readers[0]
+    follower = graph.by_name[readers[0]]
     return follower if follower.row.kind == "fusable" and len(list(follower.refs())) == 1 else None
 
 
 def weight_quantizer(layer: Layer) -> TensorQuantizer:
     """The quantizer of the layer's weight, which must have one."""
     return cast(TensorQuantizer, layer.quantizers["weights"])
-
-
-def qparams_of(quantizer: TensorQuantizer) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of a quantizer that has them, as those of weights do."""
-    assert quantizer.scale is not None and quantizer.zero_point is not None
-    return quantizer.scale, quantizer.zero_point
 
 
 def _put(layer: Layer, weight: Tensor, scale: Tensor) -> None:

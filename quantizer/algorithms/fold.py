@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment
-from quantizer.graph.edits import Insertion
+from quantizer.graph.edits import Insertion, by_channel, rescaled
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Fold, InputGroup
-from quantizer.graph.weights import by_channel, rescaled
 
 SCALE_OP = "input_scale"
 
@@ -33,10 +32,7 @@ def folded(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) 
     for layer in (*group.layers, *(fold.extra if fold else ())):
         weight = parameter(graph, found, layer)
         found = found.with_parameters(layer, weight=rescaled(graph.by_name[layer], weight, inputs=factors))
-    found = _inserted(group, factors, found) if fold is None else _divided(graph, fold, factors, found)
-    changed = {*group.layers, *((fold.node, *fold.extra) if fold else ())}
-    kept = {name: rounded for name, rounded in found.rounded.items() if name not in changed}
-    return replace(found, rounded=kept, qparams={name: at for name, at in found.qparams.items() if name not in changed})
+    return _inserted(group, factors, found) if fold is None else _divided(graph, fold, factors, found)
 
 
 def admissible(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) -> Tensor:

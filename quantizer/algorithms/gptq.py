@@ -1,23 +1,161 @@
-"""GPTQ: weights are rounded one input channel after the other, and those left make up for the error.
+"""GPTQ and its kin: a network is gone through group by group; what a group reads is summed up, and its layers rounded.
 
-Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022.
+Knows no way of rounding; `round_layers` does. Where the three differ is in `gptq_target`.
 """
 
 from __future__ import annotations
 
-from quantizer.algorithms.adjustment import Adjustment, Task
-from quantizer.algorithms.gptq_target import GptqTarget
-from quantizer.algorithms.sequential_rounding import in_order
-from quantizer.config.algorithms import GPTQConfig
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
+from quantizer.algorithms.gptq_layers import Member, RoundedLayers, round_layers
+from quantizer.algorithms.gptq_target import FittedOutputs, FloatOutputs, GptqTarget, Products
+from quantizer.algorithms.gram import DEEPEST, UNREACHED, Drift, Gram, geometry, not_finite, quantized_layers
+from quantizer.algorithms.patches import weight_matrix
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
+from quantizer.algorithms.sequential_runner import SequentialRunner
+from quantizer.config.algorithms import GPTAQConfig, GPTQConfig, QronosConfig
+from quantizer.graph.structure import InputGroup
+from quantizer.nn.network import Network
+from quantizer.observers import ObservationError
+
+TOO_DEEP = f"it sums over more than {DEEPEST} inputs, too many for their Hessian; it stays at round-to-nearest"
 
 
 def gptq(task: Task, settings: GPTQConfig, found: Adjustment) -> Adjustment:
     """Round the weights that the plan quantizes, with the scales of their ranges or with those that were found before.
 
-    Columns of zeros and layers that no token reached stay at round-to-nearest, and so is a layer whose outputs on the
-    calibration data would be worse; the remarks say which.
+    Layers go in execution order, on inputs that those before have changed; inputs are not quantized, whatever the plan
+    says. Without `true_sequential`, the layers of a block are rounded on their inputs in the float block. Columns of
+    zeros and layers that no token reached stay at round-to-nearest, and so is a layer whose outputs on the calibration
+    data would be worse; the remarks say which.
 
     Raises:
         DataError: a value in the network is not finite; layer and batch are named.
     """
-    return in_order(task, found, GptqTarget(settings))
+    return _in_order(task, found, GptqTarget(settings))
+
+
+def gptaq(task: Task, settings: GPTAQConfig, found: Adjustment) -> Adjustment:
+    """As `gptq`, with the float network run beside the rounded one; errors are those to the weights it aims at."""
+    return _in_order(task, found, FloatOutputs(settings))
+
+
+def qronos(task: Task, settings: QronosConfig, found: Adjustment) -> Adjustment:
+    """As `gptaq`, with another target."""
+    return _in_order(task, found, FittedOutputs(settings))
+
+
+def _in_order(task: Task, found: Adjustment, target: GptqTarget) -> Adjustment:
+    rounding = _SequentialRounding(task, found, target)
+    for block, members in itertools.groupby(enumerate(task.structure.groups), lambda row: row[1].block):
+        one_by_one = target.settings.true_sequential or block is None
+        for chunk in ([row] for row in members) if one_by_one else [list(members)]:
+            rounding.process(chunk)  # all of them are summed up before any is rounded
+    return rounding.found
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """Layers that multiply one value alike, and the sums of that value."""
+
+    names: list[str]
+    gram: Gram
+    drift: Drift | None
+
+
+class _SequentialRounding:
+    """The network as it is rounded so far, beside the float one where the target needs that."""
+
+    def __init__(self, task: Task, found: Adjustment, target: GptqTarget) -> None:
+        self.task, self.found, self.target = task, found, target
+        graph = adjusted(task.graph, found)
+        self.runner = SequentialRunner(Network(graph), task.batches())
+        self.float_runner = SequentialRunner(Network(graph), task.batches()) if target.needs_float else None
+        own = {name for group in task.structure.groups for name in quantized_layers(self.task, group)}
+        for name, rounded in found.rounded.items():
+            if name not in own:
+                self._put(name, rounded.weight)
+
+    def process(self, chunk: Sequence[tuple[int, InputGroup]]) -> None:
+        """Round the layers of these groups; those that an interrupted run has rounded get what it found."""
+        fresh = [number for number, _ in chunk if number >= self.task.done]
+        gathered, runner = {}, self.runner
+        for number, group in chunk:
+            if number in fresh:
+                if number != fresh[0]:
+                    runner = self.runner.branch() if runner is self.runner else runner
+                gathered[number] = self._gather(runner, quantized_layers(self.task, group))
+        for number, group in chunk:
+            for each in gathered.pop(number, []):
+                rounded = self._solve(each)
+                self.found = self.found.with_rounded(rounded.layers).with_remarks(*rounded.remarks)
+            for name in quantized_layers(self.task, group):
+                self._put(name, self._weight(name))
+            if number in fresh:
+                self.task.after_group(self.found, number + 1)
+
+    def _gather(self, runner: SequentialRunner, names: Sequence[str]) -> list[_Gathered]:
+        """Run up to the value that the layers read, and sum it up."""
+        network = runner.network
+        by_reading: dict[tuple[Any, ...], list[str]] = {}
+        for name in names:
+            source = next(network.graph.by_name[name].refs())
+            by_reading.setdefault((source, *geometry(network.layers[name])), []).append(name)
+        found = []
+        for (source, *_), alike in by_reading.items():
+            layer = network.layers[alike[0]]
+            if weight_matrix(layer, layer.get_parameter("weight")).shape[2] > DEEPEST:
+                self._remark(alike, TOO_DEEP)
+                continue
+            each = _Gathered(alike, Gram(layer), Drift(layer) if self.float_runner else None)
+            runner.advance(source, {source: self._watcher(each, source)})
+            found.append(each)
+        return found
+
+    def _watcher(self, gathered: _Gathered, source: str) -> Callable[[Tensor], None]:
+        """Takes in the value of each batch, beside that of the float network."""
+        floats: Iterator[Any] = iter(())
+        if self.float_runner is not None:
+            self.float_runner.advance(source)
+            floats = iter(self.float_runner.value(source))
+
+        def watch(x: Tensor) -> None:
+            try:
+                gathered.gram.add(x)
+            except ObservationError as error:
+                raise not_finite(gathered.names[0], error) from error
+            if gathered.drift is not None:
+                gathered.drift.add(next(floats), x)
+
+        return watch
+
+    def _solve(self, gathered: _Gathered) -> RoundedLayers:
+        if gathered.gram.tokens == 0:
+            self._remark(gathered.names, UNREACHED)
+            return RoundedLayers()
+        layers, specs, given = self.runner.network.layers, self.task.specs, self.found.qparams
+        members = [Member.of(n, layers[n], specs[n, "weights"], given.get(n)) for n in gathered.names]
+        drift = gathered.drift.matrix if gathered.drift is not None else [None] * len(gathered.gram.matrix)
+        products = [Products(*pair) for pair in zip(gathered.gram.matrix, drift, strict=True)]
+        return round_layers(members, products, gathered.gram.tokens, self.target)
+
+    def _weight(self, name: str) -> Tensor:
+        """The layer's weight from now on; where nothing was found, rounded to nearest, as it will be."""
+        if name in self.found.rounded:
+            return self.found.rounded[name].weight
+        spec = self.task.specs[name, "weights"]
+        weight = self.runner.network.layers[name].get_parameter("weight")
+        return nearest(weight, spec, self.found.qparams.get(name) or nearest_qparams(spec, weight))
+
+    def _put(self, name: str, weight: Tensor) -> None:
+        parameter = self.runner.network.layers[name].get_parameter("weight")
+        parameter.data = weight.to(parameter.device)
+
+    def _remark(self, names: Sequence[str], text: str) -> None:
+        self.found = self.found.with_remarks(*(Remark(name, text) for name in names))

@@ -1,30 +1,74 @@
 """Rounds the weights of layers that read one value: what GPTQ and its kin do between two segments.
 
-Keeps round-to-nearest wherever the data say nothing or nothing is gained, and says so.
+All rows of the layers go into one solve. Keeps round-to-nearest wherever the data say nothing or nothing is gained, and
+says so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Remark, Rounded
-from quantizer.algorithms.gptq_rows import GptqSolution, Member, solve_rows
 from quantizer.algorithms.gptq_target import GptqTarget, Hessian, Products
 from quantizer.algorithms.gram import zero_channels
+from quantizer.algorithms.optimal_rounding import Columns, optimal_rounding
 from quantizer.algorithms.patches import matrix_weight, weight_matrix
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, output_error
+from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, nearest_qparams, output_error
 from quantizer.config.model import QuantizationSpec
-from quantizer.errors import DataError
+from quantizer.numerics.granularity import from_rows, to_rows
 from quantizer.numerics.qparams import QParams
-from quantizer.observers import ObservationError
+from quantizer.observers import axis_of, kernel_of
 
 NO_GAIN = "the algorithm promises no smaller errors than round-to-nearest on other data; it stays at round-to-nearest"
 UNSTABLE = "its weights would change if they were rounded again; it stays at round-to-nearest"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A layer and the scales of its weight, which are the range's unless they were `given`; both weights are float32
+    matrices [groups, rows, depth], `plain` is rounded."""
+
+    name: str
+    layer: nn.Module
+    spec: QuantizationSpec
+    qparams: QParams
+    given: bool
+    weight: Tensor
+    plain: Tensor
+
+    @staticmethod
+    def of(name: str, layer: nn.Module, spec: QuantizationSpec, given: QParams | None) -> Member:
+        """With the scales that are given, or else those of its range; DataError for NaN or infinity in the weight."""
+        weight = layer.get_parameter("weight").detach()
+        qparams = given or layer_qparams(name, spec, weight)
+        plain = weight_matrix(layer, nearest(weight, spec, qparams)).float()
+        return Member(name, layer, spec, qparams, given is not None, weight_matrix(layer, weight).float(), plain)
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether its groups are runs of columns, so that a scale can be found when the first of them is rounded."""
+        cut = self.spec.qscheme, self.spec.ch_axis
+        return isinstance(self.layer, nn.Linear) and cut == ("per_group", 1) and not self.given
+
+    def stored(self, matrix: Tensor) -> Tensor:
+        """A weight matrix as the layer stores it."""
+        return matrix_weight(self.layer, matrix).to(self.layer.get_parameter("weight").dtype)
+
+
+@dataclass(frozen=True)
+class GptqSolution:
+    """One layer's rounded weight, the weight that it was to come near to, both [groups, rows, depth], and how near
+    it came: tr(d H d^T)."""
+
+    weight: Tensor
+    target: Tensor
+    error: float
+    qparams: QParams
 
 
 @dataclass(frozen=True)
@@ -33,21 +77,6 @@ class RoundedLayers:
 
     layers: dict[str, Rounded] = field(default_factory=dict)
     remarks: list[Remark] = field(default_factory=list)
-
-
-def member(name: str, layer: nn.Module, spec: QuantizationSpec, given: QParams | None) -> Member:
-    """A layer, its weight and the scales that are given, or else those of its range.
-
-    Raises:
-        DataError: the weight has NaN or infinity.
-    """
-    weight = layer.get_parameter("weight").detach()
-    try:
-        qparams = given or nearest_qparams(spec, weight)
-    except ObservationError as error:
-        raise DataError(f"the weight of {name} has no range: {error}", help="check the checkpoint") from error
-    plain = weight_matrix(layer, nearest(weight, spec, qparams)).float()
-    return Member(name, layer, spec, qparams, given is not None, weight_matrix(layer, weight).float(), plain)
 
 
 def round_layers(
@@ -60,14 +89,14 @@ def round_layers(
     """
     dynamic = not target.settings.static_groups and all(each.has_runs for each in members)
     hessians = [target.hessian(each.gram, by_size=target.settings.desc_act and not dynamic) for each in products]
-    lacks = [*_lacks(products, hessians), *_few(tokens, products[0], target)]
+    lacks = _lacks(products, hessians, tokens, target)
     rounded = RoundedLayers({}, [Remark(each.name, text) for text in lacks for each in members])
     solvable = [each for each in hessians if each is not None]
     gram = torch.stack([each.gram for each in products]) if len(products) > 1 else products[0].gram[None]
     for spec in dict.fromkeys(each.spec for each in members):
         alike = [each for each in members if each.spec == spec]
         if len(solvable) == len(hessians):
-            solutions = solve_rows(alike, solvable, products, target, dynamic=dynamic)
+            solutions = _solve(alike, solvable, products, target, dynamic=dynamic)
         else:
             solutions = [GptqSolution(each.plain, each.weight, math.inf, each.qparams) for each in alike]
         for each, solution in zip(alike, solutions, strict=True):
@@ -75,7 +104,9 @@ def round_layers(
     return rounded
 
 
-def _lacks(products: Sequence[Products], hessians: Sequence[Hessian | None]) -> list[str]:
+def _lacks(
+    products: Sequence[Products], hessians: Sequence[Hessian | None], tokens: int, target: GptqTarget
+) -> list[str]:
     """What the inputs lacked, in sentences."""
     found = []
     dead = sum(int((each.gram.diagonal() == 0).sum()) for each in products)
@@ -86,25 +117,20 @@ def _lacks(products: Sequence[Products], hessians: Sequence[Hessian | None]) -> 
     raised = [each.raised for each in hessians if each is not None and each.raised is not None]
     if raised:
         found.append(f"its Hessian was not positive definite; {max(raised):.2g} of its mean diagonal was added")
-    return found
-
-
-def _few(tokens: int, products: Products, target: GptqTarget) -> list[str]:
-    """What there is to say of the number of tokens."""
-    depth = len(products.gram)
+    depth = len(products[0].gram)
     least = target.tokens_per_input * depth
-    if tokens >= least:
-        return []
-    return [
-        f"{target.settings.name} fits its {depth} inputs to {tokens} tokens, and on fewer than {least} that may not "
-        "hold for other data; calibrate with more, or with a larger alpha"
-    ]
+    if tokens < least:
+        found.append(
+            f"{target.settings.name} fits its {depth} inputs to {tokens} tokens, and on fewer than {least} that may "
+            "not hold for other data; calibrate with more, or with a larger alpha"
+        )
+    return found
 
 
 def _judge(member: Member, solution: GptqSolution, gram: Tensor, optimism: float, rounded: RoundedLayers) -> None:
     """Take the solution if it promises to be better than round-to-nearest, else that."""
     before = output_error(gram, solution.target - member.plain)
-    weight, error, qparams = _stored(member, solution.weight), solution.error, solution.qparams
+    weight, error, qparams = member.stored(solution.weight), solution.error, solution.qparams
     if torch.equal(solution.weight, member.plain):
         error = before
     else:
@@ -113,7 +139,7 @@ def _judge(member: Member, solution: GptqSolution, gram: Tensor, optimism: float
             rounded.remarks.append(Remark(member.name, UNSTABLE))
             return
         if not better:
-            weight, error, qparams = _stored(member, member.plain), before, member.qparams
+            weight, error, qparams = member.stored(member.plain), before, member.qparams
             if math.isfinite(solution.error) and solution.error:
                 rounded.remarks.append(Remark(member.name, NO_GAIN, is_warning=False))
     if torch.equal(nearest(weight, member.spec, qparams), weight):
@@ -121,6 +147,96 @@ def _judge(member: Member, solution: GptqSolution, gram: Tensor, optimism: float
         rounded.layers[member.name] = Rounded(weight, qparams, before / energy, max(error, 0.0) / energy)
 
 
-def _stored(member: Member, matrix: Tensor) -> Tensor:
-    """A weight matrix as the layer stores it."""
-    return matrix_weight(member.layer, matrix).to(member.layer.get_parameter("weight").dtype)
+def _solve(
+    members: Sequence[Member],
+    hessians: Sequence[Hessian],
+    products: Sequence[Products],
+    objective: GptqTarget,
+    *,
+    dynamic: bool,
+) -> list[GptqSolution]:
+    """Round layers with one spec; Hessians and products are those of each group of channels.
+
+    With `dynamic`, the scales of groups of columns are found as their first one is rounded, from what the errors so far
+    have made of their weights; else the members' scales stay.
+    """
+    spec, block_size = members[0].spec, objective.settings.block_size
+    spread = [along_columns(each.layer, each.spec, each.qparams) for each in members]
+    weights, targets, errors = [], [], []
+    for group, (hessian, sums) in enumerate(zip(hessians, products, strict=True)):
+        weight = torch.cat([each.weight[group] for each in members]).T[hessian.order]
+        begin: Callable[[int, Tensor], None] | None = None
+        if dynamic:
+            columns, block_size, begin = _open_columns(spec, weight)
+        else:
+            stacked = [torch.cat([each[which][group] for each in spread]) for which in (0, 1)]
+            scale, zero_point, kind = runs(*stacked)
+            columns = Columns(kernel_of(spec), scale, zero_point, kind[hessian.order])
+        target, first = objective.target(weight, hessian, sums)
+        rounded, error = optimal_rounding(target, hessian.factor, columns, block_size, begin, first)
+        errors.append(error - (hessian.damping @ (target - rounded).square_()).double())
+        back = hessian.order.argsort()
+        weights.append(rounded[back].T)
+        targets.append(target[back].T)
+    rows = [each.weight.shape[1] for each in members]
+    qparams = [each.qparams for each in members]
+    if dynamic:
+        found = torch.split(columns.scale.T, rows), torch.split(columns.zero_point.T.int(), rows)
+        qparams = [QParams(s.contiguous(), z.contiguous()) for s, z in zip(*found, strict=True)]
+    matrices = (torch.split(torch.stack(each), rows, 1) for each in (weights, targets))
+    sums_of_errors = (float(each.sum()) for each in torch.split(torch.stack(errors).sum(0), rows))
+    return [GptqSolution(*each) for each in zip(*matrices, sums_of_errors, qparams, strict=True)]
+
+
+def _open_columns(spec: QuantizationSpec, weight: Tensor) -> tuple[Columns, int, Callable[[int, Tensor], None]]:
+    """Columns whose scales are not known yet, how many share one, and what finds it from their weights as they are when
+    the first of them is rounded."""
+    depth, rows = weight.shape
+    size = depth if spec.group_size in (None, -1) else int(spec.group_size)
+    empty = weight.new_ones(-(-depth // size), rows)
+    kind = torch.arange(depth, device=weight.device) // size
+    columns = Columns(kernel_of(spec), empty, torch.zeros_like(empty), kind)
+
+    def begin(start: int, block: Tensor) -> None:
+        found = nearest_qparams(spec, block.T)
+        columns.scale[start // size] = found.scale[:, 0]
+        columns.zero_point[start // size] = found.zero_point[:, 0].float()
+
+    return columns, size, begin
+
+
+def along_columns(layer: nn.Module, spec: QuantizationSpec, qparams: QParams) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of each value of the layer's weight matrix, float32 [groups, rows, depth].
+
+    >>> layer, spec = nn.Linear(4, 1), QuantizationSpec(qscheme="per_group", ch_axis=1, group_size=2)
+    >>> qparams = QParams(torch.tensor([[0.5, 0.25]]), torch.zeros(1, 2, dtype=torch.int32))
+    >>> along_columns(layer, spec, qparams)[0].tolist()
+    [[[0.5, 0.5, 0.25, 0.25]]]
+    """
+    shape = tuple(layer.get_parameter("weight").shape)
+    cut = spec.qscheme, axis_of(spec), spec.group_size
+    length = to_rows(torch.empty(shape, device="meta"), *cut).shape[1]
+
+    def spread(values: Tensor) -> Tensor:
+        rows = values.float().reshape(-1, 1).expand(-1, length).contiguous()
+        return weight_matrix(layer, from_rows(rows, shape, *cut))
+
+    return spread(qparams.scale), spread(qparams.zero_point)
+
+
+def runs(scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Neighbouring columns of equal scales put together.
+
+    Args:
+        scale, zero_point: [rows, depth].
+
+    Returns:
+        scale and zero point of each run [runs, rows], and the run of each column, int64 [depth].
+
+    >>> scale, zero_point, kind = runs(torch.tensor([[0.5, 0.5, 0.25, 0.25]]), torch.zeros(1, 4))
+    >>> scale.tolist(), kind.tolist()
+    ([[0.5], [0.25]], [0, 0, 1, 1])
+    """
+    fresh = torch.ones(scale.shape[1], dtype=torch.bool, device=scale.device)
+    fresh[1:] = (scale.diff() != 0).any(0) | (zero_point.diff() != 0).any(0)
+    return scale[:, fresh].T.contiguous(), zero_point[:, fresh].T.contiguous(), fresh.cumsum(0) - 1

@@ -1,4 +1,10 @@
-"""What a rounding algorithm aims at, as far as GPTQ and its kin differ. Rounds nothing."""
+"""What GPTQ and its kin aim at, as far as they differ. Rounds nothing.
+
+GPTQ: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022.
+GPTAQ: Li et al., "GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration", 2025 (arXiv 2504.02692).
+Qronos: Zhang et al., "Qronos: Correcting the Past by Shaping the Future... in Post-Training Quantization", 2025 (arXiv
+2505.11695).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,9 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.optimal_rounding import Factor, factored
-from quantizer.config.algorithms import ColumnRounding
+from quantizer.config.algorithms import ColumnRounding, GPTAQConfig, QronosConfig
+
+ITERATIONS = 30  # of the power method
 
 
 @dataclass(frozen=True)
@@ -37,16 +45,15 @@ class Hessian:
         return matrix[self.order][:, self.order]
 
 
+@dataclass(frozen=True)
 class GptqTarget:
     """GPTQ's: the outputs that the float weight gives for the inputs of the network as it is rounded so far."""
 
+    settings: ColumnRounding
     needs_float = False
     """Whether it looks at the inputs of the float network as well."""
     tokens_per_input = 0
     """How many tokens there should be for each input channel; on fewer what it finds may not hold for other data."""
-
-    def __init__(self, settings: ColumnRounding) -> None:
-        self.settings = settings
 
     def damping(self, gram: Tensor) -> float:
         """What is added to the diagonal at first, in units of `gram`."""
@@ -57,14 +64,9 @@ class GptqTarget:
         return weight, None
 
     def hessian(self, gram: Tensor, *, by_size: bool) -> Hessian | None:
-        """The matrix made ready, with the damping ten times as large until it is positive definite.
+        """The matrix [depth, depth] made ready, with the damping ten times as large until it is positive definite.
 
-        Args:
-            gram: [depth, depth].
-            by_size: round columns with large inputs first.
-
-        Returns:
-            None if not even the whole mean diagonal as damping helps.
+        With `by_size`, columns with large inputs come first. None if not even the whole mean diagonal as damping helps.
         """
         diagonal = gram.diagonal()
         depth = len(diagonal)
@@ -81,6 +83,57 @@ class GptqTarget:
             if damp >= mean:
                 return None
             damp = min(mean, max(10 * damp, 1e-4 * mean))
+
+
+class FloatOutputs(GptqTarget):
+    """GPTAQ's: the outputs of the float network, as far as columns that are rounded later can make up for other
+    inputs."""
+
+    settings: GPTAQConfig
+    needs_float = True
+
+    def target(self, weight: Tensor, hessian: Hessian, products: Products) -> tuple[Tensor, Tensor | None]:
+        """W (I + alpha P), where row i of P is what the columns after i make up for the error of input i.
+
+        P = triu(dXX U^T, 1) U with U^T U = H^-1 and dXX = sum of (f - x) x^T (the paper's parallel form). W is the
+        float weight for all columns, so that the solver is that of GPTQ; the authors' code, which also has alpha, takes
+        a column as the errors before it have left it, and that makes no difference that could be measured.
+        """
+        assert products.drift is not None
+        m, d = hessian.factor.M, hessian.factor.D
+        drift = hessian.permuted(products.drift)
+        along = torch.linalg.solve_triangular(m, drift.T, upper=True, unitriangular=True).T
+        later = torch.linalg.solve_triangular(m, along.triu(1) / d, upper=True, left=False, unitriangular=True)
+        return torch.addmm(weight, later.T, weight, alpha=self.settings.alpha), None
+
+
+class FittedOutputs(GptqTarget):
+    """Qronos': the outputs of the float network, by the weight that fits them best on the inputs of this one."""
+
+    settings: QronosConfig
+    needs_float = True
+    tokens_per_input = 4
+
+    def damping(self, gram: Tensor) -> float:
+        """A share of the largest eigenvalue."""
+        vector = gram.diagonal() + gram.diagonal().mean()
+        for _ in range(ITERATIONS):
+            vector = gram @ (vector / vector.norm().clamp(min=1e-30))
+        return self.settings.alpha * float(vector.norm())
+
+    def target(self, weight: Tensor, hessian: Hessian, products: Products) -> tuple[Tensor, Tensor | None]:
+        """W + W dXX H^-1, dXX = sum of (f - x) x^T; but the first column is rounded as if the others stayed.
+
+        After the first, fitting the columns that are left to what those before have become is what GPTQ does to this
+        weight.
+        """
+        assert products.drift is not None
+        m, d = hessian.factor.M, hessian.factor.D
+        missing = hessian.permuted(products.drift).T @ weight
+        fitted = torch.linalg.solve_triangular(m, missing, upper=True, unitriangular=True) / d[:, None]
+        fitted = torch.linalg.solve_triangular(m.T, fitted, upper=False, unitriangular=True)
+        largest = products.gram[hessian.order[0], hessian.order[0]] + hessian.damping[0]
+        return weight + fitted, weight[0] + missing[0] / largest
 
 
 def _mean_diagonal(gram: Tensor) -> float:

@@ -32,10 +32,6 @@ class Columns:
     zero_point: Tensor
     kind: Tensor
 
-    def permuted(self, order: Tensor) -> Columns:
-        """For W with its columns in another order."""
-        return replace(self, kind=self.kind[order])
-
 
 @dataclass(frozen=True)
 class Factor:
@@ -95,14 +91,12 @@ def optimal_rounding(
         block = torch.addmm(W[here], factor.M[:start, here].T, E[:start])
         if begin is not None:
             inner = factor.M[here, here].T  # column j of `block` takes those before it in the block as W has them
-            begin(
-                start, torch.linalg.solve_triangular(inner, block - W[here], upper=False, unitriangular=True) + W[here]
-            )
+            free = torch.linalg.solve_triangular(inner, block - W[here], upper=False, unitriangular=True)
+            begin(start, free + W[here])
         if first is not None and start == 0:
             block[0] = first
-        _round_block(
-            block, factor.M[here, here], replace(columns, kind=columns.kind[here]), W[here], (Q[here], E[here])
-        )
+        kinds = replace(columns, kind=columns.kind[here])
+        _round_block(block, factor.M[here, here], kinds, W[here], (Q[here], E[here]))
         if start == 0:
             block[0] = W[0]
         error += (factor.D[here] @ block.sub_(Q[here]).square_()).double()

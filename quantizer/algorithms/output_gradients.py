@@ -47,8 +47,8 @@ def predicted_noise(
     noise, signal, count = torch.zeros_like(products), 0.0, 0
     with _shown(network, candidates, widths, products):
         for batch in batches:
-            with naming_batch(count):
-                outputs = _outputs(network, batch)
+            with naming_batch(count), torch.enable_grad():  # a record of how the outputs come about
+                outputs = network.start(batch.args, batch.kwargs).advance().float_outputs()
             signal, count = signal + sum(energy(y.detach()) for y in outputs), count + 1
             for left in reversed(range(PROJECTIONS)):
                 _project(outputs, generator, keep=left > 0)
@@ -94,12 +94,6 @@ def _adding(row: Tensor, quantizers: Sequence[TensorQuantizer]) -> Callable[[Ten
         weight.grad = None
 
     return add
-
-
-def _outputs(network: Network, batch: Batch) -> list[Tensor]:
-    """The floating-point outputs, with a record of how they came about."""
-    with torch.enable_grad():
-        return network.start(batch.args, batch.kwargs).advance().float_outputs()
 
 
 def _project(outputs: Sequence[Tensor], generator: torch.Generator, *, keep: bool) -> None:

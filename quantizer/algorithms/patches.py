@@ -39,6 +39,15 @@ def matrix_weight(layer: nn.Module, matrix: Tensor) -> Tensor:
     return matrix.reshape(shape).clone()
 
 
+def by_input(values: Tensor, groups: int, depth: int) -> Tensor:
+    """A value for each channel of a layer's input, for the columns of its weight matrix: [groups, depth].
+
+    >>> by_input(torch.tensor([1.0, 2.0]), 1, 4).tolist()
+    [[1.0, 1.0, 2.0, 2.0]]
+    """
+    return values.view(groups, -1).repeat_interleave(depth * groups // len(values), 1)
+
+
 def channel_rows(layer: nn.Module, output: Tensor) -> Tensor:
     """An output of the layer as [positions, channels]; a position is one place of one sample.
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.parameter_chain import leaf, value
 from quantizer.graph.axis_rules import ALIKE, JOINED, PRODUCT, QUOTIENT, REDUCED, Commutes
 from quantizer.graph.channel_labels import ChannelLabels, passes_shifts, paths
 from quantizer.graph.ir import Graph, Node, Ref
+from quantizer.graph.targets import call
 
 _NORMS = ("layer_norm", "rms_norm")
 _SQUARES = ("pow", "square")
+_LEAVES = ("parameter", "constant")
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
 
 
@@ -58,7 +59,7 @@ def residuals(graph: Graph) -> Iterator[Residual]:
     seen: set[str] = set()
     labels = ChannelLabels(graph)
     for node in graph.nodes:
-        source = graph.source(node) if _normalizes(node) else None
+        source = graph.source(node) if node.op in _NORMS or _squares(node) else None
         if source is None or source.name in seen or not source.shape or source.shape[-1] is None:
             continue
         found = _Search(labels, source.shape[-1]).run(source.name, len(source.shape) - 1)
@@ -66,17 +67,29 @@ def residuals(graph: Graph) -> Iterator[Residual]:
         yield found
 
 
-def _normalizes(node: Node) -> bool:
-    return node.op in _NORMS or _squares(node)
-
-
 def _squares(node: Node) -> bool:
     return node.op in _SQUARES and node.attrs.get("exponent", 2) == 2
 
 
-def _adds(node: Node) -> bool:
-    """Whether it adds two values as they are."""
-    return node.op == "add" and node.attrs.get("alpha", 1) == 1
+def _leaf(graph: Graph, node: Node) -> Node | None:
+    """The tensor of one axis that a chain of operators with one input begins with, if nobody else reads any of it."""
+    while len(graph.consumers[node.name]) == 1 and node.op not in _LEAVES:
+        sources = list(node.refs())
+        if len(sources) != 1 or not node.target.startswith("aten."):
+            return None
+        node = graph.by_name[sources[0]]
+    if node.op not in _LEAVES or len(graph.consumers[node.name]) != 1:
+        return None
+    return node if (node.shape or ())[-1:] == (graph.weight(node).numel(),) else None
+
+
+def _value(graph: Graph, node: Node, start: Tensor) -> Tensor:
+    """What such a chain gives when its tensor is `start`."""
+    if node.op in _LEAVES:
+        return start
+    ((key, source),) = node.inputs.items()
+    result: Tensor = call(node.target, {**node.attrs, key: _value(graph, graph.by_name[source.name], start)})
+    return result
 
 
 class _ObstacleError(Exception):
@@ -118,11 +131,11 @@ class _Search:
 
     def made(self, node: Node, axis: int) -> str | None:
         """Account for how the value is made; returns the norm whose factors it has."""
-        last, axes, rotates = axis == len(node.shape or ()) - 1, node.row.axes, Commutes.ROTATIONS in node.row.commutes
-        if node.op in ("parameter", "constant"):
+        last, axes, rotates = axis == node.rank - 1, node.row.axes, Commutes.ROTATIONS in node.row.commutes
+        if node.op in _LEAVES:
             self.found.writers[node.name] = axis
         elif node.is_multiplying or node.row.looks_up:
-            channels = (node.row.channels or 0) % len(node.shape or ())
+            channels = (node.row.channels or 0) % node.rank
             if channels != axis or node.attrs.get("groups", 1) != 1 or "weight" not in node.params:
                 raise _ObstacleError(node)
             self.found.writers[node.name] = axis
@@ -150,11 +163,11 @@ class _Search:
 
     def joined(self, node: Node, axis: int) -> None:
         """Rotated values side by side, in another dimension."""
-        dim = int(node.attrs.get("dim", 0)) % len(node.shape or ())
+        dim = int(node.attrs.get("dim", 0)) % node.rank
         if dim == axis:
             raise _ObstacleError(node)
         for part in self.operands(node):
-            self.plain(part, axis - (dim < axis and len(part.shape or ()) < len(node.shape or ())))
+            self.plain(part, axis - (dim < axis and part.rank < node.rank))
 
     def sum(self, node: Node, axis: int) -> str | None:
         """Two rotated values, or one and a number for each token; after a norm, its bias."""
@@ -162,10 +175,10 @@ class _Search:
         if len(parts) == 2:
             for part, other in (parts, parts[::-1]):
                 norm = self.norm.get(part.name)
-                if norm and _adds(node) and axis == len(node.shape or ()) - 1:
+                if norm and node.op == "add" and node.attrs.get("alpha", 1) == 1 and axis == node.rank - 1:
                     return self.shifted(node, norm, other)
         for part in parts:
-            self.plain(part, axis - len(node.shape or ()) + len(part.shape or ()))
+            self.plain(part, axis - node.rank + part.rank)
         self.found.keeps_mean |= len(parts) == 1
         if not parts:
             raise _ObstacleError(node)
@@ -176,10 +189,10 @@ class _Search:
         operands = self.operands(node)
         parts = [part for part in operands if self.spans(part, node, axis)]
         if len(parts) == 1 and (node.row.axes is PRODUCT or parts[0] is operands[0]):
-            self.take(parts[0], axis - len(node.shape or ()) + len(parts[0].shape or ()))
+            self.take(parts[0], axis - node.rank + parts[0].rank)
             return self.without_shift(parts[0])
-        factor = next((part for part in parts if part.name not in self.found.members and leaf(self.graph, part)), None)
-        if node.row.axes is not PRODUCT or factor is None or len(parts) != 2 or axis != len(node.shape or ()) - 1:
+        factor = next((part for part in parts if part.name not in self.found.members and _leaf(self.graph, part)), None)
+        if node.row.axes is not PRODUCT or factor is None or len(parts) != 2 or axis != node.rank - 1:
             raise _ObstacleError(node)
         self.plain(next(part for part in parts if part is not factor), axis)
         return self.scaled(node, factor)
@@ -195,20 +208,19 @@ class _Search:
         own = {key: self.graph.tensors[path].double() for key, path in node.params.items()}
         factor = own.get("weight", torch.ones(self.found.channels, dtype=torch.float64))
         neutral = {"weight": torch.ones_like(factor), "bias": torch.zeros_like(factor)}
-        self.found.norms[node.name] = Norm(
-            factor, own.get("bias"), tuple((node.name, key, neutral[key]) for key in own)
-        )
+        plain = tuple((node.name, key, neutral[key]) for key in own)
+        self.found.norms[node.name] = Norm(factor, own.get("bias"), plain)
         return node.name
 
     def scaled(self, node: Node, factor: Node) -> str | None:
         """The product of a normalized value with a parameter, or with an expression of one (1 + weight)."""
-        start = leaf(self.graph, factor)
+        start = _leaf(self.graph, factor)
         assert start is not None
-        own = self.graph.tensors[start.params["weight"]]
+        own = self.graph.weight(start)
         for number in (1.0, 0.0):
             neutral = torch.full_like(own, number)
-            if bool((value(self.graph, factor, neutral) == 1).all()):
-                factors = value(self.graph, factor, own).double().flatten()
+            if bool((_value(self.graph, factor, neutral) == 1).all()):
+                factors = _value(self.graph, factor, own).double().flatten()
                 self.found.norms[node.name] = Norm(factors, None, ((start.name, "weight", neutral),))
                 return node.name
         raise _ObstacleError(node)
@@ -216,9 +228,9 @@ class _Search:
     def shifted(self, node: Node, norm: str, bias: Node) -> str | None:
         """A norm's bias that is added by an operator of its own."""
         before = self.found.norms[norm]
-        if before.shift is not None or leaf(self.graph, bias) is not bias:
+        if before.shift is not None or _leaf(self.graph, bias) is not bias:
             raise _ObstacleError(node)
-        own = self.graph.tensors[bias.params["weight"]]
+        own = self.graph.weight(bias)
         neutral = (*before.neutral, (bias.name, "weight", torch.zeros_like(own)))
         self.found.norms[node.name] = Norm(before.factor, own.double().flatten(), neutral)
         return node.name
@@ -226,7 +238,7 @@ class _Search:
     def reads(self, node: Node, member: Node) -> bool:
         """Account for one reader of a member; False where no rotation passes."""
         axis, norm = self.found.members[member.name], self.norm[member.name]
-        last = axis == len(member.shape or ()) - 1
+        last = axis == member.rank - 1
         if node.is_multiplying and node.row.spatial == 0 and node.inputs["input"] == Ref(member.name) and last:
             self.found.readers[node.name] = norm
             return True
@@ -246,9 +258,9 @@ class _Search:
 
     def aligned(self, node: Node, member: Node, axis: int) -> int | None:
         """Where an operator that joins or combines values has the axis in its output."""
-        more = len(node.shape or ()) - len(member.shape or ())
+        more = node.rank - member.rank
         if node.row.axes is JOINED:
-            return axis + (more and int(node.attrs.get("dim", 0)) % len(node.shape or ()) <= axis)
+            return axis + (more and int(node.attrs.get("dim", 0)) % node.rank <= axis)
         combines = node.row.axes in (ALIKE, PRODUCT, QUOTIENT) or node.op in _NORMS
         return axis + more if combines and node.shape else None
 
@@ -262,7 +274,7 @@ class _Search:
     def is_mean(self, node: Node, member: Node, axis: int) -> bool:
         """Whether it is the mean or the sum over the channels alone."""
         dims = node.attrs.get("dim")
-        size = len(member.shape or ())
+        size = member.rank
         return node.row.axes is REDUCED and isinstance(dims, list) and [dim % size for dim in dims] == [axis]
 
     def plain(self, node: Node, axis: int) -> None:
@@ -277,5 +289,5 @@ class _Search:
     def spans(self, part: Node, node: Node, axis: int) -> bool:
         """Whether an operand has the channels, rather than one value for all of them."""
         shape = part.shape or ()
-        at = axis - len(node.shape or ()) + len(shape)
+        at = axis - node.rank + len(shape)
         return at >= 0 and shape[at] != 1

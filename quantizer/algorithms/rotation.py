@@ -13,17 +13,19 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
-from quantizer.algorithms.heads import heads
+from quantizer.algorithms.fold import parameter
 from quantizer.algorithms.residual_stream import Residual, residuals
 from quantizer.config.algorithms import RotationConfig
 from quantizer.config.roles import base_role
-from quantizer.graph.axis_rules import PRODUCT
+from quantizer.graph.axis_rules import ATTENTION, MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT, PRODUCT
 from quantizer.graph.edits import Insertion
-from quantizer.graph.ir import Graph, Node
+from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.structure import InputGroup
 from quantizer.numerics.hadamard import factors, rotated
 
 Turn = Callable[[Tensor], Tensor]
+_ATTENTIONS = (ATTENTION, MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT)
+"""Rules of operators that end an attention: the last argument that they name has the values."""
 
 
 def rotation(task: Task, settings: RotationConfig, found: Adjustment) -> Adjustment:
@@ -58,22 +60,20 @@ class _Work:
         drawn = torch.randint(0, 2, (channels,), generator=self.generator)
         return (drawn * 2 - 1).to(self.task.device, torch.float64)
 
-    def value(self, layer: str, key: str) -> Tensor | None:
-        """A parameter as it is now, float64; None where the layer has none."""
-        path = self.graph.by_name[layer].params.get(key)
-        now = self.found.parameters.get(layer, {}).get(key)
-        now = self.graph.tensors[path] if now is None and path is not None else now
-        return None if now is None else now.double()
+    def weight(self, layer: str) -> Tensor:
+        """As it is now, float64."""
+        return parameter(self.graph, self.found, layer).double()
+
+    def bias(self, layer: str) -> Tensor | None:
+        """As it is now, float64; None where the layer has none."""
+        known = {**self.graph.by_name[layer].params, **self.found.parameters.get(layer, {})}
+        return parameter(self.graph, self.found, layer, "bias").double() if "bias" in known else None
 
     def put(self, layer: str, key: str, value: Tensor) -> None:
         """Another value for a parameter, in its dtype; a new bias has that of the weight."""
         params = self.graph.by_name[layer].params
         dtype = self.graph.tensors[params.get(key, params.get("weight", ""))].dtype
-        self.found = replace(
-            self.found.with_parameters(layer, **{key: value.to(dtype)}),
-            rounded={name: was for name, was in self.found.rounded.items() if name != layer},
-            qparams={name: was for name, was in self.found.qparams.items() if name != layer},
-        )
+        self.found = self.found.with_parameters(layer, **{key: value.to(dtype)})
 
     def is_quantized(self, layers: Iterable[str]) -> bool:
         """Whether the plan quantizes the weight of one of these layers."""
@@ -120,11 +120,11 @@ def _turn_residual(work: _Work, residual: Residual) -> None:
     """Readers take over the factors of norms and turn back; writers turn."""
     turn = _orthogonal(work.signs(residual.channels), residual.keeps_mean)
     for reader, name in residual.readers.items():
-        weight = _known(work.value(reader, "weight"))
+        weight = work.weight(reader)
         if name is not None:
             norm = residual.norms[name]
             if norm.shift is not None and bool(norm.shift.any()):
-                bias = work.value(reader, "bias")
+                bias = work.bias(reader)
                 work.put(reader, "bias", weight @ norm.shift + (0 if bias is None else bias))
             weight = weight * norm.factor
         work.put(reader, "weight", turn(weight))
@@ -137,27 +137,66 @@ def _turn_residual(work: _Work, residual: Residual) -> None:
 
 def _turn_writer(work: _Work, node: Node, axis: int, turn: Turn) -> None:
     """The channels of what a layer makes."""
-    weight = _known(work.value(node.name, "weight"))
+    weight = work.weight(node.name)
     if node.is_multiplying:
         axis = int(node.row.transposed)
-        if (bias := work.value(node.name, "bias")) is not None:
+        if (bias := work.bias(node.name)) is not None:
             work.put(node.name, "bias", turn(bias))
     elif node.row.channels is not None:
         axis = node.row.channels
     work.put(node.name, "weight", _along(weight, axis, turn))
 
 
+@dataclass(frozen=True)
+class _Heads:
+    """`rows` are the outputs of `maker` that each head of `width` channels takes, one entry for heads that share."""
+
+    maker: str
+    width: int
+    rows: tuple[tuple[int, ...], ...]
+
+
+def _heads(graph: Graph, group: InputGroup) -> _Heads | None:
+    """The heads of the value that a group reads, where between it and its maker there are moves and one attention.
+
+    Any other operator, such as a gate, works on single channels, which a rotation would mix.
+    """
+    fold = group.fold
+    if fold is None or graph.by_name[fold.node].row.spatial != 0 or fold.extra:
+        return None
+    attention = _moved_from(graph, graph.by_name[group.source])
+    axes = attention.row.axes if attention is not None else None
+    if attention is None or axes is None or axes not in _ATTENTIONS:
+        return None
+    values = attention.inputs.get(axes.arguments[-1])
+    if not isinstance(values, Ref) or not attention.shape:
+        return None
+    maker, width = _moved_from(graph, graph.by_name[values.name]), attention.shape[-1]
+    if maker is None or maker.name != fold.node or not width or group.channels % width:
+        return None
+    channels = fold.channels or tuple(range(group.channels))
+    blocks = dict.fromkeys(channels[at : at + width] for at in range(0, group.channels, width))
+    apart = len({row for block in blocks for row in block}) == len(blocks) * width
+    return _Heads(maker.name, width, tuple(blocks)) if apart else None
+
+
+def _moved_from(graph: Graph, node: Node | None) -> Node | None:
+    """What made the values that operators before this one only moved."""
+    while node is not None and node.row.only_moves:
+        node = graph.source(node)
+    return node
+
+
 def _turn_heads(work: _Work, group: InputGroup) -> tuple[str, ...]:
     """R2: one rotation for all heads of a layer; returns the layers that read them."""
-    found = heads(work.graph, group)
+    found = _heads(work.graph, group)
     if found is None or not work.is_quantized((*group.layers, found.maker)):
         return ()
     turn = _orthogonal(work.signs(found.width))
     for layer in group.layers:
-        weight = _known(work.value(layer, "weight"))
+        weight = work.weight(layer)
         work.put(layer, "weight", turn(weight.reshape(len(weight), -1, found.width)).flatten(1))
-    for key in ("weight", "bias"):
-        rows = work.value(found.maker, key)
+    for key, rows in (("weight", work.weight(found.maker)), ("bias", work.bias(found.maker))):
         if rows is not None:
             rows = rows.clone()
             for head in found.rows:
@@ -173,14 +212,16 @@ def _turn_online(work: _Work, layers: list[str]) -> None:
     source = work.graph.source(nodes[0]) if nodes else None
     if source is None or source.shape is None or not _is_product(work.graph, source):
         return
-    readers = tuple(node.name for node in nodes if _quantizes_input(work, node, source))
+    specs = work.task.specs
+    own = {layer for layer, role in specs if base_role(role) == "input"}
+    readers = tuple(node.name for node in nodes if node.name in own or (source.name, "activation") in specs)
     channels = source.shape[-1]
     if not readers or channels is None:
         return
     signs = work.signs(channels)
     turn = _orthogonal(signs)
     for reader in readers:
-        work.put(reader, "weight", turn(_known(work.value(reader, "weight"))))
+        work.put(reader, "weight", turn(work.weight(reader)))
     weight = signs.to(source.dtype)
     made = Insertion(_name(work, source), "rotation", source.name, readers, weight)
     work.found = replace(work.found, insertions=(*work.found.insertions, made))
@@ -188,17 +229,11 @@ def _turn_online(work: _Work, layers: list[str]) -> None:
 
 def _is_product(graph: Graph, node: Node | None) -> bool:
     """Whether the value is a product of two, or an activation function's, but for moves."""
-    while node is not None and node.row.only_moves:
-        node = graph.source(node)
+    node = _moved_from(graph, node)
     if node is None or node.row.axes is not PRODUCT:
         return node is not None and node.row.kind in ("nonlinear", "fusable")
     shapes = [graph.by_name[name].shape for name in node.refs()]
     return len(shapes) == 2 and all(shape == node.shape for shape in shapes)  # unlike the product with a norm's weight
-
-
-def _quantizes_input(work: _Work, node: Node, source: Node) -> bool:
-    own = any(layer == node.name and base_role(role) == "input" for layer, role in work.task.specs)
-    return own or (source.name, "activation") in work.task.specs
 
 
 def _name(work: _Work, source: Node) -> str:
@@ -210,8 +245,3 @@ def _name(work: _Work, source: Node) -> str:
 
 def _along(tensor: Tensor, axis: int, turn: Turn) -> Tensor:
     return turn(tensor.movedim(axis, -1)).movedim(-1, axis).contiguous()
-
-
-def _known(value: Tensor | None) -> Tensor:
-    assert value is not None
-    return value

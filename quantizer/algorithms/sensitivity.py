@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,6 @@ from quantizer.algorithms.round_to_nearest import nearest_qparams, output_error
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
-from quantizer.graph.ir import Ref
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
@@ -77,49 +77,33 @@ def layer_errors(
     Raises:
         DataError: an input of a layer is not finite (layer and batch are named).
     """
-    changes = {name: candidate for candidate in candidates for name in candidate.layers}
+    owners = {name: candidate for candidate in candidates for name in candidate.layers}
+    readers: dict[str, list[str]] = {}
+    for node in network.graph.nodes:
+        if node.name in owners:
+            readers.setdefault(node.inputs["input"].name, []).append(node.name)
     found: dict[str, list[float]] = {}
     runner = SequentialRunner(network, batches)
-    for source, names in _readers(network, changes).items():
-        shared = next((name for name in names if network.graph.by_name[name].row.spatial == 0), "")
-        owner = {name: shared if network.graph.by_name[name].row.spatial == 0 else name for name in names}
-        grams = {name: Gram(network.layers[name]) for name in dict.fromkeys(owner.values())}
-        runner.advance(source, {source: _watcher(grams)})
-        for name in names:
-            found[name] = _errors(network, name, changes[name], widths, grams[owner[name]].matrix)
+    for source in sorted(readers, key=network.graph.index.__getitem__):
+        linear = [name for name in readers[source] if network.graph.by_name[name].row.spatial == 0]
+        grams = {name: Gram(network.layers[name]) for name in readers[source] if name not in linear[1:]}
+        runner.advance(source, {source: functools.partial(_add, grams)})
+        for name in readers[source]:
+            layer, gram = network.layers[name], grams[linear[0] if name in linear else name].matrix
+            weight = layer.get_parameter("weight").detach().float()
+            changes = (rounded(network, owners[name], width)[name].float() - weight for width in widths)
+            found[name] = [output_error(gram, weight_matrix(layer, change)) for change in changes]
             after_layer()
     # A weight that several layers multiply with has the errors of all.
     return [tuple(map(math.fsum, zip(*(found[name] for name in c.layers), strict=True))) for c in candidates]
 
 
-def _readers(network: Network, names: Mapping[str, Candidate]) -> dict[str, list[str]]:
-    """The layers that read each value, values in execution order."""
-    readers: dict[str, list[str]] = {node.name: [] for node in network.graph.nodes}
-    for node in network.graph.nodes:
-        if node.name in names:
-            value = node.inputs["input"]
-            assert isinstance(value, Ref)  # a layer that multiplies by a weight reads one value
-            readers[value.name].append(node.name)
-    return {source: layers for source, layers in readers.items() if layers}
-
-
-def _watcher(grams: Mapping[str, Gram]) -> Callable[[Tensor], None]:
-    def add(value: Tensor) -> None:
-        for name, gram in grams.items():
-            try:
-                gram.add(value)
-            except ObservationError as error:
-                raise DataError(f"input of {name}: {error}", help="check the data and the weights") from error
-
-    return add
-
-
-def _errors(network: Network, name: str, candidate: Candidate, widths: Sequence[Width], gram: Tensor) -> list[float]:
-    """Of the layer's outputs, at each width."""
-    layer = network.layers[name]
-    weight = layer.get_parameter("weight").detach().float()
-    changes = (rounded(network, candidate, width)[name].float() - weight for width in widths)
-    return [output_error(gram, weight_matrix(layer, change)) for change in changes]
+def _add(grams: Mapping[str, Gram], value: Tensor) -> None:
+    for name, gram in grams.items():
+        try:
+            gram.add(value)
+        except ObservationError as error:
+            raise DataError(f"input of {name}: {error}", help="check the data and the weights") from error
 
 
 def output_noise(
@@ -137,7 +121,7 @@ def output_noise(
     Raises:
         DataError: an output of the float network is not finite, or no batch.
     """
-    first = {min(candidate.layers, key=_order(network)): at for at, candidate in enumerate(candidates)}
+    first = {min(candidate.layers, key=network.graph.index.__getitem__): at for at, candidate in enumerate(candidates)}
     noise = [[0.0] * len(widths) for _ in candidates]
     signal, count = 0.0, 0
     with torch.no_grad():
@@ -170,11 +154,6 @@ def noise_of(network: Network, weights: Mapping[str, Tensor], batches: Iterable[
             with _replaced(network, weights):
                 total += _distance(reference, start.advance().float_outputs())
     return total
-
-
-def _order(network: Network) -> Callable[[str], int]:
-    places = {node.name: at for at, node in enumerate(network.graph.nodes)}
-    return places.__getitem__
 
 
 def _distance(reference: Sequence[Tensor], other: Sequence[Tensor]) -> float:

@@ -42,11 +42,6 @@ class SequentialRunner:
         if not self._executions:
             raise DataError("the calibration data has no batches", help="check --data and --subset_len")
 
-    @property
-    def batches(self) -> int:
-        """How many batches there are."""
-        return len(self._executions)
-
     def value(self, name: str) -> list[Any]:
         """A node's value for each batch, while a later node reads it."""
         return [execution.values[name] for execution in self._executions]
@@ -64,7 +59,7 @@ class SequentialRunner:
         Raises:
             DataError: a batch cannot run; it is named by its number.
         """
-        index = {node.name: at for at, node in enumerate(self.network.graph.nodes)}
+        index = self.network.graph.index
         stop = None if upto is None else index[upto] + 1
         earlier = [name for name in watch if index[name] < self._executions[0].position]
         for number, execution in enumerate(self._executions):
@@ -73,7 +68,10 @@ class SequentialRunner:
                 for name in earlier:
                     watch[name](execution.values[name])
                 execution.advance(stop, watch)
-            self._account(before, execution)
+            self._free(before, execution)
+            for name, value in execution.values.items():
+                if before.get(name) is not value:
+                    execution.values[name] = self._store.keep(value)
 
     def calls(self, node: Node) -> list[dict[str, Any]]:
         """The arguments of the next node's layer, batch by batch."""
@@ -108,13 +106,6 @@ class SequentialRunner:
     def outputs(self) -> Iterator[Any]:
         """What the network returns for each batch, once every node is done."""
         return (execution.output() for execution in self._executions)
-
-    def _account(self, before: dict[str, Any], execution: Execution) -> None:
-        """Keep what has come in a segment, and free what has gone."""
-        self._free(before, execution)
-        for name, value in execution.values.items():
-            if before.get(name) is not value:
-                execution.values[name] = self._store.keep(value)
 
     def _free(self, before: dict[str, Any], execution: Execution) -> None:
         for name, old in before.items():

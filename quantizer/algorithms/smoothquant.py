@@ -5,22 +5,31 @@ Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
-from quantizer.algorithms.channel_ranges import ChannelRanges
 from quantizer.algorithms.fold import admissible, folded, input_name, parameter, without_overlap
-from quantizer.algorithms.smoothing_loss import input_spec, smoothing_loss
+from quantizer.algorithms.gram import geometry, not_finite
+from quantizer.algorithms.patches import by_input, channel_rows, patches, weight_matrix
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, sampled_rows
 from quantizer.config.algorithms import SmoothQuantConfig
+from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.errors import DataError
+from quantizer.graph.edits import by_channel, rescaled
 from quantizer.graph.structure import InputGroup
-from quantizer.graph.weights import by_channel
 from quantizer.nn.network import Network
+from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.numerics.qparams import QParams, qparams_from_range
+from quantizer.observers import NonFiniteError, code_range_of
 from quantizer.sources.batches import naming_batch
 
+SAMPLE = 512
+"""Inputs of a layer that a search looks at: rows, or patches of a convolution."""
 LEAST_WEIGHT = 1e-5  # so that a column of zeros has a factor
 AUTO = [step / 10 for step in range(11)]
 UNREACHED = "no token of the calibration data reached it; its inputs are not rescaled"
@@ -45,7 +54,8 @@ def smoothquant(task: Task, settings: SmoothQuantConfig, found: Adjustment) -> A
         if seen.tokens == 0:
             found = found.with_remarks(*(Remark(name, UNREACHED) for name in group.layers))
             continue
-        columns = _column_sizes(task, group, found)
+        tables = (by_channel(task.graph.by_name[name], parameter(task.graph, found, name)) for name in group.layers)
+        columns = torch.stack([table.float().abs().amax((1, 3)).flatten() for table in tables]).amax(0)  # max|W_j|
         choices = [
             admissible(task.graph, group, _factors(seen.size, columns, alpha, settings.scale_clamp_min), found)
             for alpha in alphas
@@ -76,7 +86,15 @@ def _observed(
     readers: dict[str, list[ChannelRanges]] = {}
     for group, each in ranges:
         readers.setdefault(input_name(group, found), []).append(each)
-    watch = {name: _all(each.add for each in those) for name, those in readers.items()}
+
+    def adding(those: list[ChannelRanges]) -> Callable[[Tensor], None]:
+        def add(x: Tensor) -> None:
+            for each in those:
+                each.add(x)
+
+        return add
+
+    watch = {name: adding(those) for name, those in readers.items()}
     number = -1
     for number, batch in enumerate(task.batches()):
         with naming_batch(number), torch.no_grad():
@@ -84,17 +102,6 @@ def _observed(
     if number < 0:
         raise DataError("the calibration data has no batches", help="check --data and --subset_len")
     return ranges
-
-
-def _all(functions: Iterable[Callable[[Tensor], None]]) -> Callable[[Tensor], None]:
-    """One watcher that shows a value to several."""
-    several = list(functions)
-
-    def watch(x: Tensor) -> None:
-        for function in several:
-            function(x)
-
-    return watch
 
 
 def _factors(inputs: Tensor, columns: Tensor, alpha: float, least: float) -> Tensor:
@@ -107,7 +114,143 @@ def _factors(inputs: Tensor, columns: Tensor, alpha: float, least: float) -> Ten
     return torch.where(inputs > 0, factors.clamp_min(least), 1.0)
 
 
-def _column_sizes(task: Task, group: InputGroup, found: Adjustment) -> Tensor:
-    """max|W_j| of each input channel, over all layers of the group."""
-    tables = (by_channel(task.graph.by_name[name], parameter(task.graph, found, name)) for name in group.layers)
-    return torch.stack([table.float().abs().amax((1, 3)).flatten() for table in tables]).amax(0)
+def input_spec(task: Task, layer: str) -> QuantizationSpec | None:
+    """How the value that a layer reads is quantized: at the layer itself, or where the value was made."""
+    own = task.specs.get((layer, "input"))
+    node = task.graph.by_name[layer]
+    while own is None:
+        source = next(iter(node.refs()), None)
+        if source is None:
+            return None
+        own, node = task.specs.get((source, "activation")), task.graph.by_name[source]
+        if own is None and node.row.kind != "passthrough":
+            return None
+    return own
+
+
+def smoothing_loss(task: Task, group: InputGroup, seen: ChannelRanges, found: Adjustment, factors: Tensor) -> float:
+    """Squared error of the group's outputs on the sample, its inputs divided by the factors, and all quantized."""
+    total = 0.0
+    rows = sum(len(parameter(task.graph, found, name)) for name in group.layers)
+    for name in group.layers:
+        node, spec = task.graph.by_name[name], task.specs.get((name, "weights"))
+        weight, share = parameter(task.graph, found, name).float(), 1.0
+        if spec is not None:
+            weight, share = sampled_rows(weight, spec, node, rows)
+        scaled = rescaled(node, weight, inputs=factors)
+        quantized = scaled
+        if spec is not None and spec.dtype in CAST_ONLY:
+            quantized = TensorQuantizer(spec)(scaled)
+        elif spec is not None:
+            quantized = nearest(scaled, spec, nearest_qparams(spec, scaled))
+        inputs = seen.sample(name)
+        divided = inputs / by_input(factors, len(inputs), inputs.shape[2])[:, None]
+        rounded = _quantized_input(divided, input_spec(task, name), seen, factors)
+        outputs = inputs @ weight_matrix(seen.layers[name], weight).mT
+        lost = rounded @ weight_matrix(seen.layers[name], quantized).mT - outputs
+        total += share * float(lost.square_().sum(dtype=torch.float64))
+    return total
+
+
+def _quantized_input(x: Tensor, spec: QuantizationSpec | None, seen: ChannelRanges, factors: Tensor) -> Tensor:
+    """Rows of inputs [groups, samples, depth] with the scale that calibration would find, or with that of each row."""
+    if spec is None:
+        return x
+    if not spec.is_scaled:
+        return TensorQuantizer(spec)(x)  # type: ignore[no-any-return]
+    if spec.is_dynamic and spec.qscheme != "per_tensor":
+        by_row = dataclasses.replace(spec, qscheme="per_group" if spec.group_size else "per_token", ch_axis=2)
+        return TensorQuantizer(by_row)(x)  # type: ignore[no-any-return]
+    low, high = seen.low / factors, seen.high / factors
+    if spec.qscheme == "per_channel":
+        qparams = qparams_from_range(low, high, code_range_of(spec))
+        scale, zero_point = (by_input(e, len(x), x.shape[2]).flatten() for e in (qparams.scale, qparams.zero_point))
+        wide = x.transpose(0, 1).flatten(1)
+        placed = nearest(wide, dataclasses.replace(spec, ch_axis=1), QParams(scale, zero_point))
+        return placed.view(x.shape[1], len(x), -1).transpose(0, 1)
+    whole = dataclasses.replace(spec, qscheme="per_tensor", ch_axis=None, group_size=None)
+    return nearest(x, whole, qparams_from_range(low.amin(), high.amax(), code_range_of(whole)))
+
+
+class ChannelRanges:
+    """Takes in the value that a group reads, batch by batch.
+
+    Attributes:
+        layers: of the group, by name.
+        low, high: float32 [channels].
+        tokens: how many there were.
+    """
+
+    def __init__(self, network: Network, group: InputGroup, *, with_sample: bool) -> None:
+        self._group, self.tokens = group, 0
+        device = network.layers[group.layers[0]].get_parameter("weight").device
+        self.low = torch.full((group.channels,), math.inf, device=device)
+        self.high = -self.low
+        self.layers = {name: network.layers[name] for name in group.layers}
+        kinds = {geometry(layer): layer for layer in self.layers.values()}
+        self._samples = {kind: _Sample(layer) for kind, layer in kinds.items()} if with_sample else {}
+
+    @property
+    def size(self) -> Tensor:
+        """The largest magnitude of each channel."""
+        return torch.maximum(-self.low, self.high)
+
+    def sample(self, layer: str) -> Tensor:
+        """Some of a layer's inputs, evenly over the batches: [groups, at most SAMPLE, depth]."""
+        return self._samples[geometry(self.layers[layer])].rows()
+
+    def add(self, x: Tensor) -> None:
+        """Take in one batch.
+
+        Raises:
+            DataError: it is not finite; the layer is named.
+        """
+        if x.numel() == 0:
+            return
+        low, high = _extremes(x, self._group.axis)
+        if not math.isfinite(low.sum()) or not math.isfinite(high.sum()):
+            error = NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
+            raise not_finite(self._group.layers[0], error)
+        self.low, self.high = torch.minimum(self.low, low.float()), torch.maximum(self.high, high.float())
+        self.tokens += x.numel() // self._group.channels
+        for sample in self._samples.values():
+            sample.add(x)
+
+
+def _extremes(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Least and greatest value of each index of an axis."""
+    if axis % x.dim() == x.dim() - 1:
+        rows = x.reshape(-1, x.shape[-1])
+        return rows.amin(0), rows.amax(0)
+    others = [dim for dim in range(x.dim()) if dim != axis % x.dim()]
+    return x.amin(others), x.amax(others)
+
+
+class _Sample:
+    """Every n-th row that a layer multiplies its weight with; n doubles when there are twice too many."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer, self._stride, self._seen = layer, 1, 0
+        self._kept: list[Tensor] = []
+
+    def add(self, x: Tensor) -> None:
+        rows = self._rows_of(x)
+        first = -self._seen % self._stride
+        self._seen += rows
+        at = torch.arange(first, rows, self._stride, device=x.device)
+        if len(at):
+            self._kept.append(patches(self._layer, x, at).float())
+        while sum(part.shape[1] for part in self._kept) > 2 * SAMPLE:
+            self._kept, self._stride = [torch.cat(self._kept, 1)[:, ::2]], 2 * self._stride
+
+    def rows(self) -> Tensor:
+        found = torch.cat(self._kept, 1)
+        return found[:, :: -(-found.shape[1] // SAMPLE)]
+
+    def _rows_of(self, x: Tensor) -> int:
+        """How many rows the layer makes of a value."""
+        if isinstance(self._layer, nn.Linear):
+            return x.numel() // x.shape[-1]
+        like = torch.empty_like(x, device="meta")
+        weights = {name: tensor.to("meta") for name, tensor in self._layer.named_parameters()}
+        return len(channel_rows(self._layer, torch.func.functional_call(self._layer, weights, (like,))))

@@ -170,7 +170,7 @@ class GPTQConfig(ColumnRounding):
     block_size: int = 128
 
 
-@algorithm(run="quantizer.algorithms.gptaq:gptaq", stage="round")
+@algorithm(run="quantizer.algorithms.gptq:gptaq", stage="round")
 @dataclass
 class GPTAQConfig(ColumnRounding):
     """GPTAQ (arXiv 2504.02692): GPTQ that also makes up for the error of a layer's inputs. Not part of the documented
@@ -193,7 +193,7 @@ class GPTAQConfig(ColumnRounding):
     block_size: int = 128
 
 
-@algorithm(run="quantizer.algorithms.qronos:qronos", stage="round")
+@algorithm(run="quantizer.algorithms.gptq:qronos", stage="round")
 @dataclass
 class QronosConfig(ColumnRounding):
     """Qronos (arXiv 2505.11695): GPTQ on columns that are first fitted to what the float network computes. Not part of

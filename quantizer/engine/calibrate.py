@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from quantizer.algorithms.channel_mean import ChannelMean, channel_axis
+from quantizer.algorithms.bias_correction import ChannelMean, channel_axis
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.engine.parameter_remarks import dead_channels, saturated

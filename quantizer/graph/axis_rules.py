@@ -97,14 +97,9 @@ def _over(labels: Tensor | None, axes: Iterable[int], shape: torch.Size) -> Tens
     return labels.expand(shape)
 
 
-def _indexed(call: LabelledCall) -> Any:
-    """What indices select is not known, but labels are alike along their axes."""
-    axes = [axis for axis, index in enumerate(call.arguments["indices"]) if index is not None]
-    return call.run() if not any(changes(call.first, axis) for axis in axes) else None
-
-
-def _picked(call: LabelledCall) -> Any:
-    return call.run() if not changes(call.first, call.arguments["dim"]) else None
+def _run_beside(call: LabelledCall, axes: Iterable[int]) -> Any:
+    """The operator on labels that are alike along axes: what it selects there is not known."""
+    return None if any(changes(call.first, axis) for axis in axes) else call.run()
 
 
 def _padded(call: LabelledCall) -> Any:
@@ -174,8 +169,10 @@ MOVED = AxisRule(lambda call: call.run())
 RESHAPED = AxisRule(lambda call: call.first.reshape(call.shape))
 """In row-major order; a view where the values' memory allows one, while the labels' memory is another."""
 JOINED = AxisRule(lambda call: call.run(), ("tensors",))
-INDEXED = AxisRule(_indexed)
-PICKED = AxisRule(_picked)
+INDEXED = AxisRule(
+    lambda call: _run_beside(call, (at for at, i in enumerate(call.arguments["indices"]) if i is not None))
+)
+PICKED = AxisRule(lambda call: _run_beside(call, (call.arguments["dim"],)))
 PADDED = AxisRule(_padded)
 REDUCED = AxisRule(_reduced)
 ALIKE = AxisRule(_alike, ("input", "other"))

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from quantizer.graph.axis_rules import Commutes, LabelledCall, changes, is_padded
 from quantizer.graph.ir import Graph, Node, map_refs, references
-from quantizer.graph.meta_values import meta_values
 from quantizer.graph.targets import call
 
 NONE = -1
+BATCH = 2
+META = torch.device("meta")
+_UNKNOWN = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
 
 
 class ChannelLabels:
@@ -35,7 +37,10 @@ class ChannelLabels:
         if not labels.keys().isdisjoint(references(others)):
             return None
         try:
-            found = axes.labels(self._call(node, labels, made))
+            given = {key: map_refs(value, self.values.__getitem__) for key, value in node.inputs.items()}
+            moved = {key: map_refs(value, labels.get) for key, value in node.inputs.items()}
+            labelled = LabelledCall(moved, {**node.attrs, **given}, _first(made).shape, lambda: self._run(node, labels))
+            found = axes.labels(labelled)
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, NotImplementedError):
             return None  # labels are floats on the CPU: an operator that cannot move them is not followed
         if isinstance(found, (list, tuple)):
@@ -64,15 +69,6 @@ class ChannelLabels:
         axes = range(len(source.shape)) if source is not None and source.shape is not None else ()
         return next((before for before in axes if self.moved(node, before) == axis), None)
 
-    def _call(self, node: Node, labels: Mapping[str, Any], made: Any) -> LabelledCall:
-        arguments = {key: map_refs(value, self.values.__getitem__) for key, value in node.inputs.items()}
-        return LabelledCall(
-            {key: map_refs(value, labels.get) for key, value in node.inputs.items()},
-            {**node.attrs, **arguments},
-            _first(made).shape,
-            lambda: self._run(node, labels),
-        )
-
     def _run(self, node: Node, labels: Mapping[str, Any]) -> Any:
         """The operator on labels; other values are no channels."""
 
@@ -86,6 +82,38 @@ class ChannelLabels:
 
         inputs = {key: map_refs(value, stand_in) for key, value in node.inputs.items()}
         return call(node.target, {**node.attrs, **inputs})
+
+
+def meta_values(graph: Graph) -> dict[str, Any]:
+    """Each node's value as tensors without memory, sizes as numbers; without nodes whose shape follows from values."""
+    values: dict[str, Any] = {}
+    tensors = {path: tensor.to(META) for path, tensor in graph.tensors.items()}
+    with torch.no_grad():
+        for node in graph.nodes:
+            if all(name in values for name in references(node.inputs)):
+                try:
+                    values[node.name] = _value(node, values, tensors)
+                except _UNKNOWN:
+                    continue  # the shape follows from values, or the layer is no operator of torch
+    return values
+
+
+def _value(node: Node, values: dict[str, Any], tensors: dict[str, Any]) -> Any:
+    if node.op == "input":
+        if node.shape is None:
+            return node.attrs["value"]
+        return torch.empty([BATCH if size is None else size for size in node.shape], dtype=node.dtype, device=META)
+    if node.op in ("parameter", "constant"):
+        return tensors[node.params["weight"]]
+    if not node.row.aten:  # a layer of this package, shaped as what it reads
+        return values[next(iter(node.refs()))]
+    params = {key: tensors[path] for key, path in node.params.items()}
+    inputs = {key: map_refs(value, values.__getitem__) for key, value in node.inputs.items()}
+    attrs = {key: META if isinstance(value, torch.device) else value for key, value in node.attrs.items()}
+    arguments = {**attrs, **params, **inputs}
+    if node.target == "aten.view.default":  # attention on this device may lay out its result so that it has no view
+        return arguments["input"].reshape(arguments["size"])
+    return call(node.target, arguments)
 
 
 def paths(node: Node, how: Commutes = Commutes.SCALING) -> tuple[str, ...]:
@@ -113,12 +141,8 @@ def compressed(labels: Any) -> Any:
         return None
     for axis, (size, stride) in enumerate(zip(labels.shape, labels.stride(), strict=True)):
         first = labels.narrow(axis, 0, min(size, 1))
-        if (
-            size > 1
-            and stride
-            and torch.equal(first, labels.narrow(axis, size - 1, 1))
-            and bool((labels == first).all())
-        ):
+        ends = size > 1 and stride and torch.equal(first, labels.narrow(axis, size - 1, 1))
+        if ends and bool((labels == first).all()):
             labels = first.expand(labels.shape)
     return labels
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,30 +14,37 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError
-from quantizer.graph import arguments as call
+from quantizer.graph import targets as call
 from quantizer.graph.functionalize import is_inplace
 from quantizer.graph.ir import Graph, Node, Ref, references
 from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
-from quantizer.graph.stubs import MARK, STUBS
+
+# QuantStub and DeQuantStub compute nothing, so torch.export forgets them unless they leave a mark.
+STUBS = {"QuantStub": "quant_stub", "DeQuantStub": "dequant_stub"}  # by class: torch's own and those of other tools
+MARK = "aten.alias.default"  # gives its input; the module that it runs in says which stub it stands for
 
 
-def convert(
-    program: ExportedProgram, namer: Namer, module: nn.Module, input_paths: tuple[tuple[Any, ...], ...]
-) -> Graph:
-    """The graph of an exported program.
+@contextlib.contextmanager
+def marked(module: nn.Module) -> Iterator[None]:
+    """While this lasts, each stub inside `module` leaves an operator in a trace."""
+    handles = [child.register_forward_hook(_leave_mark) for child in module.modules() if type(child).__name__ in STUBS]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
-    Raises:
-        ModelError: the program holds a kind of node that has no place in a straight line (a higher-order operator).
-    """
-    return _Converter(program, namer, module).run(input_paths)
+
+def _leave_mark(_module: nn.Module, _args: Any, output: Any) -> Any:
+    return torch.ops.aten.alias.default(output) if isinstance(output, Tensor) else output
 
 
-class _Converter:
+class Converter:
     """Walks the program once; `values` maps its nodes to ours."""
 
-    def __init__(self, program: ExportedProgram, namer: Namer, module: nn.Module) -> None:
-        self.program, self.namer = program, namer
+    def __init__(self, program: ExportedProgram, module: nn.Module) -> None:
+        self.program, self.namer = program, Namer(module)
         self.nodes: list[Node] = []
         self.values: dict[fx.Node, Any] = {}
         self.paths: dict[fx.Node, str] = {}
@@ -45,7 +53,8 @@ class _Converter:
         self.learned: set[str] = set()
         self._first_path = {id(t): p for p, t in itertools.chain(module.named_buffers(), module.named_parameters())}
 
-    def run(self, input_paths: tuple[tuple[Any, ...], ...]) -> Graph:
+    def graph(self, input_paths: tuple[tuple[Any, ...], ...]) -> Graph:
+        """The graph of the program; ModelError if it holds a node with no place in a straight line."""
         signature = {spec.arg.name: spec for spec in self.program.graph_signature.input_specs}
         inputs = 0
         for node in self.program.graph.nodes:
@@ -69,14 +78,13 @@ class _Converter:
                 )
         out_spec = self.program.call_spec.out_spec
         assert out_spec is not None  # torch.export always fills it
-        graph = Graph(
-            self.namer.model,
-            tuple(self.nodes),
-            _plain(pytree.tree_unflatten(leaves, out_spec)),
-            self.tensors,
-            input_paths,
-            rebuild=_rebuilder(out_spec),
-        )
+
+        def rebuild(output: Any) -> Any:
+            """The plain output in the model's own type."""
+            return pytree.tree_unflatten(pytree.tree_leaves(output, is_leaf=lambda item: item is None), out_spec)
+
+        output = _plain(pytree.tree_unflatten(leaves, out_spec))
+        graph = Graph(self.namer.model, tuple(self.nodes), output, self.tensors, input_paths, rebuild=rebuild)
         return _without_dead(graph)
 
     def _input(self, node: fx.Node, index: int) -> None:
@@ -87,7 +95,8 @@ class _Converter:
             self.values[node] = Ref(name)
         else:
             self.values[node] = attrs["value"] = value  # torch bakes plain numbers into the trace
-        self.nodes.append(Node(name, "input", "input", attrs=attrs, shape=_shape(value), dtype=_dtype(value)))
+        shape, dtype = _kind(value)
+        self.nodes.append(Node(name, "input", "input", attrs=attrs, shape=shape, dtype=dtype))
 
     def _tensor(self, node: fx.Node, target: str, *, learned: bool) -> None:
         state = self.program.state_dict.get(target)
@@ -126,10 +135,8 @@ class _Converter:
         path = self.namer.canonical(_module_path(node))
         stub = STUBS.get(self.namer.class_name(path)) if target == MARK else None
         first = node.args[0] if node.args else None
-        if stub is None and call.is_noise(target):
-            self.values[node] = self._value(first)
-            return
-        if target == "operator.getitem" and call.target_name(first) == call.NORM_WITHOUT_STATISTICS:
+        picks_norm = target == "operator.getitem" and call.target_name(first) == call.NORM_WITHOUT_STATISTICS
+        if picks_norm or (stub is None and call.is_noise(target)):
             self.values[node] = self._value(first)
             return
         arguments = call.named_arguments(node)
@@ -138,18 +145,8 @@ class _Converter:
             target, value = "aten.batch_norm.default", value[0]  # torch's functional form also returns the statistics
         op = stub or call.refine(find_op(call.packet(target)).name, arguments)
         inputs, attrs, params = self._split(op, arguments)
-        ours = Node(
-            self.namer.name(path, op),
-            op,
-            call.functional(target),
-            inputs,
-            attrs,
-            params,
-            path,
-            self.namer.classes(path),
-            _shape(value),
-            _dtype(value),
-        )
+        name, classes, target = self.namer.name(path, op), self.namer.classes(path), call.functional(target)
+        ours = Node(name, op, target, inputs, attrs, params, path, classes, *_kind(value))
         self.nodes.append(ours)
         self.values[node] = Ref(ours.name)
         if is_inplace(node):
@@ -177,12 +174,8 @@ class _Converter:
                 params[key] = self.paths[argument]
                 continue
             value = self._value(argument)
-            (inputs if _has_ref(value) else attrs)[key] = value
+            (inputs if any(references(value)) else attrs)[key] = value
         return inputs, attrs, params
-
-
-def _has_ref(value: Any) -> bool:
-    return isinstance(value, Ref) or (isinstance(value, list) and any(_has_ref(item) for item in value))
 
 
 def _module_path(node: fx.Node) -> str:
@@ -192,14 +185,11 @@ def _module_path(node: fx.Node) -> str:
     return "" if path.startswith("_empty") else str(path).partition("@")[0]
 
 
-def _shape(value: Any) -> tuple[int | None, ...] | None:
+def _kind(value: Any) -> tuple[tuple[int | None, ...] | None, torch.dtype | None]:
+    """Shape and dtype of a tensor."""
     if not isinstance(value, Tensor):
-        return None
-    return tuple(size if isinstance(size, int) else None for size in value.shape)
-
-
-def _dtype(value: Any) -> torch.dtype | None:
-    return value.dtype if isinstance(value, Tensor) else None
+        return None, None
+    return tuple(size if isinstance(size, int) else None for size in value.shape), value.dtype
 
 
 def _plain(value: Any) -> Any:
@@ -212,11 +202,6 @@ def _plain(value: Any) -> Any:
         items = [_plain(item) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value
-
-
-def _rebuilder(out_spec: Any) -> Callable[[Any], Any]:
-    """Turns the plain output back into the model's own type."""
-    return lambda output: pytree.tree_unflatten(pytree.tree_leaves(output, is_leaf=lambda item: item is None), out_spec)
 
 
 def _without_dead(graph: Graph) -> Graph:

@@ -9,66 +9,41 @@ from typing import Any
 from torch import Tensor
 
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.op_row import Op
+from quantizer.graph.ops import OPS
 
-# Classes of `quantizer.nn` that are one torch function: class name -> target.
+
+def _class(row: Op) -> str:
+    """The class of torch.nn, after which ours is named; of a function its name."""
+    name = row.types[0].rpartition(".")[2] if row.types else ""
+    return name if name[:1].isupper() else "".join(part.capitalize() for part in row.name.split("_"))
+
+
+def _layers(overload: str, *names: str) -> dict[str, str]:
+    """The classes of operators that torch calls by one overload."""
+    return {_class(OPS[name]): f"aten.{name}.{overload}" for name in names}
+
+
 FUNCTION_LAYERS: dict[str, str] = {
-    "ReLU": "aten.relu.default",
-    "ReLU6": "aten.relu6.default",
-    "LeakyReLU": "aten.leaky_relu.default",
-    "Hardtanh": "aten.hardtanh.default",
-    "PReLU": "aten.prelu.default",
-    "ELU": "aten.elu.default",
-    "GELU": "aten.gelu.default",
-    "SiLU": "aten.silu.default",
-    "Mish": "aten.mish.default",
-    "Sigmoid": "aten.sigmoid.default",
-    "Tanh": "aten.tanh.default",
-    "Hardswish": "aten.hardswish.default",
-    "Hardsigmoid": "aten.hardsigmoid.default",
-    "Softmax": "aten.softmax.int",
-    "LogSoftmax": "aten.log_softmax.int",
+    **_layers("default", "relu", "relu6", "leaky_relu", "hardtanh", "prelu", "elu", "gelu", "silu", "mish", "sigmoid"),
+    **_layers("default", "tanh", "hardswish", "hardsigmoid", "layer_norm", "group_norm", "rms_norm", "neg", "matmul"),
+    **_layers("default", "bmm", "addmm", "scaled_dot_product_attention", "cat", "stack", "chunk", "reshape", "permute"),
+    **_layers("default", "pad", "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
+    **_layers("default", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
+    **_layers("Tensor", "add", "sub", "mul", "div", "split", "slice"),
+    **_layers("int", "softmax", "log_softmax", "transpose", "select"),
+    **_layers("dim", "mean"),
+    **_layers("dim_IntList", "sum"),
+    **_layers("self", "where"),
+    **_layers("Scalar", "masked_fill"),
+    **_layers("using_ints", "flatten"),
     "BatchNorm": "aten.batch_norm.default",
-    "LayerNorm": "aten.layer_norm.default",
-    "GroupNorm": "aten.group_norm.default",
     "InstanceNorm": "aten.instance_norm.default",
-    "RMSNorm": "aten.rms_norm.default",
-    "Add": "aten.add.Tensor",
-    "Sub": "aten.sub.Tensor",
-    "Mul": "aten.mul.Tensor",
-    "Div": "aten.div.Tensor",
-    "Mean": "aten.mean.dim",
-    "Sum": "aten.sum.dim_IntList",
-    "Neg": "aten.neg.default",
-    "Where": "aten.where.self",
-    "MaskedFill": "aten.masked_fill.Scalar",
-    "Matmul": "aten.matmul.default",
-    "Bmm": "aten.bmm.default",
-    "Addmm": "aten.addmm.default",
-    "ScaledDotProductAttention": "aten.scaled_dot_product_attention.default",
-    "Cat": "aten.cat.default",
-    "Stack": "aten.stack.default",
-    "Chunk": "aten.chunk.default",
-    "Split": "aten.split.Tensor",
-    "MaxPool1d": "aten.max_pool1d.default",
-    "MaxPool2d": "aten.max_pool2d.default",
-    "MaxPool3d": "aten.max_pool3d.default",
-    "AvgPool1d": "aten.avg_pool1d.default",
-    "AvgPool2d": "aten.avg_pool2d.default",
-    "AvgPool3d": "aten.avg_pool3d.default",
-    "AdaptiveAvgPool1d": "aten.adaptive_avg_pool1d.default",
-    "AdaptiveAvgPool2d": "aten.adaptive_avg_pool2d.default",
-    "AdaptiveAvgPool3d": "aten.adaptive_avg_pool3d.default",
-    "Flatten": "aten.flatten.using_ints",
-    "Reshape": "aten.reshape.default",
     "View": "aten.view.default",
-    "Permute": "aten.permute.default",
-    "Transpose": "aten.transpose.int",
-    "Slice": "aten.slice.Tensor",
-    "Select": "aten.select.int",
-    "Pad": "aten.pad.default",
     "Size": "aten.sym_size.int",
     "GetItem": "operator.getitem",
 }
+"""Classes of `quantizer.nn` that are one torch function: class name -> target."""
 # Layers that compute as one device does: target -> class of `quantizer.nn`.
 DEVICE_LAYERS: dict[str, str] = {
     "dpu.avg_pool2d": "DpuAvgPool2d",
@@ -100,7 +75,7 @@ def describe(graph: Graph, node: Node) -> LayerCall:
     if node.op in _STRUCTURE:
         return LayerCall(_STRUCTURE[node.op])
     if node.op in ("parameter", "constant"):
-        tensor = graph.tensors[node.params["weight"]]
+        tensor = graph.weight(node)
         return LayerCall(node.op.capitalize(), (list(tensor.shape),), {"dtype": tensor.dtype})
     if "weight_hh_l0" in node.params:
         return _recurrent(node, graph.tensors)
@@ -110,10 +85,12 @@ def describe(graph: Graph, node: Node) -> LayerCall:
     if node.target in DEVICE_LAYERS:
         return LayerCall(DEVICE_LAYERS[node.target], (), kwargs)
     if node.target in INSERTED_LAYERS:
-        return LayerCall(INSERTED_LAYERS[node.target], (len(graph.tensors[node.params["weight"]]),), kwargs)
+        return LayerCall(INSERTED_LAYERS[node.target], (len(graph.weight(node)),), kwargs)
     if node.params:
         kwargs["params"] = {key: list(graph.tensors[path].shape) for key, path in node.params.items()}
-    if node.op in _INPLACE and _owns_input(graph, node):
+    source = next(iter(node.refs()), None)
+    is_alone = source is not None and graph.by_name[source].row.fresh and graph.consumers[source] == (node.name,)
+    if node.op in _INPLACE and is_alone:  # nobody else reads the memory that its producer just made
         kwargs["inplace"] = True
     if node.op == "relu6":
         return LayerCall("ReLU6", (), {key: value for key, value in kwargs.items() if key == "inplace"})
@@ -121,24 +98,18 @@ def describe(graph: Graph, node: Node) -> LayerCall:
     return LayerCall(cls, (), kwargs) if cls else LayerCall("Function", (node.target,), kwargs)
 
 
-def _owns_input(graph: Graph, node: Node) -> bool:
-    """Whether the node is the only reader of memory that its producer just made."""
-    source = next(iter(node.refs()), None)
-    return source is not None and graph.by_name[source].row.fresh and graph.consumers[source] == (node.name,)
-
-
 def _weighted(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
     """Constructor arguments as torch.nn spells them, read off the weight's shape and the call's constants."""
     shape, dims, transposed = tensors[node.params["weight"]].shape, node.row.spatial, node.row.transposed
     bias = "bias" in node.params
     if dims == 0:
-        return LayerCall(_class(node), (), {"in_features": shape[1], "out_features": shape[0], "bias": bias})
+        return LayerCall(_class(node.row), (), {"in_features": shape[1], "out_features": shape[0], "bias": bias})
     if not node.row.types:
         return LayerCall("ChannelScale", (shape[0],))
     if dims is None:
         padding = node.attrs.get("padding_idx", -1)
         sizes = {"num_embeddings": shape[0], "embedding_dim": shape[1]}
-        return LayerCall(_class(node), (), {**sizes, "padding_idx": None if padding == -1 else padding})
+        return LayerCall(_class(node.row), (), {**sizes, "padding_idx": None if padding == -1 else padding})
     groups = node.attrs.get("groups", 1)
     kwargs: dict[str, Any] = {
         "in_channels": shape[0] if transposed else shape[1] * groups,
@@ -150,12 +121,7 @@ def _weighted(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
     if transposed:
         kwargs["output_padding"] = _spread(node.attrs.get("output_padding", 0), dims)
     kwargs |= {"dilation": _spread(node.attrs.get("dilation", 1), dims), "groups": groups, "bias": bias}
-    return LayerCall(_class(node), (), kwargs)
-
-
-def _class(node: Node) -> str:
-    """The class of torch.nn, after which ours is named."""
-    return node.row.types[0].rpartition(".")[2]
+    return LayerCall(_class(node.row), (), kwargs)
 
 
 def _recurrent(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
@@ -172,7 +138,7 @@ def _recurrent(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
     }
     kwargs |= {"proj_size": hidden[1]} if projection else {}
     kwargs |= {"nonlinearity": "relu"} if node.op == "rnn_relu" else {}
-    return LayerCall(_class(node), (), kwargs)
+    return LayerCall(_class(node.row), (), kwargs)
 
 
 def _spread(value: Any, dims: int) -> Any:

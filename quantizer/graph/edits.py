@@ -1,9 +1,8 @@
-"""Changes to a traced graph that algorithms ask for: other parameters, and layers between a value and its readers."""
+"""Changes to a traced graph: weights by their channels, other parameters, layers between a value and its readers."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,11 +33,10 @@ def with_weights(graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> G
 
     A layer without a bias may be given one.
     """
-    uses = Counter(path for node in graph.nodes for path in node.params.values())
     tensors, nodes = dict(graph.tensors), []
     for node in graph.nodes:
         if own := weights.get(node.name):
-            paths = {key: _path(node, key, uses) for key in own}
+            paths = {key: _path(node, key, graph.uses) for key in own}
             tensors |= {paths[key]: tensor for key, tensor in own.items()}
             attrs = {key: value for key, value in node.attrs.items() if key not in own}  # a bias given as None
             node = dataclasses.replace(node, params={**node.params, **paths}, attrs=attrs)
@@ -64,27 +62,41 @@ def inserted(graph: Graph, insertions: Iterable[Insertion]) -> Graph:
 
 def _inserted(graph: Graph, insertion: Insertion) -> Graph:
     source = graph.by_name[insertion.source]
-    made = Node(
-        insertion.name,
-        insertion.op,
-        f"rescale.{insertion.op}",
+    made = dataclasses.replace(
+        source,
+        name=insertion.name,
+        op=insertion.op,
+        target=f"rescale.{insertion.op}",
         inputs={"input": Ref(source.name)},
         attrs=dict(insertion.attrs),
         params={"weight": insertion.name},
-        scope=source.scope,
-        classes=source.classes,
-        shape=source.shape,
-        dtype=source.dtype,
     )
+
+    def through(name: str) -> Ref:
+        return Ref(insertion.name if name == insertion.source else name)
+
     nodes: list[Node] = []
     for node in graph.nodes:
         if node.name in insertion.readers:
-            node = dataclasses.replace(node, inputs=map_refs(node.inputs, _through(insertion)))
+            node = dataclasses.replace(node, inputs=map_refs(node.inputs, through))
         nodes.append(node)
         if node.name == insertion.source:
             nodes.append(made)
     return graph.replaced(nodes=tuple(nodes), tensors={**graph.tensors, insertion.name: insertion.weight})
 
 
-def _through(insertion: Insertion) -> Any:
-    return lambda name: Ref(insertion.name if name == insertion.source else name)
+def by_channel(node: Node, weight: Tensor) -> Tensor:
+    """The weight of a linear or convolution layer as [groups, a group's outputs, its inputs, taps]; often a view."""
+    groups = int(node.attrs.get("groups", 1))
+    table = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], weight.shape[2:].numel())
+    return table.transpose(1, 2) if node.row.transposed else table
+
+
+def rescaled(node: Node, weight: Tensor, outputs: Tensor | None = None, inputs: Tensor | None = None) -> Tensor:
+    """The weight with each output and each input channel multiplied by a factor; computed in the factors' dtype."""
+    table = by_channel(node, weight)
+    for factor, shape in ((outputs, (len(table), -1, 1, 1)), (inputs, (len(table), 1, -1, 1))):
+        if factor is not None:
+            table = table * factor.to(weight.device).reshape(shape)
+    table = table.transpose(1, 2) if node.row.transposed else table
+    return table.reshape(weight.shape).to(weight.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quantizer.graph.describe import LayerCall, describe
+from quantizer.graph.describe import describe
 from quantizer.graph.ir import Graph, Node, Ref
 
 _HEADER = '''"""{model} as traced and quantized, written by quantizer. The layer names are those a config may use."""
@@ -30,24 +30,22 @@ def emit(graph: Graph) -> str:
     """
     modules = {node.name: f"module_{index}" for index, node in enumerate(graph.nodes)}
     inputs = {
-        node.name: _access(path)
-        for node, path in zip((n for n in graph.nodes if n.op == "input"), graph.input_paths, strict=True)
+        node.name: ("kwargs" if root else "args") + "".join(f"[{key!r}]" for key in keys)  # `kwargs['opts'][0]`
+        for node, (root, *keys) in zip((n for n in graph.nodes if n.op == "input"), graph.input_paths, strict=True)
     }
     lines = [_HEADER.format(model=graph.model)]
     for node in graph.nodes:
-        lines.append(f"        self.{modules[node.name]} = {_constructor(describe(graph, node))} #{node.name}\n")
+        call = describe(graph, node)
+        arguments = [_literal(value, {}) for value in call.args]
+        arguments += [f"{key}={_literal(value, {})}" for key, value in call.kwargs.items()]
+        made = f"quantizer.nn.{call.cls}({', '.join(arguments)})"
+        lines.append(f"        self.{modules[node.name]} = {made} #{node.name}\n")
     lines.append("        quantizer.nn.load(self, __file__)\n\n    def forward(self, *args, **kwargs):\n")
     for node in graph.nodes:
-        call = f"input={inputs[node.name]}" if node.name in inputs else _arguments(node, modules)
-        lines.append(f"        {_variable(modules[node.name])} = self.{modules[node.name]}({call})\n")
+        given = f"input={inputs[node.name]}" if node.name in inputs else _arguments(node, modules)
+        lines.append(f"        output_{modules[node.name]} = self.{modules[node.name]}({given})\n")
     lines.append(f"        return {_literal(graph.output, modules)}\n")
     return "".join(lines)
-
-
-def _constructor(call: LayerCall) -> str:
-    arguments = [_literal(value, {}) for value in call.args]
-    arguments += [f"{key}={_literal(value, {})}" for key, value in call.kwargs.items()]
-    return f"quantizer.nn.{call.cls}({', '.join(arguments)})"
 
 
 def _arguments(node: Node, modules: dict[str, str]) -> str:
@@ -59,15 +57,6 @@ def _arguments(node: Node, modules: dict[str, str]) -> str:
     return f"**{{{', '.join(f'{json.dumps(key)}: {_literal(value, modules)}' for key, value in node.inputs.items())}}}"
 
 
-def _variable(module: str) -> str:
-    return f"output_{module}"
-
-
-def _access(path: tuple[Any, ...]) -> str:
-    """`kwargs['opts'][0]` for a path into (args, kwargs)."""
-    return ("kwargs" if path[0] else "args") + "".join(f"[{key!r}]" for key in path[1:])
-
-
 def _literal(value: Any, modules: dict[str, str]) -> str:
     """Source text of a nested constant or reference.
 
@@ -75,13 +64,12 @@ def _literal(value: Any, modules: dict[str, str]) -> str:
         TypeError: a kind of value that has no literal.
     """
     if isinstance(value, Ref):
-        return _variable(modules[value.name])
+        return f"output_{modules[value.name]}"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {_literal(item, modules)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(_literal(item, modules) for item in value) + "]"
-    if isinstance(value, tuple):
-        return "(" + ", ".join(_literal(item, modules) for item in value) + ("," if len(value) == 1 else "") + ")"
+    if isinstance(value, (list, tuple)):
+        items = ", ".join(_literal(item, modules) for item in value)
+        return f"[{items}]" if isinstance(value, list) else f"({items}{',' if len(value) == 1 else ''})"
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return f"float({str(value)!r})"
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -62,12 +60,7 @@ class Folds:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.channels = ChannelLabels(graph)
-        self._index = {node.name: at for at, node in enumerate(graph.nodes)}
         self._flows: dict[str, Flow] = {}
-
-    @cached_property
-    def _uses(self) -> Counter[str]:
-        return Counter(path for node in self.graph.nodes for path in node.params.values())
 
     def folded(self, group: InputGroup) -> InputGroup:
         """The group with its fold, or with the reason why it has none."""
@@ -75,7 +68,7 @@ class Folds:
             return replace(group, fold=None, why_not=f"its weight is also that of {', '.join(group.tied)}")
         (sources, end), way = self.sources(group.source), self.way_back(group.source)
         reasons = list[str]()
-        for source in sorted(sources, key=lambda each: -self._index[each.node.name]):
+        for source in sorted(sources, key=lambda each: -self.graph.index[each.node.name]):
             found = self._fold(source, group, way)
             if isinstance(found, Fold):
                 return replace(group, fold=found, why_not="")
@@ -120,7 +113,7 @@ class Folds:
             return None
         if node.is_multiplying:
             return Source("layer", node)
-        one_axis = self.graph.tensors[node.params["weight"]].dim() == 1
+        one_axis = self.graph.weight(node).dim() == 1
         return Source("norm", node) if node.row.channels is not None and one_axis else None
 
     def _factor(self, node: Node, name: str) -> Source | None:
@@ -138,14 +131,14 @@ class Folds:
             elif not (factor.row.only_moves and factor.row.axes is SAME):
                 return None
             factor = before
-        weight = self.graph.tensors[factor.params["weight"]]
+        weight = self.graph.weight(factor)
         is_vector = weight.is_floating_point() and weight.numel() > 1 and max(weight.shape) == weight.numel()
         return Source("norm", factor, offset, skipped) if is_vector else None
 
     def _fold(self, source: Source, group: InputGroup, way: Container[str]) -> Fold | str:
         """The fold of a group whose value may be the source's, or why its channels cannot be divided there."""
         name = source.node.name
-        if shared := [path for path in source.node.params.values() if self._uses[path] > 1]:
+        if shared := [path for path in source.node.params.values() if self.graph.uses[path] > 1]:
             users = (n.name for n in self.graph.nodes if shared[0] in n.params.values() and n.name != name)
             return f"{name} shares its parameters with {next(users)}"
         flow = self.flow(source)
@@ -162,20 +155,16 @@ class Folds:
         for end in extra:
             if flow.ends[end] != channels:
                 return f"{name} is also read by {end}, with its channels in another order"
-            if self._uses[self.graph.by_name[end].params["weight"]] > 1:
+            if self.graph.uses[self.graph.by_name[end].params["weight"]] > 1:
                 return f"{name} is also read by {end}, whose weight others use"
-        same = channels == tuple(range(self._channels(source)))
+        same = channels == tuple(range(len(distinct(self._start(source)))))
         return Fold(source.kind, name, None if same else channels, source.offset, tuple(extra))
-
-    def _channels(self, source: Source) -> int:
-        labels = self._start(source)
-        return 0 if labels is None else len(distinct(labels))
 
     def _start(self, source: Source) -> Tensor | None:
         """A source's own channels in what it makes."""
         node = source.node
         if node.op in ("parameter", "constant"):
-            shape = self.graph.tensors[node.params["weight"]].shape
+            shape = self.graph.weight(node).shape
             return torch.arange(shape.numel(), dtype=torch.float32).view(shape)
         made, axis = self.channels.values.get(node.name), node.row.channels
         return None if made is None or axis is None else numbered(made.shape, axis)
@@ -191,26 +180,22 @@ class Folds:
         flow, start = Flow(), self._start(source)
         if start is None:
             return flow
-        labels: dict[str, Any] = {source.node.name: compressed(start)}
-        queue, queued = list[int](), set[int]()
-        waiting = [source.node.name]
-        while waiting or queue:
-            for name in waiting:
-                new = {self._index[reader] for reader in self.graph.consumers[name] if reader} - queued
+        labels, queue, queued = dict[str, Any](), list[int](), set[int]()
+        name, made = source.node.name, compressed(start)
+        while True:
+            if made is not None:
+                labels[name] = made
+                new = {self.graph.index[reader] for reader in self.graph.consumers[name] if reader} - queued
                 queued |= new
                 for at in new:
                     heapq.heappush(queue, at)
                 if "" in self.graph.consumers[name]:
-                    flow.mix("", labels[name])
-            waiting = []
-            if queue:
-                node = self.graph.nodes[heapq.heappop(queue)]
-                made = self._step(node, source, labels, flow)
-                if made is not None:
-                    labels[node.name] = made
-                    flow.between.append(node.name)
-                    waiting = [node.name]
-        return flow
+                    flow.mix("", made)
+            if not queue:
+                return flow
+            node = self.graph.nodes[heapq.heappop(queue)]
+            name, made = node.name, self._step(node, source, labels, flow)
+            flow.between += [name] if made is not None else []
 
     def _step(self, node: Node, source: Source, labels: Mapping[str, Any], flow: Flow) -> Any:
         """Labels of what a node makes; None where it ends the way, which is noted."""

@@ -72,10 +72,8 @@ def _writes_shared(graph: fx.Graph) -> bool:
 
 def _has_subprograms(graph: fx.Graph) -> bool:
     """Whether a node is a program of its own or a function of torch.func, not an operator."""
-    functions = [node.target for node in graph.nodes if node.op == "call_function"]
-    return any(node.op == "get_attr" for node in graph.nodes) or any(
-        str(getattr(function, "__module__", "")).startswith("torch._functorch") for function in functions
-    )
+    modules = (str(getattr(node.target, "__module__", "")) for node in graph.nodes if node.op == "call_function")
+    return any(node.op == "get_attr" for node in graph.nodes) or any(m.startswith("torch._functorch") for m in modules)
 
 
 def _is_view(node: fx.Node) -> bool:

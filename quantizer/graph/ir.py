@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,9 +29,8 @@ class Node:
     tensor paths.
 
     `target` says how torch runs it ("aten.conv2d.default", "operator.getitem"); `shape` has None where it follows the
-    batch.
-    `scope` is the dotted path of the module the operation ran in, `classes` the classes of that module and of those
-    around it.
+    batch. `scope` is the dotted path of the module the operation ran in, `classes` the classes of that module and of
+    those around it.
     """
 
     name: str
@@ -48,6 +48,11 @@ class Node:
     def row(self) -> Op:
         """The operator's row, or an "unknown" one."""
         return OPS.get(self.op) or unknown(self.op)
+
+    @property
+    def rank(self) -> int:
+        """How many axes the tensor has that it makes; 0 if that is not known."""
+        return len(self.shape or ())
 
     @property
     def is_float(self) -> bool:
@@ -85,15 +90,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced model. `tensors` holds parameters, buffers and constants by path; `absorbed` says where folded layers
-    went.
+    """A traced model. `tensors` holds parameters, buffers and constants by path.
 
-    `normal` has the mean and the standard deviation of each output channel that folded batch norms promise, float64
-    [channels]; `changes` is what passes did to the parameters.
-
+    `absorbed` says where folded layers went; `normal` has the mean and the standard deviation of each output channel
+    that folded batch norms promise, float64 [channels]; `changes` is what passes did to the parameters.
     `input_paths` are where each input stands in the call, as (args, kwargs) access paths; `output` is the returned
-    structure
-    with `Ref`s for tensors, `rebuild` makes the model's own output type of it.
+    structure with `Ref`s for tensors, `rebuild` makes the model's own output type of it.
     """
 
     model: str
@@ -110,6 +112,20 @@ class Graph:
     def by_name(self) -> dict[str, Node]:
         """Nodes by layer name."""
         return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Where each layer stands in execution order."""
+        return {node.name: at for at, node in enumerate(self.nodes)}
+
+    @cached_property
+    def uses(self) -> Counter[str]:
+        """How many layers use the tensor at each path."""
+        return Counter(path for node in self.nodes for path in node.params.values())
+
+    def weight(self, node: Node) -> Tensor:
+        """The weight of a layer, or the tensor that a parameter or constant gives."""
+        return self.tensors[node.params["weight"]]
 
     @cached_property
     def consumers(self) -> dict[str, tuple[str, ...]]:
@@ -131,6 +147,10 @@ class Graph:
     def replaced(self, **changes: Any) -> Graph:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def mapped(self, change: Callable[[Node], Node]) -> Graph:
+        """A copy with each node as `change` leaves it."""
+        return self.replaced(nodes=tuple(map(change, self.nodes)))
 
 
 def references(value: Any) -> Iterator[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from functools import cached_property
 
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.names import around
 
 
 def module_of(graph: Graph, name: str) -> str:
@@ -20,9 +20,7 @@ def module_of(graph: Graph, name: str) -> str:
 def module_paths(graph: Graph) -> frozenset[str]:
     """Every module that runs an operator or has a tensor, and those around it."""
     paths = {node.scope for node in graph.nodes} | {path.rpartition(".")[0] for path in graph.tensors}
-    return frozenset(
-        ".".join(parts[:depth]) for parts in (path.split(".") for path in paths) for depth in range(1, len(parts) + 1)
-    )
+    return frozenset(each for path in paths for each in (path, *around(path)))
 
 
 def path_names(graph: Graph) -> dict[str, str]:
@@ -32,7 +30,7 @@ def path_names(graph: Graph) -> dict[str, str]:
     number (`layer1.0.relu.1`). Where two layers would be called alike, both keep their exact names.
     """
     paths = {node.name: module_of(graph, node.name) for node in graph.nodes}
-    around = {parent for path in paths.values() for parent in _parents(path)}
+    parents = {parent for path in paths.values() for parent in around(path)[:-1]}
     kinds, weights = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
     owned = {node.name: weight for node in graph.nodes if (weight := _weight(node))}
     for name, path in paths.items():
@@ -40,7 +38,7 @@ def path_names(graph: Graph) -> dict[str, str]:
         weights[path] |= {owned[name]} if name in owned else set()
     found = {}
     for name, path in paths.items():
-        only = len(weights[path]) == 1 if name in owned else len(kinds[path]) == 1 and path not in around
+        only = len(weights[path]) == 1 if name in owned else len(kinds[path]) == 1 and path not in parents
         found[name] = call_paths(name, path)[bool(path) and only]
     counts = Counter(found.values())
     return {name: path if counts[path] == 1 else name for name, path in found.items()}
@@ -69,18 +67,13 @@ def _operator(name: str) -> str:
     return name.rpartition("::")[2].rpartition("/")[2]
 
 
-def _parents(path: str) -> list[str]:
-    """The modules around the one at `path`, the model itself excepted."""
-    parts = path.split(".")
-    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
-
-
 class BlockNames:
     """Names relative to the block at `path`; one that is no path there is the end of several, as those of experts."""
 
     def __init__(self, graph: Graph, path: str) -> None:
         self._path = path
-        self._modules = sorted(each for each in module_paths(graph) if each.startswith(f"{path}."))
+        self._all = frozenset(each for each in module_paths(graph) if each.startswith(f"{path}."))
+        self._modules = sorted(self._all)
         self._layers: dict[str, list[str]] = {}
         for node in graph.nodes:
             if node.is_multiplying and f"{node.scope}.".startswith(f"{path}."):
@@ -113,7 +106,3 @@ class BlockNames:
             if start and f"{start}.{name}" in self._all:
                 return [f"{start}.{name}"]
         return [path for path in self._modules if path.endswith(f".{name}")]
-
-    @cached_property
-    def _all(self) -> frozenset[str]:
-        return frozenset(self._modules)

@@ -5,8 +5,7 @@ Names, scopes and operators are those that a trace would give where each layer i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +42,18 @@ def module_graph(model: nn.Module) -> Graph:
     paths = {id(parameter): path for path, parameter in model.named_parameters()}
     nodes: list[Node] = []
     tensors: dict[str, Tensor] = {}
-    for path, module, op in quantizable(model):
-        params = {}
-        for key, attribute in parameters_of(module).items():
+    for path, module in model.named_modules():
+        op, owned, params = operator_of(module), parameters_of(module), {}
+        if not op or "weight" not in {key.partition("_")[0] for key in owned}:
+            continue
+        for key, attribute in owned.items():
             parameter = module.get_parameter(attribute)
-            _check_values(f"{path}.{attribute}", parameter)
+            if is_lazy(parameter):
+                text = f"{path}.{attribute} has no shape yet: its layer is lazy"
+                raise ModelError(text, help="run the model once on real data first")
+            if parameter.is_meta:
+                text = f"{path}.{attribute} is on the meta device, without values"
+                raise ModelError(text, help="load the model's weights first")
             params[key] = paths[id(parameter)] + (".T" if key == "weight" and is_transposed(module) else "")
             tensors[params[key]] = as_planned(module, key, parameter.detach())
         dtype = tensors[next(iter(params.values()))].dtype
@@ -57,33 +63,15 @@ def module_graph(model: nn.Module) -> Graph:
             source, looks_up = f"{namer.model}::module_input_{len(nodes)}", isinstance(module, nn.Embedding)
             nodes.append(Node(source, "module_input", "module", dtype=torch.int64 if looks_up else dtype))
             inputs["indices" if looks_up else "input"] = Ref(source)
-        makes_tensor = is_called(module) and not isinstance(module, nn.RNNBase)
-        nodes.append(
-            Node(
-                name,
-                op,
-                "module",
-                inputs,
-                params=params,
-                scope=path,
-                classes=namer.classes(path),
-                dtype=dtype if makes_tensor else None,
-            )
-        )
+        made = dtype if is_called(module) and not isinstance(module, nn.RNNBase) else None  # several tensors have none
+        classes = namer.classes(path)
+        nodes.append(Node(name, op, "module", inputs, params=params, scope=path, classes=classes, dtype=made))
     output = tuple(Ref(node.name) for node in nodes if node.params)
     covered = {node.scope for node in nodes}
     for path, module in model.named_modules():
         if path and path not in covered and not any(module.children()):
             nodes.append(Node(namer.name(path, "module"), "module", "module", scope=path, classes=namer.classes(path)))
     return Graph(namer.model, tuple(nodes), output, tensors)
-
-
-def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(dotted path, module, operator) of each layer that can be quantized, shared ones once."""
-    for path, module in model.named_modules():
-        op = operator_of(module)
-        if op and "weight" in {key.partition("_")[0] for key in parameters_of(module)}:
-            yield path, module, op
 
 
 def operator_of(module: nn.Module) -> str | None:
@@ -133,16 +121,5 @@ def left_out(model: nn.Module, graph: Graph) -> dict[str, str]:
     return {
         path: type(module).__name__
         for path, module in model.named_modules()
-        if path not in covered and any(_is_matrix(p) for p in module.parameters(recurse=False))
+        if path not in covered and any(not is_lazy(p) and p.dim() > 1 for p in module.parameters(recurse=False))
     }
-
-
-def _is_matrix(parameter: Any) -> bool:
-    return not is_lazy(parameter) and parameter.dim() > 1
-
-
-def _check_values(path: str, parameter: Any) -> None:
-    if is_lazy(parameter):
-        raise ModelError(f"{path} has no shape yet: its layer is lazy", help="run the model once on real data first")
-    if parameter.is_meta:
-        raise ModelError(f"{path} is on the meta device, without values", help="load the model's weights first")

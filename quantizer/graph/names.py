@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import re
 from collections import Counter
@@ -23,9 +24,8 @@ def check_names(module: nn.Module) -> None:
     Raises:
         ModelError: naming the first such name.
     """
-    paths = [path for path, _ in module.named_modules()] + [path for path, _ in module.named_parameters()]
-    paths += [path for path, _ in module.named_buffers()]
-    for path in paths:
+    named = itertools.chain(module.named_modules(), module.named_parameters(), module.named_buffers())
+    for path, _ in named:
         for part in path.split(".") if path else ():
             if not _SAFE.fullmatch(part):
                 raise ModelError(
@@ -40,6 +40,16 @@ def check_names(module: nn.Module) -> None:
     for path, child in module.named_modules():
         if not _SAFE.fullmatch(type(child).__name__):
             raise ModelError(f"unsupported class name {type(child).__name__!r} (module {path!r})")
+
+
+def around(path: str) -> list[str]:
+    """A module's path after those of the modules around it, the model itself excepted.
+
+    >>> around("layers.0.mlp.up")
+    ['layers', 'layers.0', 'layers.0.mlp', 'layers.0.mlp.up']
+    """
+    parts = path.split(".") if path else []
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 class Namer:
@@ -57,29 +67,23 @@ class Namer:
         """The first path of a module that is reachable by several; "" for what is no module's."""
         return self._first.get(path, "")
 
-    def scope(self, path: str) -> str:
-        """`ResNet/Sequential[layer1]/BasicBlock[0]` for `layer1.0`, containers that are never called included."""
-        parts = [self.model]
-        prefix = ""
-        for attr in path.split(".") if path else ():
-            prefix = f"{prefix}.{attr}" if prefix else attr
-            parts.append(f"{self._classes[prefix].__name__}[{attr}]")
-        return "/".join(parts)
-
     def class_name(self, path: str) -> str:
         """The class of the module at `path`, without its module."""
         return self._classes[path].__name__
 
     def classes(self, path: str) -> tuple[str, ...]:
         """Qualified class names of the module at `path` and of those around it, innermost first."""
-        prefixes = [path]
-        while prefixes[-1]:
-            prefixes.append(prefixes[-1].rpartition(".")[0])
-        return tuple(_public_name(self._classes[prefix]) for prefix in prefixes)
+        found = (self._classes[each] for each in (*reversed(around(path)), ""))
+        own = "torch.nn.modules."  # its layers are known by the shorter name
+        return tuple(f"{'torch.nn' if c.__module__.startswith(own) else c.__module__}.{c.__qualname__}" for c in found)
 
     def name(self, path: str, op: str) -> str:
-        """The layer name of the next `op` in the scope at `path`; the second of its kind ends in `.1`."""
-        name = f"{self.model}::{self.scope(path)}/{op}"
+        """The layer name of the next `op` in the scope at `path`; the second of its kind ends in `.1`.
+
+        The scope of `layer1.0` is `ResNet/Sequential[layer1]/BasicBlock[0]`, containers that are never called included.
+        """
+        inside = (f"{self._classes[each].__name__}[{each.rpartition('.')[2]}]" for each in around(path))
+        name = f"{self.model}::{'/'.join((self.model, *inside))}/{op}"
         count = self._seen[name]
         self._seen[name] += 1
         return f"{name}.{count}" if count else name
@@ -87,10 +91,3 @@ class Namer:
     def input_name(self, index: int) -> str:
         """`ResNet::input_0`."""
         return f"{self.model}::input_{index}"
-
-
-def _public_name(cls: type) -> str:
-    """`torch.nn.Conv2d` for torch's own layers, else the class with its module."""
-    if cls.__module__.startswith("torch.nn.modules."):
-        return f"torch.nn.{cls.__name__}"
-    return f"{cls.__module__}.{cls.__qualname__}"

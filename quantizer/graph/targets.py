@@ -1,4 +1,4 @@
-"""From the name of an operator to what runs it."""
+"""Operators as torch traces and runs them: targets, packets, named arguments. Knows torch's schemas, not the graph."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import fx
+
+NORM_WITHOUT_STATISTICS = "aten._native_batch_norm_legit_no_training.default"
 
 
 def resolve(target: str) -> Callable[..., Any]:
@@ -37,3 +40,73 @@ def call(target: str, arguments: Mapping[str, Any]) -> Any:
     if takes_self(function):
         arguments = {"self" if name == "input" else name: value for name, value in arguments.items()}
     return function(**arguments)
+
+
+def target_name(node: Any) -> str:
+    """`aten.conv2d.default`, `operator.getitem`."""
+    target = node.target if isinstance(node, fx.Node) else node
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"operator.{getattr(target, '__name__', str(target))}"
+
+
+def packet(target: str) -> str:
+    """`conv2d` of `aten.conv2d.default`; Python's integer arithmetic keeps apart from tensor arithmetic."""
+    namespace, name = target.split(".")[:2]
+    if namespace == "operator":
+        return "getitem" if name == "getitem" else f"operator_{name}"
+    return name if namespace == "aten" else f"{namespace}_{name}"
+
+
+def functional(target: str) -> str:
+    """The target without the trailing underscore of in-place operations, where torch has such a twin."""
+    namespace, name, *overload = target.split(".")
+    if namespace != "aten" or not name.endswith("_") or name.endswith("__"):
+        return target
+    twin = name.removesuffix("_")
+    if not hasattr(torch.ops.aten, twin):
+        return target
+    names = getattr(torch.ops.aten, twin).overloads()
+    return f"aten.{twin}.{overload[0] if overload and overload[0] in names else names[0]}"
+
+
+def refine(op: str, arguments: Mapping[str, Any]) -> str:
+    """torch traces ReLU6 as hardtanh between 0 and 6."""
+    if op == "hardtanh" and arguments.get("min_val") == 0 and arguments.get("max_val") == 6:
+        return "relu6"
+    return op
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments by the names of the operator's schema, `self` as "input"."""
+    if target_name(node) == NORM_WITHOUT_STATISTICS:
+        keys = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
+        return {**dict(zip(keys, node.args, strict=False)), "training": False, "cudnn_enabled": False}
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema else ["a", "b", "c"]
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {"input" if name == "self" else name: value for name, value in arguments.items()}
+
+
+def parameter_names(arguments: Mapping[str, Any]) -> list[str]:
+    """torch's names for the entries of the list of parameters that a recurrent operator takes."""
+    directions = ("", "_reverse") if arguments["bidirectional"] else ("",)
+    each = len(arguments["params"]) // (arguments["num_layers"] * len(directions))
+    kinds = ["weight_ih", "weight_hh"]
+    kinds += ["bias_ih", "bias_hh"] if arguments["has_biases"] else []
+    kinds += ["weight_hr"] if each > len(kinds) else []  # the projection of an LSTM with proj_size
+    layers = range(arguments["num_layers"])
+    return [f"{kind}_l{layer}{direction}" for layer in layers for direction in directions for kind in kinds]
+
+
+def pair(value: Any) -> tuple[int, int]:
+    """An argument that is one number for height and width, or one for each."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return values[0], values[-1]
+
+
+def is_noise(target: str) -> bool:
+    """Checks and bookkeeping that compute nothing."""
+    name = target.split(".")[1]
+    checks = name.startswith(("_assert", "sym_constrain", "lift_fresh", "_guards"))
+    return checks or name in ("detach", "detach_", "alias")

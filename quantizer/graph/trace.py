@@ -18,11 +18,10 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError
-from quantizer.graph.convert import convert
+from quantizer.graph.convert import Converter, marked
 from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Graph
-from quantizer.graph.names import Namer, check_names
-from quantizer.graph.stubs import marked
+from quantizer.graph.names import check_names
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,8 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | 
     """
     check_names(module)
     given = (tuple(args), dict(kwargs or {}))
-    size = _batch_size(given)
+    sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()}
+    size = sizes.pop() if len(sizes) == 1 else None  # where they disagree, nothing is taken for a batch
     example = pytree.tree_map(lambda value: _resize(value, size), given)
     try:
         program = _export(module, *example, dynamic=size is not None)
@@ -48,27 +48,18 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | 
         # The model may write its batch size into its code: then only batches of the example's size can run.
         example = given
         program = _export(module, *example, dynamic=False)
-        name, why = type(module).__name__, _why_fixed(module)
-        logger.warning("%s fixes its batch size at %d: only such batches can run%s", name, size, why)
-    paths = [path for path, _ in pytree.tree_flatten_with_path(example)[0]]
-    return convert(program, Namer(module), module, tuple(_access_path(path) for path in paths))
-
-
-def _why_fixed(module: nn.Module) -> str:
-    """What to do about a fixed batch size, where the signature shows it: torch wants names for dynamic arguments."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    undeclared = next((p.name for p in parameters if p.kind == inspect.Parameter.VAR_KEYWORD), None)
-    return f"; name the arguments in forward() instead of taking **{undeclared}" if undeclared else ""
+        undeclared = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind == p.VAR_KEYWORD]
+        why = f"; name the arguments in forward() instead of taking **{undeclared[0]}" if undeclared else ""
+        logger.warning("%s fixes its batch size at %d: only such batches can run%s", type(module).__name__, size, why)
+    keys = (path for path, _ in pytree.tree_flatten_with_path(example)[0])
+    paths = tuple(
+        tuple(getattr(key, "idx", getattr(key, "key", getattr(key, "name", None))) for key in path) for path in keys
+    )
+    return Converter(program, module).graph(paths)
 
 
 class _DataDependentError(ModelError):
     """Control flow that no other example would help."""
-
-
-def _batch_size(value: Any) -> int | None:
-    """The common first dimension of all tensors with one; None when they disagree, so nothing is taken for a batch."""
-    sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()}
-    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _resize(value: Any, size: int | None) -> Any:
@@ -83,7 +74,8 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     batch = Dim("batch", min=1)
     spec = pytree.tree_map(lambda leaf: {0: batch} if isinstance(leaf, Tensor) and leaf.dim() else None, (args, kwargs))
     try:
-        shapes = _by_parameter(module, *spec) if dynamic else None
+        # by the parameters of `forward`, so that `*args` is one tuple; TypeError if it does not take these arguments
+        shapes = dict(inspect.signature(module.forward).bind(*spec[0], **spec[1]).arguments) if dynamic else None
         with quiet(), torch.no_grad(), marked(module):
             program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
             return functionalize(program, type(module).__name__)
@@ -91,15 +83,6 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
         raise
     except Exception as error:
         raise _explain(module, error) from error
-
-
-def _by_parameter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dynamic shapes as torch.export wants them: by the parameters of `forward`, so that `*args` is one tuple.
-
-    Raises:
-        TypeError: `forward` does not take these arguments.
-    """
-    return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
 
 
 @contextlib.contextmanager
@@ -124,11 +107,9 @@ def _explain(module: nn.Module, error: Exception) -> ModelError:
     first = text.splitlines()[0] if text else type(error).__name__
     if "data-dependent" in text.lower():
         where = re.search(r'File "([^"]+)", line (\d+), in (\w+)\s*\n\s*(.+)', text[text.find("The following call") :])
-        line = (
-            f" at line {where.group(2)} of {where.group(1).rpartition('/')[2]}: {where.group(4).strip()}"
-            if where
-            else _where(error)
-        )
+        line = _where(error)
+        if where:
+            line = f" at line {where.group(2)} of {where.group(1).rpartition('/')[2]}: {where.group(4).strip()}"
         return _DataDependentError(
             f"{type(module).__name__} cannot be traced: its control flow depends on the values of a tensor{line}",
             help="compute both branches and choose with torch.where, or keep that part outside the quantized model",
@@ -141,19 +122,9 @@ def _explain(module: nn.Module, error: Exception) -> ModelError:
 
 def _where(error: Exception) -> str:
     """` at line 12 of net.py` for the innermost frame outside torch, if any."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
-    frames = [
-        frame for frame in frames if "/quantizer/graph/" not in frame.filename and "contextlib" not in frame.filename
-    ]
+    inside = ("/torch/", "/quantizer/graph/", "contextlib")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in inside)]
     if not frames:
         return ""
     frame = frames[-1]
     return f" at line {frame.lineno} of {frame.filename.rpartition('/')[2]}: {frame.line or ''}".rstrip(": ")
-
-
-def _access_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`(0, "opts", "z", 1)`-like keys into (args, kwargs) from torch's key path."""
-    return tuple(
-        getattr(key, "idx", None) if hasattr(key, "idx") else getattr(key, "key", getattr(key, "name", None))
-        for key in path
-    )

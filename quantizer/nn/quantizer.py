@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from quantizer.config.model import QuantizationSpec
 from quantizer.nn.dynamic import dynamic_qparams, quantize_rows
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.numerics.fake_cast import fake_cast, fake_cast_, fake_cast_plain
-from quantizer.numerics.fake_quantize import fake_quantize, fake_quantize_, fake_quantize_plain
+from quantizer.numerics.fake_quantize import fake_cast, fake_quantize
 from quantizer.numerics.formats import cast_round_trip_
 from quantizer.numerics.granularity import from_rows, to_rows
 from quantizer.observers import axis_of
@@ -118,15 +117,7 @@ def _place(
     x: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor, axis: int | None, inplace: bool
 ) -> Tensor:
     """The same with scales of shape () or (C,)."""
-    kind = "plain" if torch.compiler.is_compiling() else "inplace" if inplace else "copy"  # a trace unrolls block loops
-    integer, floating = _FORMS[kind]
     if spec.dtype != "int":
-        return floating(x, scale, spec.dtype, ch_axis=axis)
-    return integer(x, scale, zero_point, spec.quant_min, spec.quant_max, spec.round_mode, ch_axis=axis)
-
-
-_FORMS = {
-    "plain": (fake_quantize_plain, fake_cast_plain),
-    "inplace": (fake_quantize_, fake_cast_),
-    "copy": (fake_quantize, fake_cast),
-}
+        return fake_cast(x, scale, spec.dtype, axis, inplace=inplace)
+    bounds = spec.quant_min, spec.quant_max
+    return fake_quantize(x, scale, zero_point, *bounds, spec.round_mode, axis, inplace=inplace)

@@ -1,4 +1,4 @@
-"""Elementwise work in cache-sized blocks, each with the scales it needs. A kernel rounds."""
+"""Elementwise work in cache-sized blocks along memory, each with the scales it needs. A kernel rounds."""
 
 from __future__ import annotations
 
@@ -10,23 +10,33 @@ from itertools import product, repeat
 import torch
 from torch import Tensor
 
-from quantizer.numerics.layout import flat_view, memory_order
-
 BLOCK = 1 << 19  # values per step: 2 MB of float32 stay in the cache for all operations of the step
 FEW = 1 << 15  # scales per step: float64 of more is memory that the system may hand out anew for every operation
+_kept = threading.local()  # the memory that `scratch` keeps for a thread
 
 Kernel = Callable[[Tensor, "int | Tensor"], Tensor]
 """Takes x / scale, which it may overwrite, and the zero point; returns code - zero_point as floating point."""
 
 
-def check_scales(x: Tensor, scale: Tensor, zero_point: Tensor, ch_axis: int | None) -> None:
-    """Raise ValueError unless scale and zero point have shape (), or (C,) with C the size of dimension `ch_axis`."""
-    shape = () if ch_axis is None else (x.shape[ch_axis],)
-    if scale.shape != shape or zero_point.shape != shape:
-        raise ValueError(
-            f"For a tensor of shape {tuple(x.shape)} with ch_axis {ch_axis}, scale and zero_point must have shape "
-            f"{shape}, not {tuple(scale.shape)} and {tuple(zero_point.shape)}."
-        )
+def memory_order(x: Tensor) -> list[int]:
+    """Return the dimensions of `x` from the outermost to the innermost in memory.
+
+    >>> memory_order(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    [0, 2, 3, 1]
+    """
+    return sorted(range(x.ndim), key=lambda axis: -x.stride()[axis])
+
+
+def flat_view(x: Tensor) -> Tensor | None:
+    """Return the elements of `x` as one vector in memory order, sharing its memory, or None if there are gaps in it.
+
+    >>> flat_view(torch.arange(6).view(2, 3).T).tolist()
+    [0, 1, 2, 3, 4, 5]
+    >>> flat_view(torch.arange(6)[::2]) is None
+    True
+    """
+    ordered = x.permute(memory_order(x))
+    return ordered.view(-1) if ordered.is_contiguous() else None
 
 
 def workspace(x: Tensor, least: torch.dtype = torch.float32) -> Tensor:
@@ -40,9 +50,15 @@ def workspace(x: Tensor, least: torch.dtype = torch.float32) -> Tensor:
 def fill(out: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, kernel: Kernel, ch_axis: int | None) -> Tensor:
     """Write kernel(x / scale) * scale to `out`, of the layout of `x`, which may be `x` itself, and return `out`.
 
-    Powers of two are divided by with a product, which is as exact and costs half.
+    Powers of two are divided by with a product, which is as exact and costs half. Raises ValueError unless scale and
+    zero point have shape (), or (C,) with C the size of dimension `ch_axis`.
     """
-    check_scales(x, scale, zero_point, ch_axis)
+    shape = () if ch_axis is None else (x.shape[ch_axis],)
+    if scale.shape != shape or zero_point.shape != shape:
+        raise ValueError(
+            f"For a tensor of shape {tuple(x.shape)} with ch_axis {ch_axis}, scale and zero_point must have shape "
+            f"{shape}, not {tuple(scale.shape)} and {tuple(zero_point.shape)}."
+        )
     exact = _has_exact_inverse(scale)
     targets = repeat(None) if out is x else (block for block, _, _ in blocks(out, scale, zero_point, ch_axis))
     for (source, s, z), target in zip(blocks(x, scale, zero_point, ch_axis), targets, strict=False):
@@ -60,11 +76,6 @@ def _has_exact_inverse(scale: Tensor) -> bool:
     return not any(bits.bitwise_and(0x7FFFFF).max() for bits in parts if len(bits))
 
 
-def _all_zero(zero_point: Tensor) -> bool:
-    """Many times as fast as `any`."""
-    return zero_point.numel() == 0 or all(int(end) == 0 for end in zero_point.aminmax())
-
-
 def scratch(x: Tensor) -> Tensor | None:
     """Return memory of the shape and dtype of `x`, a block, to work in; None for what only stands for a tensor.
 
@@ -72,21 +83,12 @@ def scratch(x: Tensor) -> Tensor | None:
     """
     if type(x) is not Tensor or x.numel() > 2 * BLOCK:
         return None
+    rooms: dict[tuple[torch.dtype, torch.device], Tensor] = vars(_kept).setdefault("rooms", {})
     key = x.dtype, x.device
-    if key not in _kept.rooms or _kept.rooms[key].numel() < x.numel():
+    if key not in rooms or rooms[key].numel() < x.numel():
         with torch.inference_mode(False):  # memory made in that mode could not be written to outside
-            _kept.rooms[key] = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
-    return _kept.rooms[key][: x.numel()].view(x.shape)
-
-
-class _Kept(threading.local):
-    """The memory that `scratch` keeps for a thread."""
-
-    def __init__(self) -> None:
-        self.rooms: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-
-
-_kept = _Kept()
+            rooms[key] = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+    return rooms[key][: x.numel()].view(x.shape)
 
 
 def blocks(
@@ -105,7 +107,9 @@ def blocks(
     ordered = x.permute(order)
     channels, inner = ordered.shape[axis], math.prod(ordered.shape[axis + 1 :])
     rows = ordered.view(math.prod(ordered.shape[:axis]), channels, inner)
-    zero_points = None if _all_zero(zero_point) else zero_point.to(x).view(1, -1, 1)
+    # The two ends are found many times as fast as `any`.
+    is_zero = zero_point.numel() == 0 or all(int(end) == 0 for end in zero_point.aminmax())
+    zero_points = None if is_zero else zero_point.to(x).view(1, -1, 1)
     scales = scale.view(1, -1, 1)
     wide = max(1, min(channels, BLOCK // max(1, inner)))
     tall = max(1, BLOCK // max(1, wide * inner))

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantizer.numerics.blocks import BLOCK, blocks, workspace
-from quantizer.numerics.fake_cast import float_kernel
-from quantizer.numerics.fake_quantize import integer_kernel, work_dtype
+from quantizer.numerics.fake_quantize import float_kernel, integer_kernel, work_dtype
 from quantizer.numerics.formats import FloatFormat, format_named
 from quantizer.numerics.granularity import from_rows, to_rows
 

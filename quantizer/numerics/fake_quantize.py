@@ -1,4 +1,4 @@
-"""Integer codes and back in one step: fake_quantize, in place or not. Finds no scales, gives no gradients.
+"""Onto codes and back in one step: integers and scaled floating-point formats. Finds no scales, gives no gradients.
 
 q = clip(round(x / scale) + zero_point, quant_min, quant_max) and x' = (q - zero_point) * scale, as QuantizeLinear and
 DequantizeLinear of ONNX define them: a division, because x * (1 / scale) gives other codes at half-way points.
@@ -9,34 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import Kernel, fill, workspace
+from quantizer.numerics.blocks import Kernel, fill, scratch, workspace
+from quantizer.numerics.formats import cast_round_trip_, format_named
 from quantizer.numerics.registry import lookup
 from quantizer.numerics.rounding import ROUND_MODES
-
-
-def fake_quantize_(
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    quant_min: int,
-    quant_max: int,
-    round_mode: str,
-    ch_axis: int | None = None,
-) -> Tensor:
-    """Replace `x` by its quantized and dequantized values, in place, and return it.
-
-    `x` is floating point of any shape and layout; float16 and bfloat16 are computed in float32, more than 2^24
-    codes in float64. `scale` (float32) and `zero_point` (int32) have shape (), or (C,) with `ch_axis` the dimension of
-    size C. NaN stays NaN. Raises TypeError if `x` is not floating point, ValueError for an unknown mode or a shape that
-    does not fit.
-
-    >>> x = torch.tensor([-9.0, -0.25, 0.25, 0.74, 9.0])
-    >>> fake_quantize_(x, torch.tensor(0.5), torch.tensor(0), -8, 7, "half_up").tolist()
-    [-4.0, -0.0, 0.5, 0.5, 3.5]
-    """
-    work = workspace(x, work_dtype(quant_min, quant_max))
-    fill(work, work, scale, zero_point, integer_kernel(quant_min, quant_max, round_mode), ch_axis)
-    return x if work is x else x.copy_(work)
 
 
 def fake_quantize(
@@ -47,11 +23,45 @@ def fake_quantize(
     quant_max: int,
     round_mode: str,
     ch_axis: int | None = None,
+    *,
+    inplace: bool = False,
 ) -> Tensor:
-    """Return the quantized and dequantized values of `x`, which stays as it is; see `fake_quantize_`."""
-    work, kernel = workspace(x, work_dtype(quant_min, quant_max)), integer_kernel(quant_min, quant_max, round_mode)
-    out = torch.empty_like(work) if work is x else work
-    return fill(out, work, scale, zero_point, kernel, ch_axis).to(x.dtype)
+    """Return the quantized and dequantized values of `x`: in its own memory and as `x` if `inplace`, else beside it.
+
+    `x` is floating point of any shape and layout; float16 and bfloat16 are computed in float32, more than 2^24
+    codes in float64. `scale` (float32) and `zero_point` (int32) have shape (), or (C,) with `ch_axis` the dimension of
+    size C. NaN stays NaN. Raises TypeError if `x` is not floating point, ValueError for an unknown mode or a shape that
+    does not fit.
+
+    >>> x = torch.tensor([-9.0, -0.25, 0.25, 0.74, 9.0])
+    >>> fake_quantize(x, torch.tensor(0.5), torch.tensor(0), -8, 7, "half_up").tolist()
+    [-4.0, -0.0, 0.5, 0.5, 3.5]
+    """
+    if torch.compiler.is_compiling():  # a trace would write out the loop over blocks, for one size
+        return fake_quantize_plain(x, scale, zero_point, quant_min, quant_max, round_mode, ch_axis)
+    kernel, least = integer_kernel(quant_min, quant_max, round_mode), work_dtype(quant_min, quant_max)
+    return _in_blocks(x, scale, zero_point, kernel, ch_axis, least, inplace)
+
+
+def fake_cast(x: Tensor, scale: Tensor, name: str, ch_axis: int | None = None, *, inplace: bool = False) -> Tensor:
+    """Return scale times the nearest value of the format `name` to x / scale; the rest is as in `fake_quantize`.
+
+    >>> fake_cast(torch.tensor([-9.0, 0.3, 0.5]), torch.tensor(0.5), "fp4").tolist()
+    [-3.0, 0.25, 0.5]
+    """
+    if torch.compiler.is_compiling():
+        return fake_cast_plain(x, scale, name, ch_axis)
+    none = torch.zeros((), dtype=torch.int32, device=scale.device).expand(scale.shape)  # takes no memory
+    return _in_blocks(x, scale, none, float_kernel(name), ch_axis, torch.float32, inplace)
+
+
+def _in_blocks(
+    x: Tensor, scale: Tensor, zero_point: Tensor, kernel: Kernel, ch_axis: int | None, least: torch.dtype, inplace: bool
+) -> Tensor:
+    work = workspace(x, least)
+    out = torch.empty_like(work) if work is x and not inplace else work
+    fill(out, work, scale, zero_point, kernel, ch_axis)
+    return out.to(x.dtype) if not inplace or out is x else x.copy_(out)
 
 
 def fake_quantize_plain(
@@ -65,21 +75,23 @@ def fake_quantize_plain(
 ) -> Tensor:
     """Return the same values as `fake_quantize`, bit for bit, by a few operators on the whole tensor.
 
-    For programs that torch traces, where a loop over blocks would be written out for one size; it needs about three
-    times the memory. Raises ValueError for an unknown mode.
-
-    >>> x = torch.tensor([-9.0, -0.25, 0.25, 0.74, 9.0])
-    >>> fake_quantize_plain(x, torch.tensor(0.5), torch.tensor(0), -8, 7, "half_up").tolist()
-    [-4.0, -0.0, 0.5, 0.5, 3.5]
+    It needs about three times the memory. Raises ValueError for an unknown mode.
     """
     mode = lookup(ROUND_MODES, round_mode, "rounding mode")
     work = torch.promote_types(x.dtype, work_dtype(quant_min, quant_max))
-    s, z = scale.to(work), zero_point.to(work)
-    if ch_axis is not None:
-        shape = [1] * x.ndim
-        shape[ch_axis] = -1
-        s, z = s.view(shape), z.view(shape)
+    s, z = (_along(x, values.to(work), ch_axis) for values in (scale, zero_point))
     return (mode((x.to(work) / s).clamp(quant_min - z, quant_max - z)) * s).to(x.dtype)
+
+
+def fake_cast_plain(x: Tensor, scale: Tensor, name: str, ch_axis: int | None = None) -> Tensor:
+    """Return the same values as `fake_cast`, as `fake_quantize_plain` does."""
+    s = _along(x, scale.to(torch.promote_types(x.dtype, torch.float32)), ch_axis)
+    return (cast_round_trip_(x.to(s.dtype) / s, name) * s).to(x.dtype)
+
+
+def _along(x: Tensor, values: Tensor, ch_axis: int | None) -> Tensor:
+    """Values of an axis of `x`, or one for all of it, in a shape that goes with it."""
+    return values if ch_axis is None else values.view([-1 if axis == ch_axis % x.ndim else 1 for axis in range(x.ndim)])
 
 
 def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
@@ -99,6 +111,12 @@ def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
         return mode(torch.minimum(x, quant_max - zero_point, out=x))
 
     return kernel
+
+
+def float_kernel(name: str) -> Kernel:
+    """Return what puts x / scale on the values of a format without zero points. Raises ValueError for another name."""
+    format_named(name)
+    return lambda x, zero_point: cast_round_trip_(x, name, scratch(x))
 
 
 def work_dtype(quant_min: int, quant_max: int) -> torch.dtype:

@@ -54,7 +54,7 @@ def core(odd: int, twos: int) -> Tensor:
     """
     order = 4 * odd
     while odd > 1 and order <= min(odd * twos, _LARGEST):
-        if _is_prime(order - 1):
+        if all((order - 1) % divisor for divisor in range(2, math.isqrt(order - 1) + 1)):  # a prime
             return _paley(order)
         order *= 2
     angles = (torch.outer(torch.arange(odd), torch.arange(odd)) % odd).double() * (2 * math.pi / odd)
@@ -80,7 +80,3 @@ def _sylvester(order: int) -> Tensor:
     while len(matrix) < order:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix / math.sqrt(order)
-
-
-def _is_prime(number: int) -> bool:
-    return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))

@@ -135,7 +135,7 @@ def step_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> Tensor:
     1.0
     """
     if isinstance(code_range, FloatRange) and code_range.scale_type == "e8m0":
-        return _shared_exponent_(_amax(low, high), code_range)
+        return _truncate_(_amax(low, high), _bump(code_range, 52)).mul_(2.0**-code_range.row.emax)
     if not code_range.symmetric:
         step = high.clamp(min=0).double().sub_(low.clamp(max=0)).div_(code_range.span)
     elif isinstance(code_range, IntegerRange) and code_range.scale_type == "poweroftwo":
@@ -173,11 +173,6 @@ def _qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
 def _amax(low: Tensor, high: Tensor) -> Tensor:
     """The largest magnitude in [low, high], float64 in memory of its own; exact in the dtype of the two."""
     return torch.maximum(-low, high).clamp_(min=0).to(torch.float64, copy=True)
-
-
-def _shared_exponent_(amax: Tensor, code_range: FloatRange) -> Tensor:
-    """2^(e - emax) in the place of `amax`, see FloatRange; 0 for 0."""
-    return _truncate_(amax, _bump(code_range, 52)).mul_(2.0**-code_range.row.emax)
 
 
 def _bump(code_range: FloatRange, bits: int) -> int:

@@ -1,13 +1,16 @@
 """Rounding to integers, one function per mode, in place and without error for any half-way case. Knows no scales.
 
-Values as the modes see them; all but floor differ at the half-way points alone (0.49999997 is no half-way point):
+All modes but floor differ at the half-way points alone (0.49999997 is no half-way point):
 
-    x           -2.5  -1.5  -0.5  0.49999997  0.5  1.5  2.5
-    half_even     -2    -2     0           0    0    2    2   ties to even (IEEE 754, ONNX QuantizeLinear)
-    half_up       -2    -1     0           0    1    2    3   ties toward plus infinity
-    half_down     -2    -1     0           0    0    1    2   ties toward zero
-    std_round     -3    -2    -1           0    1    2    3   ties away from zero (round() of C)
-    floor         -3    -2    -1           0    0    1    2   toward minus infinity, off by up to a whole step
+>>> import torch
+>>> points = torch.tensor([-2.5, -1.5, -0.5, 0.49999997, 0.5, 1.5, 2.5])
+>>> for name, mode in ROUND_MODES.items():
+...     print(f"{name:9}", *(f"{value:3.0f}" for value in (mode(points.clone()) + 0).tolist()))
+half_even  -2  -2   0   0   0   2   2
+half_up    -2  -1   0   0   1   2   3
+half_down  -2  -1   0   0   0   1   2
+std_round  -3  -2  -1   0   1   2   3
+floor      -3  -2  -1   0   0   1   2
 """
 
 from __future__ import annotations
@@ -26,12 +29,7 @@ NEAREST = frozenset({"half_even", "half_up", "half_down", "std_round"})
 
 @register(ROUND_MODES, "half_even")
 def half_even(x: Tensor) -> Tensor:
-    """Round the floating-point tensor `x` in place, ties to even, and return it.
-
-    >>> import torch
-    >>> half_even(torch.tensor([-2.5, -1.5, 0.5, 0.49999997, 1.5])).tolist()
-    [-2.0, -2.0, 0.0, 0.0, 2.0]
-    """
+    """Round the floating-point tensor `x` in place, ties to even (IEEE 754, ONNX QuantizeLinear), and return it."""
     return x.round_()
 
 
@@ -41,46 +39,28 @@ def half_up(x: Tensor) -> Tensor:
 
     Doubling is exact below half of the dtype's largest value, so ceil(floor(2x) / 2) sees ties as they are, where
     floor(x + 0.5) rounds the sum first and takes 0.49999997 for a tie.
-
-    >>> import torch
-    >>> half_up(torch.tensor([-2.5, -1.5, 0.5, 0.49999997, 1.5])).tolist()
-    [-2.0, -1.0, 1.0, 0.0, 2.0]
     """
     return x.mul_(2).floor_().mul_(0.5).ceil_()
 
 
 @register(ROUND_MODES, "half_down")
 def half_down(x: Tensor) -> Tensor:
-    """Round the floating-point tensor `x` in place, ties toward zero, and return it; needs one temporary.
-
-    >>> import torch
-    >>> half_down(torch.tensor([-2.5, -1.5, 0.5, 0.49999997, 1.5])).tolist()
-    [-2.0, -1.0, 0.0, 0.0, 1.0]
-    """
+    """Round the floating-point tensor `x` in place, ties toward zero, and return it; needs one temporary."""
     sign = x.sign()
     return x.abs_().mul_(2).ceil_().mul_(0.5).floor_().mul_(sign)
 
 
 @register(ROUND_MODES, "std_round")
 def std_round(x: Tensor) -> Tensor:
-    """Round the floating-point tensor `x` in place, ties away from zero, and return it; needs one temporary.
-
-    >>> import torch
-    >>> std_round(torch.tensor([-2.5, -1.5, 0.5, 0.49999997, 1.5])).tolist()
-    [-3.0, -2.0, 1.0, 0.0, 2.0]
-    """
+    """Round `x` in place, ties away from zero (round() of C), and return it; needs one temporary."""
     sign = x.sign()
     return half_up(x.abs_()).mul_(sign)
 
 
 @register(ROUND_MODES, "floor")
 def floor(x: Tensor) -> Tensor:
-    """Round the floating-point tensor `x` in place, toward minus infinity, and return it.
+    """Round the floating-point tensor `x` in place, toward minus infinity, off by up to a whole step, and return it.
 
     A code times its scale may become the code below: (3 * s) / s is 2.9999998 for some s.
-
-    >>> import torch
-    >>> floor(torch.tensor([-2.5, -0.1, 0.5, 0.99999994, 1.0])).tolist()
-    [-3.0, -1.0, 0.0, 0.0, 1.0]
     """
     return x.floor_()

@@ -15,9 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import BLOCK
+from quantizer.numerics.blocks import BLOCK, flat_view
 from quantizer.numerics.granularity import to_rows
-from quantizer.numerics.layout import flat_view
 
 BINS = 2048  # per sign; the resolution of TensorRT's and pytorch_nndct's calibrators
 SAMPLE = 1 << 17

@@ -1,20 +1,31 @@
-"""The registry of range methods: what one looks like and what it is given. The methods are in files of their own."""
+"""The registries: range methods, from the values of a batch to a range, and statistics, from batches to one value."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from statistics import fmean, median, multimode
+
+import torch
+from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.numerics.blocks import Kernel
-from quantizer.numerics.fake_cast import float_kernel
-from quantizer.numerics.fake_quantize import integer_kernel
-from quantizer.numerics.qparams import CodeRange, FloatRange, IntegerRange
-from quantizer.observers.batch import Batch, Range
+from quantizer.numerics.blocks import Kernel, fill
+from quantizer.numerics.fake_quantize import float_kernel, integer_kernel
+from quantizer.numerics.qparams import CodeRange, FloatRange, IntegerRange, qparams_from_range
+from quantizer.numerics.registry import lookup, register
+from quantizer.numerics.rounding import NEAREST
+from quantizer.observers.batch import BINS, Batch, Range
 
+Statistic = Callable[[list[float]], float]
 RangeMethod = Callable[[Batch, QuantizationSpec], Range]
 METHODS: dict[str, RangeMethod] = {}
 INTEGER_ONLY = frozenset({"entropy", "diffs"})
 """Methods that are about integer codes: levels to merge bins into, positions of a binary point."""
+DIFFS_SAMPLE = 1 << 15  # every value is quantized five times, and the candidates lie far apart
+DIFFS_CANDIDATES = 5  # the scale that cuts nothing off, and its half, quarter, ...: five in all, as in pytorch_nndct
+ENTROPY_AT_ONCE = 1 << 20  # values of one intermediate tensor
+MSE_STEPS_PER_OCTAVE = 16
 
 
 def code_range_of(spec: QuantizationSpec) -> CodeRange:
@@ -51,3 +62,152 @@ def axis_of(spec: QuantizationSpec) -> int | None:
     if spec.ch_axis is None:
         raise ValueError(f"{spec.qscheme} needs ch_axis, the axis it goes along.")
     return spec.ch_axis
+
+
+@register(METHODS, "maxmin")
+def maxmin(batch: Batch, spec: QuantizationSpec) -> Range:
+    """Return the exact extremes of every row."""
+    return batch.low, batch.high
+
+
+@register(METHODS, "percentile")
+def percentile(batch: Batch, spec: QuantizationSpec) -> Range:
+    """Return the range cut at the magnitude below which `spec.percentage` percent of the values lie.
+
+    The magnitude is the left edge of the histogram's bin where the cumulative share gets there (of the first bin the
+    right edge, so that the range is never empty); 100 percent is the maximum itself. An asymmetric range is cut at the
+    same magnitude on both sides: (100 - percentage) percent is cut off in all, shared by the two tails as the data has
+    them, and one-sided data such as a ReLU's is treated as symmetric.
+    """
+    if spec.percentage >= 100:
+        return batch.low, batch.high
+    share = batch.magnitudes.cumsum(1) / batch.magnitudes.sum(1, keepdim=True)
+    wanted = torch.full((len(share), 1), spec.percentage / 100, dtype=torch.float64)
+    bins = torch.searchsorted(share, wanted).squeeze(1).clamp(1, BINS)
+    return batch.clipped(batch.amax * bins / BINS)
+
+
+@register(METHODS, "diffs")
+def diffs(batch: Batch, spec: QuantizationSpec) -> Range:
+    """Return the range halved as often (0 to 4 times) as the squared error falls; of equal errors the widest range."""
+    code_range, kernel, sample, errors = code_range_of(spec), kernel_of(spec), batch.sample(DIFFS_SAMPLE), []
+    factors = 0.5 ** torch.arange(DIFFS_CANDIDATES, dtype=torch.float64)
+    qparams = qparams_from_range(batch.low * factors[:, None], batch.high * factors[:, None], code_range)
+    for scale, zero_point in zip(qparams.scale.to(sample), qparams.zero_point.to(sample.device), strict=True):
+        values = fill(torch.empty_like(sample), sample, scale, zero_point, kernel, 0)
+        errors.append(values.sub_(sample).square_().sum(1, dtype=torch.float64))
+    best = factors[torch.stack(errors).argmin(0).cpu()]
+    return batch.low * best, batch.high * best
+
+
+@register(METHODS, "mse")
+def mse(batch: Batch, spec: QuantizationSpec) -> Range:
+    """Return the range cut at the clip that gives the least squared error with the spec's codes, both its sides.
+
+    Which way ties go cannot matter: at a half-way point either neighbour has the same error.
+    """
+    number = {name: getattr(spec, name) for name in ("dtype", "bit_width", "signed", "narrow_range")}
+    round_mode = "half_even" if spec.round_mode in NEAREST else spec.round_mode
+    errors = batch.histogram @ _squared_errors(QuantizationSpec(**number, round_mode=round_mode)).T
+    return batch.clipped(batch.amax * _clips()[errors.argmin(1)] / BINS)
+
+
+def _clips() -> Tensor:
+    """Clips to try, in bins: the centres 1536, 1552, ... of pytorch_nndct, the maximum, and 16 per octave below them.
+
+    Low bit widths need those: at 2 bits the best clip of Gaussian data is 1.03 sigma, a quarter of the maximum.
+    """
+    upper = torch.arange(1536, BINS, 16, dtype=torch.float64) + 0.5
+    octaves = torch.arange(7 * MSE_STEPS_PER_OCTAVE, 0, -1, dtype=torch.float64) / MSE_STEPS_PER_OCTAVE
+    return torch.cat([upper[0] / 2**octaves, upper, torch.tensor([float(BINS)], dtype=torch.float64)])
+
+
+@lru_cache(maxsize=16)
+def _squared_errors(spec: QuantizationSpec) -> Tensor:
+    """Return the squared error, in bins^2, of every bin's centre under every clip, (clips, 2 * BINS) float64.
+
+    It depends on no data, so a histogram times this matrix gives the error of all clips at once.
+    """
+    centres = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
+    scale = (_clips() / code_range_of(spec).largest).float()
+    values = centres.repeat(len(scale), 1)
+    fill(values, values, scale, torch.zeros_like(scale), kernel_of(spec), ch_axis=0)
+    return (values - centres).square_()
+
+
+@register(METHODS, "entropy")
+def entropy(batch: Batch, spec: QuantizationSpec) -> Range:
+    """Return the range cut at the clip of the least Kullback-Leibler divergence; of equal ones the largest.
+
+    For the first i bins of the magnitudes, i in 128, 160, ... 1536, 1552, ... 2048, the reference P is these bins with
+    all that is beyond added to the last one; the candidate Q is the same bins merged into quant_max + 1 groups, each
+    group's count spread evenly over its occupied bins. The first bin, where a ReLU's zeros are, counts as much as the
+    second. Source: S. Migacz, "8-bit Inference with TensorRT", GTC 2017.
+    """
+    levels = min(spec.quant_max + 1, BINS)
+    counts = batch.magnitudes.clone()
+    counts[:, 0] = counts[:, 1]
+    clips = torch.cat([torch.arange(128, 1536, 32), torch.arange(1536, BINS + 1, 16)])
+    at_once = max(1, ENTROPY_AT_ONCE // (len(clips) * levels))
+    divergence = torch.cat([_divergence(part, clips, levels) for part in torch.split(counts, at_once)])
+    last_minimum = len(clips) - 1 - divergence.flip(1).argmin(1)
+    return batch.clipped(batch.amax * clips[last_minimum] / BINS)
+
+
+def _divergence(counts: Tensor, clips: Tensor, levels: int) -> Tensor:
+    """Return KL(P || Q) per row of `counts` (R, BINS) and clip, (R, clips); infinite where Q lacks a bin of P.
+
+    With c the counts, P' = c plus the tail at bin i - 1, and m the mean of a bin's group, running sums give every term
+    of KL = (sum P' log P' - sum P' log m) / sum c - log sum c + log sum_{j<i} c_j.
+    """
+    edges = -(-clips[:, None] * torch.arange(levels + 1) // levels)
+    totals, occupied = _running(counts), _running((counts > 0).double())
+    groups = totals[:, edges].diff(dim=2)
+    means = groups / occupied[:, edges].diff(dim=2).clamp(min=1)
+    last_group = ((clips - 1) * levels // clips).expand(len(counts), -1).unsqueeze(2)
+    last_mean = means.gather(2, last_group).squeeze(2)
+    inside, total, last = totals[:, clips], totals[:, -1:], counts[:, clips - 1]
+    tail = total - inside
+    reference = (
+        _running(torch.xlogy(counts, counts))[:, clips]
+        - torch.xlogy(last, last)
+        + torch.xlogy(last + tail, last + tail)
+    )
+    cross = torch.xlogy(groups, means).sum(2) + torch.xlogy(tail, torch.where(last > 0, last_mean, 0.0))
+    return ((reference - cross) / total - total.log() + inside.log()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _running(x: Tensor) -> Tensor:
+    """Return the sums of the first 0, 1, ... values of each row."""
+    return torch.nn.functional.pad(x.cumsum(1), (1, 0))
+
+
+def modal(values: list[float]) -> float:
+    """Return the most frequent value; of equally frequent ones the largest, the coarser scale, which clips least.
+
+    >>> modal([0.25, 0.5, 0.5, 0.25, 0.125])
+    0.5
+    """
+    return max(multimode(values))
+
+
+STATISTICS: dict[str, Statistic] = {
+    "modal": modal,
+    "max": max,
+    "mean": fmean,  # sums exactly, so the order of the batches cannot show
+    "median": median,
+}
+
+
+def reduce_batches(values: Tensor, name: str) -> Tensor:
+    """Return the statistic `name` of each column of `values` (batches, R) as (R,) float64.
+
+    Raises ValueError for an unknown name.
+
+    >>> reduce_batches(torch.tensor([[1.0], [2.0], [6.0]]), "mean").tolist()
+    [3.0]
+    """
+    statistic = lookup(STATISTICS, name, "statistic over batches")
+    if len(values) == 1:
+        return values[0].double()
+    return torch.tensor([statistic(column) for column in values.T.tolist()], dtype=torch.float64)

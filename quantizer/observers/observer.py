@@ -13,11 +13,29 @@ from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import IntegerRange, QParams, qparams_from_range, qparams_from_step, step_from_range
 from quantizer.numerics.registry import lookup
 from quantizer.observers.batch import Batch, as_rows, extremes
-from quantizer.observers.errors import NegativeValuesError, NonFiniteError, ObservationError, UnobservedError
-from quantizer.observers.methods import INTEGER_ONLY, METHODS, axis_of, code_range_of
-from quantizer.observers.statistic import STATISTICS, reduce_batches
+from quantizer.observers.methods import INTEGER_ONLY, METHODS, STATISTICS, axis_of, code_range_of, reduce_batches
 
 ROWS_AT_ONCE = 1 << 12  # histograms of 4096 bins of each take 128 MB
+
+
+class ObservationError(ValueError):
+    """The values seen, or their absence, give no scale."""
+
+
+class UnobservedError(ObservationError):
+    """A scale was asked for before any value was seen."""
+
+
+class NonFiniteError(ObservationError):
+    """A batch held NaN or infinity; `nans` and `infinities` count them, among `total` values."""
+
+    def __init__(self, nans: int, infinities: int, total: int) -> None:
+        super().__init__(f"{nans} NaN and {infinities} infinite among {total} values; a range needs finite ones.")
+        self.nans, self.infinities, self.total = nans, infinities, total
+
+
+class NegativeValuesError(ObservationError):
+    """A batch held negative values, which unsigned symmetric codes cannot represent."""
 
 
 class Observer:

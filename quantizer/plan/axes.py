@@ -14,12 +14,9 @@ from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.model import QuantizationSpec, Sourced
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.graph.ir import Graph, Node
-from quantizer.plan.groups import Group
 
 BLOCK_SCALE = "e8m0"
 """The scale of block formats, whose last block may be shorter (OCP Microscaling Formats v1.0, section 5)."""
-
-
 BATCH = 0
 """The axis of samples."""
 
@@ -62,14 +59,11 @@ def parameter_view(graph: Graph, node: Node, role: str) -> TensorView:
     return TensorView(sizes, channels, (1 - channels) if len(sizes) > 1 else 0)
 
 
-def output_view(graph: Graph, group: Group) -> TensorView:
-    """What is quantized at the group's point; its features are those that the group's first layer makes."""
-    return _activation_view(graph, graph.by_name[group.members[0]], group.point)
-
-
-def input_view(graph: Graph, node: Node, source: str) -> TensorView:
-    """What `node` reads of `source`."""
-    return _activation_view(graph, node, source)
+def activation_view(graph: Graph, node: Node, source: str) -> TensorView:
+    """What `source` makes, for `node`: features of matrices lie last, those of convolutions along the channels."""
+    path = node.params.get("weight")
+    rank = graph.tensors[path].dim() if path and node.row.kind == "mac" else 0
+    return TensorView(graph.by_name[source].shape, features=1 - rank if rank > 1 else -1, maps=rank > 2)
 
 
 def fitted(spec: QuantizationSpec, view: TensorView, role: str) -> QuantizationSpec:
@@ -139,10 +133,3 @@ def misfits(found: Sequence[Misfit]) -> Iterator[Diagnostic]:
             place,
             help="give these layers a size that divides, -1 for the whole axis, or another qscheme; or exclude them",
         )
-
-
-def _activation_view(graph: Graph, node: Node, source: str) -> TensorView:
-    """Features of matrices lie along the last axis, those of convolutions along that of the channels."""
-    path = node.params.get("weight")
-    rank = graph.tensors[path].dim() if path and node.row.kind == "mac" else 0
-    return TensorView(graph.by_name[source].shape, features=1 - rank if rank > 1 else -1, maps=rank > 2)

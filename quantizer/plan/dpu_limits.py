@@ -49,31 +49,30 @@ def _within(sides: Pair, most: int) -> bool:
     return min(sides) >= 1 and max(sides) <= most
 
 
-def _pads(g: Geometry, most: Callable[[int], int], dilated: bool = True) -> bool:
+def _pads(most: Callable[[int], int], dilated: bool = True) -> Callable[[Geometry], bool]:
     """Whether each side's padding is at most a function of its kernel, times the dilation."""
-    return all(
-        pad <= most(kernel) * (dilation if dilated else 1)
-        for pad, kernel, dilation in zip(g.padding, g.kernel, g.dilation, strict=True)
-    )
+
+    def fits(g: Geometry) -> bool:
+        sides = zip(g.padding, g.kernel, g.dilation, strict=True)
+        return all(pad <= most(kernel) * (dilation if dilated else 1) for pad, kernel, dilation in sides)
+
+    return fits
 
 
 _CONVOLVES = ("conv2d", "depthwise-conv2d")
 _TRANSPOSED = ("transposed-conv2d", "depthwise-transposed-conv2d")
 _POOLS = ("max-pooling", "average-pooling")
 
+_WIDE = "its padding {g.padding} is wider than its kernel less one"
+_BEYOND = "its padding is {g.padding}, and sides are at most 15 and less than"
+
 LIMITS: tuple[Limit, ...] = (
     Limit(("conv2d",), lambda g: _within(g.kernel, 16), "its kernel is {g.kernel}, and sides are 1 to 16"),
     Limit(("conv2d",), lambda g: _within(g.stride, 8), "its stride is {g.stride}, and sides are 1 to 8"),
-    Limit(
-        ("conv2d",), lambda g: _pads(g, lambda k: k - 1), "its padding {g.padding} is wider than its kernel less one"
-    ),
+    Limit(("conv2d",), _pads(lambda k: k - 1), _WIDE),
     Limit(("depthwise-conv2d",), lambda g: _within(g.kernel, 256), "its kernel is {g.kernel}, and sides are 1 to 256"),
     Limit(("depthwise-conv2d",), lambda g: _within(g.stride, 256), "its stride is {g.stride}, and sides are 1 to 256"),
-    Limit(
-        ("depthwise-conv2d",),
-        lambda g: _pads(g, lambda k: min(k - 1, 15)),
-        "its padding is {g.padding}, and sides are at most 15 and less than the kernel",
-    ),
+    Limit(("depthwise-conv2d",), _pads(lambda k: min(k - 1, 15)), f"{_BEYOND} the kernel"),
     Limit(
         _CONVOLVES,
         lambda g: max(g.dilation) * g.in_channels <= CHANNELS or max(g.dilation) == 1,
@@ -89,18 +88,10 @@ LIMITS: tuple[Limit, ...] = (
         lambda g: all(1 <= math.ceil(k / s) <= 16 for k, s in zip(g.kernel, g.stride, strict=True)),
         "kernel over stride is {g.kernel} over {g.stride}, and the ratio is 1 to 16",
     ),
-    Limit(
-        _TRANSPOSED,
-        lambda g: _pads(g, lambda k: k - 1, dilated=False),
-        "its padding {g.padding} is wider than its kernel less one",
-    ),
+    Limit(_TRANSPOSED, _pads(lambda k: k - 1, dilated=False), _WIDE),
     Limit(_POOLS, lambda g: _within(g.kernel, 256), "its window is {g.kernel}, and sides are 1 to 256"),
     Limit(_POOLS, lambda g: _within(g.stride, 256), "its stride is {g.stride}, and sides are 1 to 256"),
-    Limit(
-        _POOLS,
-        lambda g: _pads(g, lambda k: min(k - 1, 15)),
-        "its padding is {g.padding}, and sides are at most 15 and less than the window",
-    ),
+    Limit(_POOLS, _pads(lambda k: min(k - 1, 15)), f"{_BEYOND} the window"),
     Limit(
         (*_CONVOLVES, *_TRANSPOSED, *_POOLS, "eltwise"),
         lambda g: max(g.in_channels, g.out_channels) <= CHANNELS,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.axis_rules import ALIKE, RESHAPED, SAME
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.targets import pair
 from quantizer.plan.dpu_limits import FUSED, LIMITS, OPERATORS, PYTORCH, Geometry
 from quantizer.plan.groups import Layout, layout, quantization_point
 from quantizer.plan.model import Plan
@@ -69,7 +69,8 @@ def _verdict(graph: Graph, node: Node, found: Mapping[str, Verdict]) -> Verdict:
     several = node.dtype is None and any(graph.by_name[name].is_float for name in node.refs())  # results
     if node.row.kind == "structural" or node.op in STUBS or not (node.is_float or several):
         return Verdict("")
-    if _stays(graph, node):
+    in_order = node.row.only_moves and node.row.axes in (SAME, RESHAPED)  # values stay as they lie in memory
+    if node.op == "getitem" or (in_order and node.dtype == graph.by_name[next(node.refs())].dtype):
         source = found[next(node.refs())]
         return source if source.device != "CPU" else _refused("it moves what the CPU makes")
     op = _activation(node)
@@ -77,12 +78,6 @@ def _verdict(graph: Graph, node: Node, found: Mapping[str, Verdict]) -> Verdict:
         return _fused(graph, node, op, found)
     rule = _RULES.get(node.op)
     return rule(graph, node) if rule else _refused(f"the DPU has no {node.op}")
-
-
-def _stays(graph: Graph, node: Node) -> bool:
-    """Whether the values stay as they lie in memory, in the dtype that they have."""
-    in_order = node.row.only_moves and node.row.axes in (SAME, RESHAPED)
-    return node.op == "getitem" or (in_order and node.dtype == graph.by_name[next(node.refs())].dtype)
 
 
 def _within_limits(engine: str, geometry: Geometry) -> Verdict:
@@ -110,24 +105,18 @@ def _convolution(graph: Graph, node: Node) -> Verdict:
     shape, attrs = graph.by_name[next(node.refs())].shape, node.attrs
     if shape is None or len(shape) != 4 or "weight" not in node.params:
         return _refused("it is not a convolution of [b, channels, height, width] with a weight of its own")
-    weight, transposed = graph.tensors[node.params["weight"]].shape, node.row.transposed
+    weight, transposed = graph.weight(node).shape, node.row.transposed
     groups = attrs.get("groups", 1)
     channels = (weight[0], weight[1] * groups) if transposed else (weight[1] * groups, weight[0])
     if groups not in (1, channels[0]):
         return _refused(f"it has {groups} groups, and the DPU has 1 or one per input channel")
-    if transposed and max(_pair(attrs.get("output_padding", 0))):
+    if transposed and max(pair(attrs.get("output_padding", 0))):
         return _refused("its output_padding is not zero")
-    if isinstance(attrs.get("padding"), str):
-        padding = tuple((k - 1) * d // 2 for k, d in zip(weight[2:], _pair(attrs.get("dilation", 1)), strict=True))
-    else:
-        padding = _pair(attrs.get("padding", 0))
-    geometry = Geometry(
-        (weight[2], weight[3]),
-        _pair(attrs.get("stride", 1)),
-        (padding[0], padding[-1]),
-        _pair(attrs.get("dilation", 1)),
-        *channels,
-    )
+    padding, dilation = attrs.get("padding", 0), pair(attrs.get("dilation", 1))
+    if isinstance(padding, str):
+        padding = [(k - 1) * d // 2 for k, d in zip(weight[2:], dilation, strict=True)]
+    kernel = weight[2], weight[3]
+    geometry = Geometry(kernel, pair(attrs.get("stride", 1)), pair(padding), dilation, *channels)
     depthwise = "depthwise-" if groups > 1 else ""
     return _within_limits(f"{depthwise}{'transposed-' if transposed else ''}conv2d", geometry)
 
@@ -136,7 +125,7 @@ def _linear(graph: Graph, node: Node) -> Verdict:
     """A convolution whose kernel is the whole map that was flattened."""
     if "weight" not in node.params or node.shape is None or len(node.shape) != 2:
         return _refused("it is not a linear layer of [b, features] with a weight of its own")
-    out, features = graph.tensors[node.params["weight"]].shape
+    out, features = graph.weight(node).shape
     source = graph.by_name[next(node.refs())]
     before = graph.by_name[next(source.refs())].shape if source.row.axes is RESHAPED else None
     if before is not None and len(before) == 4 and before[1] and before[2] and before[3]:
@@ -148,12 +137,10 @@ def _pooling(graph: Graph, node: Node) -> Verdict:
     attrs, shape = node.attrs, node.shape
     if node.op != "max_pool2d" and node.target != "dpu.avg_pool2d":
         return _refused("it is not an average over windows of one fixed size in height and width")
-    kernel, channels = _pair(attrs["kernel_size"]), (shape or (1, 1))[1] or 1
-    if max(_pair(attrs.get("dilation", 1))) > 1:
+    kernel, channels = pair(attrs["kernel_size"]), (shape or (1, 1))[1] or 1
+    if max(pair(attrs.get("dilation", 1))) > 1:
         return _refused("its window is dilated")
-    geometry = Geometry(
-        kernel, _pair(attrs.get("stride") or kernel), _pair(attrs.get("padding") or 0), (1, 1), channels
-    )
+    geometry = Geometry(kernel, pair(attrs.get("stride") or kernel), pair(attrs.get("padding") or 0), (1, 1), channels)
     return _within_limits("max-pooling" if node.op == "max_pool2d" else "average-pooling", geometry)
 
 
@@ -168,8 +155,7 @@ def _elementwise(graph: Graph, node: Node) -> Verdict:
 
 
 def _join(graph: Graph, node: Node) -> Verdict:
-    dims = len(node.shape or ())
-    along = int(node.attrs.get("dim", 0)) % max(dims, 1)
+    along = int(node.attrs.get("dim", 0)) % max(node.rank, 1)
     return Verdict("DPU", "concat") if node.op == "cat" and along == 1 else _refused("it does not join channels")
 
 
@@ -187,9 +173,8 @@ def _nearest(graph: Graph, node: Node) -> Verdict:
 def _slice(graph: Graph, node: Node) -> Verdict:
     dim = int(node.attrs.get("dim", 0))
     plain = dim > 1 or (int(node.attrs.get("step", 1)) == 1 and dim == 1)
-    return (
-        Verdict("DPU", "strided-slice") if plain else _refused("it slices the batch, or channels in steps", OPERATORS)
-    )
+    why = "it slices the batch, or channels in steps"
+    return Verdict("DPU", "strided-slice") if plain else _refused(why, OPERATORS)
 
 
 def _activation(node: Node) -> str:
@@ -223,11 +208,6 @@ def _unfit(spec: QuantizationSpec) -> str:
     if spec.is_dynamic:
         return "a dynamic range"
     return "" if spec.scale_type == "poweroftwo" and spec.ch_axis is None else "no single power-of-two scale"
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    values = list(value) if isinstance(value, (list, tuple)) else [value]
-    return values[0], values[-1]
 
 
 _RULES: dict[str, Callable[[Graph, Node], Verdict]] = {

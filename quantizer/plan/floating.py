@@ -98,7 +98,7 @@ def _carries(graph: Graph, node: Node, masks: set[str]) -> bool:
 def _fills_lowest(graph: Graph, node: Node) -> bool:
     """Whether the node writes very low constants, or holds them."""
     if node.op == "constant" and node.is_float:
-        tensor = graph.tensors[node.params["weight"]]
+        tensor = graph.weight(node)
         return tensor.numel() > 0 and float(tensor.min()) <= LOWEST
     numbers = [value for value in node.attrs.values() if isinstance(value, (int, float)) and not math.isnan(value)]
     if node.op == "mul":

@@ -49,8 +49,8 @@ def layout(graph: Graph) -> Layout:
         if joins:
             served[group.point] = joins
             where.joined[group.point] = group
-        elif _is_last_activation(graph, node):
-            served[node.name] = ""
+        elif node.row.kind == "nonlinear" and {name for name, _ in readers(graph, node.name)} == {""}:
+            served[node.name] = ""  # a sigmoid or softmax whose result is only what the network returns
         else:
             groups[group.point] = group
     return where
@@ -72,7 +72,8 @@ def _makes_values(graph: Graph, node: Node, where: Layout) -> bool:
     """Whether the node's output has other values than its inputs, so that it needs a quantization of its own."""
     kind = _producer(graph, node).row.kind
     if node.name in where.floats or kind in ("unknown", "float"):
-        return _feeds_mac(graph, node, where)
+        read = ((n, value) for n, value in readers(graph, node.name) if n and where.floats.get(n) != DERIVED)
+        return any(multiplied(graph.by_name[n], value) for n, value in read)
     if node.op == "input":
         return True
     if node.row.axes is PADDED and not pads_zeros(node.attrs):
@@ -107,16 +108,3 @@ def _chain(graph: Graph, node: Node) -> tuple[Group, str]:
 def _producer(graph: Graph, node: Node) -> Node:
     """The operator that computes what the node picks out of several results (an LSTM's outputs), else the node."""
     return graph.by_name[next(node.refs())] if node.op == "getitem" else node
-
-
-def _feeds_mac(graph: Graph, node: Node, where: Layout) -> bool:
-    """Whether a layer that multiplies activations reads the node's values."""
-    for name, read in readers(graph, node.name):
-        if name and where.floats.get(name) != DERIVED and multiplied(graph.by_name[name], read):
-            return True
-    return False
-
-
-def _is_last_activation(graph: Graph, node: Node) -> bool:
-    """A sigmoid or softmax whose result is only what the network returns."""
-    return node.row.kind == "nonlinear" and {name for name, _ in readers(graph, node.name)} == {""}

@@ -9,9 +9,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from quantizer.config.model import Selector
+from quantizer.config.model import ConfigRule, Role, Selector
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.module_names import call_paths, module_of
+from quantizer.graph.names import around
+from quantizer.plan.model import RuleMatch
 
 # Weakest first: a rule of a higher rank wins, field by field.
 RANKS = ("all", "weighted", "type", "pattern", "path", "name", "exclude")
@@ -34,6 +36,25 @@ class Match:
     rank: int
     note: str | None = None
     absorbed: tuple[str, ...] = ()
+
+
+@dataclass
+class MatchedRule:
+    """A rule with what its selector finds; `effects` counts the tensors that it sets something for."""
+
+    rule: ConfigRule
+    found: Match
+    effects: int = 0
+
+    def speaks_of(self, role: Role) -> bool:
+        """Whether it says anything about a role."""
+        return role in (self.rule.roles or ()) or role in self.rule.adds or bool(self.rule.fields.get(role))
+
+    def summary(self) -> RuleMatch:
+        """For the plan."""
+        selector = self.rule.selector
+        shown = selector.text or selector.kind
+        return RuleMatch(self.rule.label, shown, self.found.layers, self.effects, str(selector.place or ""))
 
 
 def match(selector: Selector, graph: Graph, original: Graph) -> Match:
@@ -61,11 +82,8 @@ def is_weighted(node: Node) -> bool:
 def type_names(node: Node) -> frozenset[str]:
     """All words that select the node by type: operator, torch's names for it, its modules' classes."""
     names = {node.op, *node.row.types, *node.classes}
-    return frozenset(
-        names
-        | {name.rpartition(".")[2] for name in names}
-        | {f"nn.{n.rpartition('.')[2]}" for n in names if n.startswith("torch.nn.")}
-    )
+    short = {name.rpartition(".")[2] for name in names}
+    return frozenset(names | short | {f"nn.{n.rpartition('.')[2]}" for n in names if n.startswith("torch.nn.")})
 
 
 def _by_type(text: str, graph: Graph, original: Graph) -> Match:
@@ -111,9 +129,8 @@ def _by_name(text: str, graph: Graph, original: Graph) -> Match:
     scope = text.rpartition("/")[0]
     siblings = [name for name in original.by_name if name.rpartition("/")[0] == scope] if "::" in text else []
     if len(siblings) == 1:
-        return _survivors(
-            siblings, "name", graph, f"{text!r} is read as {siblings[0]!r}, the only layer of that module"
-        )
+        note = f"{text!r} is read as {siblings[0]!r}, the only layer of that module"
+        return _survivors(siblings, "name", graph, note)
     inside = [node.name for node in original.nodes if node.scope == text or node.scope.startswith(f"{text}.")]
     if inside and not text.startswith("re:"):
         return _survivors(inside, "path", graph)
@@ -123,21 +140,9 @@ def _by_name(text: str, graph: Graph, original: Graph) -> Match:
     patterns = _patterns(text)
     if patterns is None:
         return Match((), RANKS.index("name"))
-    of_names, of_paths = patterns
-    found = [
-        n.name for n in original.nodes if of_names.fullmatch(n.name) or any(map(of_paths.fullmatch, _modules(n.scope)))
-    ]
+    names, paths = (pattern.fullmatch for pattern in patterns)
+    found = [node.name for node in original.nodes if names(node.name) or any(map(paths, around(node.scope)))]
     return _survivors(found, "pattern", graph)
-
-
-def _modules(scope: str) -> list[str]:
-    """The paths of a module and of those around it: a glob that finds one means all layers in it, as a path does.
-
-    >>> _modules("layers.0.mlp.up")
-    ['layers', 'layers.0', 'layers.0.mlp', 'layers.0.mlp.up']
-    """
-    parts = scope.split(".") if scope else []
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def _patterns(text: str) -> tuple[re.Pattern[str], re.Pattern[str]] | None:

@@ -22,12 +22,10 @@ from roundings import (
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Run, Task, adjusted
-from quantizer.algorithms.gptaq import FloatOutputs, gptaq
-from quantizer.algorithms.gptq import gptq
-from quantizer.algorithms.gptq_layers import member, round_layers
-from quantizer.algorithms.gptq_target import GptqTarget, Products
+from quantizer.algorithms.gptq import gptaq, gptq, qronos
+from quantizer.algorithms.gptq_layers import Member, round_layers
+from quantizer.algorithms.gptq_target import FittedOutputs, FloatOutputs, GptqTarget, Products
 from quantizer.algorithms.gram import Drift, Gram
-from quantizer.algorithms.qronos import FittedOutputs, qronos
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.algorithms import ColumnRounding, GPTAQConfig, GPTQConfig, QronosConfig
 from quantizer.config.model import QuantizationSpec
@@ -93,7 +91,7 @@ def settled(weight: Tensor, f: Tensor, x: Tensor, aim: GptqTarget, spec: Quantiz
     gram.add(x)
     drift.add(f, x)
     products = [Products(gram.matrix[0], drift.matrix[0])]
-    found = round_layers([member("layer", layer, spec, None)], products, len(x), aim).layers
+    found = round_layers([Member.of("layer", layer, spec, None)], products, len(x), aim).layers
     return found["layer"].weight
 
 

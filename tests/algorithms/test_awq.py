@@ -13,8 +13,7 @@ from rescaling import A8, CASES, W4, Outliers, built, difference, quantized_erro
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
-from quantizer.algorithms.awq import awq, least_step
-from quantizer.algorithms.clip import clipped_qparams, scale_errors
+from quantizer.algorithms.awq import awq, clipped_qparams, least_step, scale_errors
 from quantizer.algorithms.gram import Gram
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.algorithms.smoothquant import smoothquant

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from toys import built, traced
 
 from configs import ROLES, config, document, layer
-from quantizer.algorithms.channel_mean import ChannelMean
+from quantizer.algorithms.bias_correction import ChannelMean
 from quantizer.engine.attach import quantized_network
 from quantizer.errors import DataError
 from quantizer.graph.trace import trace

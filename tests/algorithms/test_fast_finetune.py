@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from toys import built, traced
 
 from configs import config, document, layer
-from quantizer.algorithms.adaround import adaround
 from quantizer.algorithms.fast_finetune import SOLVERS, FinetunedLayer
 from quantizer.algorithms.patches import channel_rows, matrix_weight, patches, weight_matrix
-from quantizer.algorithms.rounding_problem import RoundingProblem
+from quantizer.algorithms.rounding_problem import RoundingProblem, adaround
 from quantizer.cli.options import FINETUNE_MODES
 from quantizer.engine import finetune as engine
 from quantizer.engine.attach import quantized_network

@@ -12,10 +12,8 @@ from rescaling import A8, CASES, W8, Gated, Outliers, built, difference, quantiz
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Task
-from quantizer.algorithms.channel_ranges import ChannelRanges
 from quantizer.algorithms.fold import admissible, folded, input_name, parameter, tied
-from quantizer.algorithms.smoothing_loss import smoothing_loss
-from quantizer.algorithms.smoothquant import smoothquant
+from quantizer.algorithms.smoothquant import ChannelRanges, smoothing_loss, smoothquant
 from quantizer.config.algorithms import SmoothQuantConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError

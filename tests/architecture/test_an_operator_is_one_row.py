@@ -21,7 +21,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.op_row import Op
 from quantizer.graph.ops import OPS, PACKETS, register
 from quantizer.graph.passes import run_passes
-from quantizer.graph.passes.cross_layer_equalization import cross_layer_equalization
+from quantizer.graph.passes.equalization import cross_layer_equalization
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import NO_RULES, resolve
@@ -29,14 +29,12 @@ from quantizer.plan.resolve import NO_RULES, resolve
 PACKAGE = Path(__file__).parents[2] / "quantizer"
 NAMED = {
     "graph/ops.py": "the table",
-    "graph/arguments.py": "how torch traces a ReLU6",
+    "graph/targets.py": "how torch traces a ReLU6",
     "graph/functionalize.py": "what hands on its input in a traced program",
     "graph/describe.py": "how layers are written that have arguments of their own",
-    "graph/passes/convert_activations.py": "rewrites these operators",
-    "graph/passes/dpu_activations.py": "rewrites these operators",
+    "graph/passes/activations.py": "rewrites these operators",
     "graph/passes/fold_batch_norm.py": "rewrites this operator",
     "graph/passes/linear_from_matmul.py": "rewrites these operators",
-    "graph/passes/remove_dropout.py": "rewrites this operator",
     "config/to_layered.py": "writes entries for types, and knows no graph; a test compares it with the table",
     "plan/floating.py": "what each operator makes of the lowest values of a mask",
     "plan/resolve.py": "a setting that is about additions",

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from configs import document
 from quantizer.algorithms import bias_correction
-from quantizer.algorithms.channel_mean import ChannelMean
+from quantizer.algorithms.bias_correction import ChannelMean
 
 Toy = Callable[..., str]
 Capture = pytest.CaptureFixture[str]

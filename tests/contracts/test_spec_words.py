@@ -13,8 +13,7 @@ from quantizer.config.types import DeviceType, QSchemeType, RoundType, ScaleType
 from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.numerics.qparams import SCALE_MODES
 from quantizer.numerics.rounding import ROUND_MODES
-from quantizer.observers.methods import METHODS
-from quantizer.observers.statistic import STATISTICS
+from quantizer.observers.methods import METHODS, STATISTICS
 
 WORDS = get_type_hints(QuantizationSpec)
 SCHEMA = load_resource("schemas", "quantization_spec.schema.json")["properties"]

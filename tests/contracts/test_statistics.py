@@ -8,7 +8,7 @@ pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra:
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantizer.observers.statistic import STATISTICS, reduce_batches
+from quantizer.observers.methods import STATISTICS, reduce_batches
 
 values = st.lists(st.floats(2.0**-100, 2.0**100), min_size=1, max_size=20)
 

@@ -21,13 +21,16 @@ from toys import shake
 from quantizer.config.model import Config, ConfigRule, Selector, Settings, Sourced
 from quantizer.engine import calibrate
 from quantizer.engine.attach import quantized_network
+from quantizer.graph.edits import by_channel
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes, summary
-from quantizer.graph.passes.absorb_high_biases import absorb_high_biases
-from quantizer.graph.passes.cross_layer_equalization import TOLERANCE, cross_layer_equalization
-from quantizer.graph.passes.pairs import find_pairs
+from quantizer.graph.passes.equalization import (
+    TOLERANCE,
+    absorb_high_biases,
+    cross_layer_equalization,
+    find_pairs,
+)
 from quantizer.graph.trace import trace
-from quantizer.graph.weights import by_channel
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve
 

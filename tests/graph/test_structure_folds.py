@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
-from quantizer.graph.passes.pairs import find_pairs
+from quantizer.graph.passes.equalization import find_pairs
 from quantizer.graph.structure import InputGroup
 
 X = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))

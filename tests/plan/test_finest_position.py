@@ -8,7 +8,7 @@ import torch
 from quantizer import Config, Dtype, ModelQuantizer, QuantizationConfig, QuantizationSpec, ScaleType
 from quantizer.config.model import QuantizationSpec as Spec
 from quantizer.numerics.metrics import sqnr_db
-from quantizer.plan.dpu_scales import with_finest_position
+from quantizer.plan.resolve import with_finest_position
 
 
 @pytest.mark.parametrize(("bits", "position"), [(4, 12), (8, 12), (9, 15), (16, 15)])

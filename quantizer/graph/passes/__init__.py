@@ -36,27 +36,27 @@ class PassRow:
 
 
 PASSES: dict[str, PassRow] = {
-    "remove_dropout": PassRow("remove_dropout"),
+    "remove_dropout": PassRow("activations"),
     "compute_weights": PassRow("compute_weights"),
     "linear_from_matmul": PassRow("linear_from_matmul"),
-    "convert_relu6_to_relu": PassRow("convert_activations", "convert_relu6_to_relu", changes="on purpose"),
-    "convert_silu_to_hswish": PassRow("convert_activations", "convert_silu_to_hswish", changes="on purpose"),
+    "convert_relu6_to_relu": PassRow("activations", "convert_relu6_to_relu", changes="on purpose"),
+    "convert_silu_to_hswish": PassRow("activations", "convert_silu_to_hswish", changes="on purpose"),
     "fold_batch_norm": PassRow("fold_batch_norm"),
     "cross_layer_equalization": PassRow(
-        "cross_layer_equalization",
+        "equalization",
         "include_cle",
         summary="pairs of layers equalized: {count}; largest factor 2^{amount:.1f}",
     ),
     # Outputs differ where a value lies more than three standard deviations below its mean.
     "absorb_high_biases": PassRow(
-        "absorb_high_biases",
+        "equalization",
         "include_cle",
         tolerance=0.05,
         summary="layers whose high biases the next one absorbs: {count}; most channels {amount:.0f}",
     ),
     "dpu_average_pooling": PassRow("dpu_pooling", device="DPU", changes="device"),
-    "dpu_leaky_relu": PassRow("dpu_activations", device="DPU", changes="device"),
-    "dpu_hard_activations": PassRow("dpu_activations", device="DPU", changes="device"),
+    "dpu_leaky_relu": PassRow("activations", device="DPU", changes="device"),
+    "dpu_hard_activations": PassRow("activations", device="DPU", changes="device"),
 }
 
 

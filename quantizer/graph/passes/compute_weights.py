@@ -21,7 +21,8 @@ def compute_weights(graph: Graph) -> Graph:
     done: dict[str, Any] = {}
     owners: dict[str, str] = {}
     for node in graph.nodes:
-        computed = {key: node.inputs[key].name for key in _KEYS if _is_fixed(node, key, fixed)}
+        read = {key: node.inputs[key].name for key in _KEYS if isinstance(node.inputs.get(key), Ref)}
+        computed = {key: name for key, name in read.items() if name in fixed}
         if node.row.weight and node.op != "parameter" and computed:
             for name in computed.values():
                 tensors[name] = _value(graph, name, done).clone()
@@ -43,11 +44,6 @@ def _fixed(graph: Graph) -> set[str]:
         if own or (derived and node.target.split(".")[0] in ("aten", "operator")):
             fixed.add(node.name)
     return fixed
-
-
-def _is_fixed(node: Node, key: str, fixed: set[str]) -> bool:
-    value = node.inputs.get(key)
-    return isinstance(value, Ref) and value.name in fixed
 
 
 def _value(graph: Graph, name: str, done: dict[str, Any]) -> Tensor:

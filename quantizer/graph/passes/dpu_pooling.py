@@ -6,12 +6,13 @@ import dataclasses
 from typing import Any
 
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.targets import pair
 from quantizer.numerics.integer import pooling_factor
 
 
 def dpu_average_pooling(graph: Graph) -> Graph:
     """Every average over one fixed window, by pooling or by a mean over height and width, as a scaled sum."""
-    return graph.replaced(nodes=tuple(_scaled_sum(graph, node) for node in graph.nodes))
+    return graph.mapped(lambda node: _scaled_sum(graph, node))
 
 
 def _scaled_sum(graph: Graph, node: Node) -> Node:
@@ -38,9 +39,9 @@ Window = tuple[Pair, Pair, Pair]  # kernel, stride, padding
 
 
 def _avg_pool2d(node: Node, size: Pair) -> Window | None:
-    kernel = _pair(node.attrs["kernel_size"])
-    stride = _pair(node.attrs.get("stride") or kernel)
-    padding = _pair(node.attrs.get("padding") or 0)
+    kernel = pair(node.attrs["kernel_size"])
+    stride = pair(node.attrs.get("stride") or kernel)
+    padding = pair(node.attrs.get("padding") or 0)
     counted = node.attrs.get("count_include_pad", True) or padding == (0, 0)
     whole = tuple((n + 2 * p - k) // s + 1 for n, k, s, p in zip(size, kernel, stride, padding, strict=True))
     if not counted or node.attrs.get("divisor_override") or node.shape is None or node.shape[2:] != whole:
@@ -52,7 +53,7 @@ def _adaptive_avg_pool2d(node: Node, size: Pair) -> Window | None:
     wanted = node.attrs.get("output_size")
     if wanted is None or node.shape is None:
         return None
-    height, width = (goal or n for goal, n in zip(_pair(wanted), size, strict=True))
+    height, width = (goal or n for goal, n in zip(pair(wanted), size, strict=True))
     if size[0] % height or size[1] % width:
         return None
     kernel = size[0] // height, size[1] // width
@@ -70,8 +71,3 @@ _WINDOWS = {
     "aten.adaptive_avg_pool2d.default": _adaptive_avg_pool2d,
     "aten.mean.dim": _mean,
 }
-
-
-def _pair(value: Any) -> Pair:
-    values = list(value) if isinstance(value, (list, tuple)) else [value]
-    return values[0], values[-1]

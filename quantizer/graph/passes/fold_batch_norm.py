@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantizer.graph.edits import with_weights
+from quantizer.graph.edits import by_channel, rescaled, with_weights
 from quantizer.graph.ir import Graph, Node, references, rewire
-from quantizer.graph.weights import by_channel, rescaled
 
 
 def fold_batch_norm(graph: Graph) -> Graph:
@@ -25,12 +24,15 @@ def fold_batch_norm(graph: Graph) -> Graph:
     """
     changed: dict[str, dict[str, Tensor]] = {}
     normal, moved = dict(graph.normal), dict[str, str]()
-    norms = [node for node in graph.nodes if node.op == "batch_norm" and _is_affine(node)]
+    norms = [node for node in graph.nodes if node.op == "batch_norm" and "running_mean" in node.params]
+    norms = [node for node in norms if not node.attrs.get("training")]  # one that uses its statistics is affine
     for node in norms:
         sources = _sources(graph, node)
-        norm = _Norm.of(graph, node).split([_outputs(graph, source) for source in sources])
-        for source, part in zip(sources, norm, strict=True):
-            changed[source.name] = _folded(graph, source, part)
+        weights = [graph.weight(source) for source in sources]
+        outputs = [by_channel(*each).shape[:2].numel() for each in zip(sources, weights, strict=True)]
+        for source, weight, part in zip(sources, weights, _Norm.of(graph, node).split(outputs), strict=True):
+            bias = part.of_bias(graph.tensors[source.params["bias"]] if "bias" in source.params else 0.0)
+            changed[source.name] = {"weight": rescaled(source, weight, part.factor), "bias": bias.to(weight.dtype)}
             normal[source.name] = part.beta, part.gamma.abs()
             moved[node.name] = next(node.refs())
     graph = with_weights(graph, changed).replaced(normal=normal) if changed else graph
@@ -41,7 +43,7 @@ def fold_batch_norm(graph: Graph) -> Graph:
 
 @dataclass(frozen=True)
 class _Norm:
-    """A batch norm's parameters per channel, float64."""
+    """A batch norm's parameters per channel, float64, so that what it changes is rounded once."""
 
     mean: Tensor
     deviation: Tensor
@@ -68,18 +70,13 @@ class _Norm:
         return [_Norm(*part) for part in zip(*parts, strict=True)] if channels else []
 
 
-def _is_affine(node: Node) -> bool:
-    """Whether the norm is one multiplication and one addition per channel: it has statistics and uses them."""
-    return "running_mean" in node.params and not node.attrs.get("training")
-
-
 def _sources(graph: Graph, norm: Node) -> list[Node]:
     """The layers that a batch norm can fold into, in the order of their channels; empty if it cannot."""
     source = graph.by_name[next(norm.refs())]
     if source.op != "cat":
         return [source] if _can_take(graph, source, norm) else []
     names = list(references(source.inputs))
-    joins_channels = source.attrs.get("dim", 0) in (1, 1 - len(source.shape or ()))
+    joins_channels = source.attrs.get("dim", 0) in (1, 1 - source.rank)
     layers = [graph.by_name[name] for name in names]
     alone = graph.consumers[source.name] == (norm.name,) and len(set(names)) == len(names)
     return layers if joins_channels and alone and all(_can_take(graph, layer, source) for layer in layers) else []
@@ -89,19 +86,8 @@ def _can_take(graph: Graph, layer: Node, reader: Node) -> bool:
     """Whether the layer's channels are dimension 1 and `reader` alone reads them."""
     if not layer.is_multiplying or set(layer.inputs) != {"input"} or layer.shape is None:
         return False
-    batched = len(layer.shape) == graph.tensors[layer.params["weight"]].dim()
+    batched = len(layer.shape) == graph.weight(layer).dim()
     return batched and graph.consumers[layer.name] == (reader.name,)
-
-
-def _outputs(graph: Graph, layer: Node) -> int:
-    return by_channel(layer, graph.tensors[layer.params["weight"]]).shape[:2].numel()
-
-
-def _folded(graph: Graph, layer: Node, norm: _Norm) -> dict[str, Tensor]:
-    """New weight and bias, computed in float64 and rounded once."""
-    weight = graph.tensors[layer.params["weight"]]
-    bias = graph.tensors[layer.params["bias"]] if "bias" in layer.params else 0.0
-    return {"weight": rescaled(layer, weight, norm.factor), "bias": norm.of_bias(bias).to(weight.dtype)}
 
 
 def _as_scale(graph: Graph, node: Node) -> Graph:
@@ -111,5 +97,5 @@ def _as_scale(graph: Graph, node: Node) -> Graph:
     values = {params["weight"]: norm.factor.to(dtype), params["bias"]: norm.of_bias(0.0).to(dtype)}
     op, inputs = "channel_scale", {"input": node.inputs["input"]}
     scale = dataclasses.replace(node, op=op, target=op, inputs=inputs, attrs={}, params=params)
-    nodes = tuple(scale if other.name == node.name else other for other in graph.nodes)
-    return graph.replaced(nodes=nodes, tensors={**graph.tensors, **values})
+    graph = graph.mapped(lambda other: scale if other.name == node.name else other)
+    return graph.replaced(tensors={**graph.tensors, **values})

@@ -20,7 +20,7 @@ def linear_from_matmul(graph: Graph) -> Graph:
     The weight may also be the transpose of a trained matrix [out, in].
     """
     tensors = dict(graph.tensors)
-    made = {node.name: _linear(graph, node, tensors) for node in graph.nodes if _is_linear(graph, node)}
+    made = {node.name: layer for node in graph.nodes if (layer := _linear(graph, node, tensors))}
     if not made:
         return graph
     moved: dict[str, str] = {}
@@ -28,29 +28,14 @@ def linear_from_matmul(graph: Graph) -> Graph:
         readers = graph.consumers[node.name]
         if (node.op == "parameter" or _flipped(graph, node)) and all(each in made or each in moved for each in readers):
             moved[node.name] = moved.get(readers[0], readers[0])
-    nodes = tuple(made.get(node.name, node) for node in graph.nodes)
+    layers = graph.mapped(lambda node: made.get(node.name, node)).replaced(tensors=tensors)
     absorbed = {name: taker for name, taker in moved.items() if graph.by_name[name].op == "parameter"}
-    return rewire(graph.replaced(nodes=nodes, tensors=tensors), moved, absorbed)
-
-
-def _is_linear(graph: Graph, node: Node) -> bool:
-    if node.op not in _MATRIX or _matrix(graph, node) is None:
-        return False
-    scaled = any(node.attrs.get(key, 1) != 1 for key in ("alpha", "beta"))
-    return node.op != "addmm" or (not scaled and _trained(graph, node.inputs.get("input"), 1) is not None)
+    return rewire(layers, moved, absorbed)
 
 
 def _trained(graph: Graph, value: object, dims: int) -> Node | None:
     source = graph.by_name[value.name] if isinstance(value, Ref) else None
-    return source if source and source.op == "parameter" and len(source.shape or ()) == dims else None
-
-
-def _matrix(graph: Graph, node: Node) -> tuple[Node, bool] | None:
-    """The parameter that a product multiplies with, and whether it is [out, in], transposed on the way."""
-    value = node.inputs.get(_MATRIX[node.op])
-    own = _flipped(graph, graph.by_name[value.name]) if isinstance(value, Ref) else None
-    found = own or _trained(graph, value, 2)
-    return (found, own is not None) if found else None
+    return source if source and source.op == "parameter" and source.rank == dims else None
 
 
 def _flipped(graph: Graph, node: Node) -> Node | None:
@@ -62,15 +47,20 @@ def _flipped(graph: Graph, node: Node) -> Node | None:
     return _trained(graph, node.inputs.get("input"), 2) if flips else None
 
 
-def _linear(graph: Graph, node: Node, tensors: dict[str, Tensor]) -> Node:
-    """The layer; its weight, [out, in], is added to `tensors` where it is not there."""
-    matrix = _matrix(graph, node)
-    assert matrix is not None
-    path, is_flipped = matrix[0].params["weight"], matrix[1]
-    if not is_flipped:
-        tensors[f"{path}@transposed"] = graph.tensors[path].t().contiguous()
-    params = {"weight": path if is_flipped else f"{path}@transposed"}
-    if node.op == "addmm":
-        params["bias"] = graph.by_name[node.inputs["input"].name].params["weight"]
+def _linear(graph: Graph, node: Node, tensors: dict[str, Tensor]) -> Node | None:
+    """The layer that the node is; its weight, [out, in], is added to `tensors` where it is not there."""
+    value = node.inputs.get(_MATRIX.get(node.op, ""))
+    flipped = _flipped(graph, graph.by_name[value.name]) if isinstance(value, Ref) else None
+    matrix = flipped or _trained(graph, value, 2)
+    bias = _trained(graph, node.inputs.get("input"), 1) if node.op == "addmm" else None
+    scaled = any(node.attrs.get(key, 1) != 1 for key in ("alpha", "beta"))
+    if matrix is None or (node.op == "addmm" and (scaled or bias is None)):
+        return None
+    params = {"weight": matrix.params["weight"]}
+    if flipped is None:
+        params["weight"] += "@transposed"
+        tensors[params["weight"]] = graph.weight(matrix).t().contiguous()
+    if bias is not None:
+        params["bias"] = bias.params["weight"]
     inputs = {"input": node.inputs[_FACTOR[node.op]]}
     return dataclasses.replace(node, op="linear", target="aten.linear.default", inputs=inputs, attrs={}, params=params)
