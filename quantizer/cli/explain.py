@@ -9,8 +9,8 @@ import click
 
 from quantizer.cli.help import GroupedCommand
 from quantizer.cli.options import SETTINGS, ModelOptions, model_options
-from quantizer.config.codes import all_codes
 from quantizer.config.pages import code_page, contents, key_names, key_page, setting_names, setting_page
+from quantizer.config.rules import all_codes
 from quantizer.config.wording import closest, listed, quoted
 from quantizer.errors import UsageError
 

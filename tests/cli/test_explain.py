@@ -16,8 +16,8 @@ from configs import document
 from quantizer.cli.main import run_command
 from quantizer.cli.options import ModelOptions
 from quantizer.config.algorithms import ALGORITHMS
-from quantizer.config.codes import all_codes
 from quantizer.config.pages import key_names, setting_names
+from quantizer.config.rules import all_codes
 
 DOCS = Path(__file__).parents[2] / "docs"
 
