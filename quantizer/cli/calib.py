@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quantizer.cli import runlog, session
 from quantizer.cli.follow import followed
-from quantizer.cli.options import RunOptions
+from quantizer.cli.options import Options
 from quantizer.cli.outcome import Outcome
 from quantizer.cli.table_view import show_layers
 from quantizer.config.diagnostics import ConfigError
@@ -23,7 +23,7 @@ from quantizer.report import tables
 logger = logging.getLogger(__name__)
 
 
-def run_calib(options: RunOptions) -> Outcome:
+def run_calib(options: Options) -> Outcome:
     """Calibrate and write the result folder."""
     read = session.read_config(options.config_file)
     check_mode(options.fast_finetune, read.config)
@@ -55,7 +55,7 @@ def run_calib(options: RunOptions) -> Outcome:
     return _outcome(job, folder)
 
 
-def _confirm(options: RunOptions, job: Job) -> None:
+def _confirm(options: Options, job: Job) -> None:
     """What is checked and shown once the plan is made.
 
     Raises:

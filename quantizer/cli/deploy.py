@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantizer.cli.follow import progress
-from quantizer.cli.options import RunOptions
+from quantizer.cli.options import Options
 from quantizer.cli.outcome import Outcome
 from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.result_files import write_json
@@ -22,7 +22,7 @@ from quantizer.sources.data import Batches
 logger = logging.getLogger(__name__)
 
 
-def require_one(options: RunOptions, graph: Graph, info: QuantInfo) -> None:
+def require_one(options: Options, graph: Graph, info: QuantInfo) -> None:
     """Refuse before the run what no target of `--deploy` can express; one that can is written all the same.
 
     Raises:
@@ -38,7 +38,7 @@ def require_one(options: RunOptions, graph: Graph, info: QuantInfo) -> None:
         raise refusals[0]
 
 
-def deploy(options: RunOptions, outcome: Outcome, calibrated: Calibrated, batches: Batches) -> Outcome:
+def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, batches: Batches) -> Outcome:
     """Write what `--deploy` asks for, verified, and `verify.json` beside it; adds to the outcome.
 
     A target that is refused does not keep the others from being written; the refusal is raised after them.

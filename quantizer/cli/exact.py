@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from quantizer.cli.follow import progress
-from quantizer.cli.options import RunOptions
+from quantizer.cli.options import Options
 from quantizer.cli.outcome import Outcome
 from quantizer.cli.table_view import table_view
 from quantizer.engine.events import Stage
@@ -34,7 +34,7 @@ def require_dpu(device: str) -> None:
         )
 
 
-def run_exact(options: RunOptions, outcome: Outcome, graph: Graph, info: QuantInfo, batches: Batches) -> Outcome:
+def run_exact(options: Options, outcome: Outcome, graph: Graph, info: QuantInfo, batches: Batches) -> Outcome:
     """Run the batches again in integers; adds the metric `exact_equal` and a table, and writes exact.json."""
     with Stage(progress(quiet=options.quiet), "exact", batches.total) as stage:
         found = compare_exact(graph, info.solution, (batch.to("cpu") for batch in batches), stage.advance)

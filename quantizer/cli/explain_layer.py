@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from quantizer.cli import session
-from quantizer.cli.options import ModelOptions
+from quantizer.cli.options import Options
 from quantizer.config.document import Document, pointer_to
 from quantizer.config.hierarchical import ROLE_OF
 from quantizer.config.hierarchical_spec import FIELDS_OF_KEYS, specification
@@ -25,7 +25,7 @@ from quantizer.report.tables import why_float
 _KEYS = {role: key for key, role in ROLE_OF.items()}
 
 
-def explain_layer(name: str, options: ModelOptions) -> None:
+def explain_layer(name: str, options: Options) -> None:
     """Print each tensor of a layer, key by key with its value and its place in the file.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -45,11 +44,6 @@ class GroupedCommand(click.Command):
                 # The width of a column is that of its longest name, so one name as wide as allowed aligns all sections.
                 (name, text), *rest = rows
                 formatter.write_dl([(name.ljust(NAMES_WIDTH), text), *rest], col_max=NAMES_WIDTH)
-
-
-def option(group: str, *names: str, **settings: Any) -> Callable[[Any], Any]:
-    """`click.option` under the heading `group`."""
-    return click.option(*names, cls=GroupedOption, group=group, **settings)
 
 
 def was_typed(ctx: click.Context, name: str) -> bool:

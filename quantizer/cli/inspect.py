@@ -11,7 +11,7 @@ import click
 from quantizer.cli import session
 from quantizer.cli.gates import parse_gate, require_known
 from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import SETTINGS, ModelOptions, filter_option, model_options, table_options
+from quantizer.cli.options import LOOK, SETTINGS, TABLE, Options, takes
 from quantizer.cli.structures import named_structures
 from quantizer.cli.table_view import config_to_look, filtered_view
 from quantizer.engine.result_files import write_bytes
@@ -33,13 +33,11 @@ COUNTS = ("dpu_operators", "cpu_operators", "dpu_subgraphs")
 
 
 @click.command(cls=GroupedCommand, context_settings=SETTINGS)
-@table_options
-@filter_option
-@model_options
+@takes(*TABLE, "filter", *LOOK)
 @click.option("--target", type=click.Choice(["DPU"]), help="List which layers this device can run, and why not.")
 @click.option("--algorithms", is_flag=True, help="List blocks, layers that share an input, and where factors fold.")
 @click.option("--gate", multiple=True, metavar="TEST", help="Exit with 1 unless TEST holds, e.g. 'cpu_operators<=2'.")
-def inspect(options: ModelOptions, target: str | None, algorithms: bool, gate: tuple[str, ...]) -> None:
+def inspect(options: Options, target: str | None, algorithms: bool, gate: tuple[str, ...]) -> None:
     """List each layer's name, operator and output shape, what is quantized, and why the rest is not.
 
     Without a config it lists the network as it is, and all that can be quantized. With --target DPU, or a config for
@@ -89,13 +87,13 @@ def inspect(options: ModelOptions, target: str | None, algorithms: bool, gate: t
         session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats, view))
         for line in remarks(plan):
             click.echo(line)
-    if options.output and options.output != "-":
-        write_bytes(Path(options.output), emit(plan.graph).encode())
+    if options.file:
+        write_bytes(Path(options.file), emit(plan.graph).encode())
     if failed := [each.text for each in gates if not each.holds(metrics)]:
         raise GateError(f"not met: {', '.join(failed)}", help="the table above says why a layer cannot run on the DPU")
 
 
-def _show_structure(options: ModelOptions, read: session.ReadConfig, graph: Graph) -> None:
+def _show_structure(options: Options, read: session.ReadConfig, graph: Graph) -> None:
     """What the graph shows; with a config that names parts of it, what each of its algorithms finds.
 
     Raises:

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from quantizer.cli import session
-from quantizer.cli.options import RunOptions
+from quantizer.cli.options import Options
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Outcome:
     shown: Sequence[RenderableType] = field(default=())
 
 
-def show(outcome: Outcome, options: RunOptions) -> None:
+def show(outcome: Outcome, options: Options) -> None:
     """Print the result on stdout."""
     if options.json:
         print(session.as_json(outcome.content))

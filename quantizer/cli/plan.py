@@ -8,7 +8,7 @@ import click
 
 from quantizer.cli import session
 from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import SETTINGS, ModelOptions, filter_option, model_options, table_options
+from quantizer.cli.options import LOOK, SETTINGS, TABLE, Options, takes
 from quantizer.cli.structures import named_structures
 from quantizer.cli.table_view import filtered_view
 from quantizer.engine.result_files import write_json
@@ -20,10 +20,8 @@ _MB = 1e6
 
 
 @click.command(cls=GroupedCommand, context_settings=SETTINGS)
-@table_options
-@filter_option
-@model_options
-def plan(options: ModelOptions) -> None:
+@takes(*TABLE, "filter", *LOOK)
+def plan(options: Options) -> None:
     """Show how many layers each rule matches, each tensor's spec, the size before and after, and the memory calibration
     takes.
 
@@ -49,8 +47,8 @@ def plan(options: ModelOptions) -> None:
         "weight_bytes": {"float": before, "quantized": after},
         "peak_activation_bytes": {"batch_size": size, "bytes": memory},
     }
-    if options.output and options.output != "-":
-        write_json(Path(options.output), content)
+    if options.file:
+        write_json(Path(options.file), content)
     if options.json:
         click.echo(session.as_json(content))
         return

@@ -15,7 +15,7 @@ from quantizer.cli.deploy import deploy, require_one
 from quantizer.cli.exact import require_dpu, run_exact
 from quantizer.cli.follow import progress
 from quantizer.cli.gates import MEASURED, names_in_test, parse_gate, require_known
-from quantizer.cli.options import RunOptions
+from quantizer.cli.options import Options
 from quantizer.cli.outcome import Outcome, show
 from quantizer.cli.table_view import config_to_look, show_layers, table_view
 from quantizer.engine import results
@@ -33,7 +33,7 @@ from quantizer.seeding import seed_everything
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 
 
-def run(options: RunOptions) -> int:
+def run(options: Options) -> int:
     """Run one mode; the exit code is 0, or that of the error raised."""
     gates = [parse_gate(text) for text in options.gate]
     if gates and options.quant_mode == "calib":
@@ -59,7 +59,7 @@ def run(options: RunOptions) -> int:
     return 0
 
 
-def run_float(options: RunOptions) -> Outcome:
+def run_float(options: Options) -> Outcome:
     """The float model alone: its metrics on the evaluation data."""
     loaded = session.open_model(options)
     evaluator = _evaluate(options, loaded)
@@ -80,7 +80,7 @@ def run_float(options: RunOptions) -> Outcome:
     return Outcome(metrics, {"metrics": metrics}, _lines(metrics))
 
 
-def run_test(options: RunOptions) -> Outcome:
+def run_test(options: Options) -> Outcome:
     """Compare the calibrated network with the float one and report."""
     folder = Path(options.output_dir)
     info = results.read_info(folder)
@@ -117,10 +117,10 @@ def run_test(options: RunOptions) -> Outcome:
         return deploy(options, outcome, calibrated, batches) if options.deploy else outcome
 
 
-MODES: dict[str, Callable[[RunOptions], Outcome]] = {"float": run_float, "calib": run_calib, "test": run_test}
+MODES: dict[str, Callable[[Options], Outcome]] = {"float": run_float, "calib": run_calib, "test": run_test}
 
 
-def _evaluate(options: RunOptions, loaded: LoadedModel) -> Evaluate | None:
+def _evaluate(options: Options, loaded: LoadedModel) -> Evaluate | None:
     return load_evaluate(options.evaluate) if options.evaluate else loaded.evaluate
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from quantizer.cli.options import ModelOptions, RunOptions
+from quantizer.cli.options import Options
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.load import default_config, load_config
@@ -34,8 +34,6 @@ from quantizer.sources.text import DEFAULT_SEQ_LEN, Windows, longest_window
 from quantizer.sources.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
-
-Options = RunOptions | ModelOptions
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def device_of(options: Options) -> torch.device:
     Raises:
         UsageError: no such device here.
     """
-    name = getattr(options, "device", "cpu")
+    name = options.device
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -105,7 +103,7 @@ def open_data(
         UsageError: there are none, or options that do not go with them.
         DataError: they cannot be read.
     """
-    given = (getattr(options, "eval_data", None) if evaluation else None) or options.data
+    given = (options.eval_data if evaluation else None) or options.data
     offered = loaded.evaluation_data if evaluation else loaded.calibration_data
     source = offered if given is None else given
     windows = read_windows(options, loaded, given, seq_len)
@@ -119,9 +117,9 @@ def open_data(
         source,
         module=loaded.module,
         batch_size=options.batch_size,
-        subset_len=getattr(options, "subset_len", None),
-        seed=getattr(options, "seed", 0),
-        reading=Reading(getattr(options, "preprocess", None), windows),
+        subset_len=options.subset_len,
+        seed=options.seed,
+        reading=Reading(options.preprocess, windows),
     )
 
 
@@ -133,7 +131,7 @@ def read_windows(options: Options, loaded: LoadedModel, given: str | None, calib
     Raises:
         UsageError: the lengths do not fit each other or the model, or the data given are no texts.
     """
-    named = [name for name in ("tokenizer", "stride", "seq_len") if getattr(options, name, None)]
+    named = [name for name in ("tokenizer", "stride", "seq_len") if getattr(options, name)]
     if given is None and loaded.calibration_data is None and loaded.example is not None:
         named = [name for name in named if name != "seq_len"]  # the example input has a length, too
     if named and (given is None or find_files(given)[0] != TEXTS):
@@ -143,7 +141,7 @@ def read_windows(options: Options, loaded: LoadedModel, given: str | None, calib
         raise UsageError(f"--seq_len {options.seq_len}: the model was made for at most {longest} positions")
     tokenizer = partial(load_tokenizer, options.tokenizer) if options.tokenizer else loaded.tokenizer
     seq_len = options.seq_len or calibrated or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
-    return Windows(tokenizer, seq_len, getattr(options, "stride", None))
+    return Windows(tokenizer, seq_len, options.stride)
 
 
 def require_data(batches: Batches) -> None:
