@@ -10,11 +10,10 @@ from quantizer.cli.help import GroupedCommand
 from quantizer.cli.options import SETTINGS
 from quantizer.cli.render import print_diagnostics
 from quantizer.cli.write_text import write_text
+from quantizer.config.convert import to_hierarchical, to_layered
 from quantizer.config.diagnostics import in_order
 from quantizer.config.form import Form
 from quantizer.config.load import load_config
-from quantizer.config.to_hierarchical import to_hierarchical
-from quantizer.config.to_layered import to_layered
 from quantizer.errors import UsageError
 
 _WRITERS = {"layered": to_layered, "hierarchical": to_hierarchical}

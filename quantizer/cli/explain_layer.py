@@ -10,7 +10,7 @@ import click
 from quantizer.cli import session
 from quantizer.cli.options import Options
 from quantizer.config.document import Document, pointer_to
-from quantizer.config.hierarchical import ROLE_OF
+from quantizer.config.hierarchical import KEY_OF
 from quantizer.config.hierarchical_spec import FIELDS_OF_KEYS, specification
 from quantizer.config.layered import FIELDS, parameters
 from quantizer.config.model import QuantizationSpec, Selector
@@ -21,8 +21,6 @@ from quantizer.errors import UsageError
 from quantizer.plan.match import advice, match
 from quantizer.plan.model import Plan, TensorPlan
 from quantizer.report.tables import why_float
-
-_KEYS = {role: key for key, role in ROLE_OF.items()}
 
 
 def explain_layer(name: str, options: Options) -> None:
@@ -88,4 +86,4 @@ def _defaults(spec: QuantizationSpec, fields: frozenset[str], form: str) -> dict
 def _word(role: str, form: str) -> str:
     """What the file calls a tensor."""
     base = base_role(role)
-    return _KEYS[base] + role.removeprefix(base) if form == "hierarchical" else role
+    return KEY_OF[base] + role.removeprefix(base) if form == "hierarchical" else role

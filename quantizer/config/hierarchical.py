@@ -28,7 +28,8 @@ ROLE_OF: Mapping[str, Role] = {
     "weight": "weights",
     "bias": "bias",
 }
-"""The form's key for each role."""
+KEY_OF = {role: key for key, role in ROLE_OF.items()}
+"""The role of each of the form's keys for a tensor, and back."""
 
 SPEC_KEYS = (
     "dtype",
