@@ -27,8 +27,7 @@ from quantizer.plan.model import Plan
 from quantizer.plan.remarks import remarks
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
-from quantizer.sources.data import Batches, Reading, load_batches
-from quantizer.sources.find_files import TEXTS, find_files
+from quantizer.sources.data import TEXTS, Batches, find_files, load_batches
 from quantizer.sources.models import LoadedModel, load_model
 from quantizer.sources.text import DEFAULT_SEQ_LEN, Windows, longest_window
 from quantizer.sources.tokenizer import load_tokenizer
@@ -119,7 +118,8 @@ def open_data(
         batch_size=options.batch_size,
         subset_len=options.subset_len,
         seed=options.seed,
-        reading=Reading(options.preprocess, windows),
+        preprocess=options.preprocess,
+        windows=windows,
     )
 
 

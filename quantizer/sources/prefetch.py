@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-_DEPTH = 2
-_POLL_SECONDS = 0.1
-
-
-class _Raised:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+_AHEAD = 2
+_END: Any = object()
 
 
 def prefetched(items: Callable[[], Iterator[T]]) -> Iterator[T]:
@@ -25,34 +20,11 @@ def prefetched(items: Callable[[], Iterator[T]]) -> Iterator[T]:
     >>> list(prefetched(lambda: iter(range(4))))
     [0, 1, 2, 3]
     """
-    ready: queue.Queue[T | _Raised | None] = queue.Queue(_DEPTH)
-    stop = threading.Event()
-
-    def put(element: T | _Raised | None) -> None:
-        while not stop.is_set():
-            try:
-                ready.put(element, timeout=_POLL_SECONDS)
-                return
-            except queue.Full:
-                continue
-
-    def produce() -> None:
-        try:
-            for item in items():
-                put(item)
-                if stop.is_set():
-                    return
-            put(None)
-        except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that reads
-            put(_Raised(error))
-
-    thread = threading.Thread(target=produce, daemon=True, name="prefetch")
-    thread.start()
+    source, thread = items(), ThreadPoolExecutor(1, "prefetch")
     try:
-        while (element := ready.get()) is not None:
-            if isinstance(element, _Raised):
-                raise element.error
+        coming = deque(thread.submit(next, source, _END) for _ in range(_AHEAD))
+        while (element := coming.popleft().result()) is not _END:
+            coming.append(thread.submit(next, source, _END))
             yield element
     finally:
-        stop.set()
-        thread.join()
+        thread.shutdown(cancel_futures=True)

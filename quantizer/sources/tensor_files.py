@@ -41,13 +41,17 @@ _NPY_DTYPES = {
 _ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 
 
-class _UnreadableError(Exception):
-    """Why a file cannot be read, as the end of a sentence, and what to do."""
+_AGAIN = "copy or download it again"
+_NOT_DATA = {
+    b"version https://git-lfs": ("it is a Git LFS pointer, not the file itself", "run: git lfs pull"),
+    b"<!doctype html": ("it is an HTML page", "the download gave a web page; fetch the raw file"),
+    b"<html": ("it is an HTML page", "the download gave a web page; fetch the raw file"),
+}
+"""How files begin that hold something else, in small letters."""
 
-    def __init__(self, reason: str, remedy: str | None = None) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.remedy = remedy
+
+class _UnreadableError(Exception):
+    """Why a file cannot be read, as the end of a sentence, and what to do, or None."""
 
 
 def read_file(path: Path, error: type[QuantizerError]) -> Any:
@@ -59,7 +63,8 @@ def read_file(path: Path, error: type[QuantizerError]) -> Any:
         _check_is_data(path)
         return READERS[path.suffix.lower()](path)
     except _UnreadableError as cause:
-        raise error(f"{path} cannot be read: {cause.reason}", help=cause.remedy) from cause.__cause__
+        reason, remedy = cause.args
+        raise error(f"{path} cannot be read: {reason}", help=remedy) from cause.__cause__
     except OSError as cause:
         raise error(f"{path} cannot be read: {cause.strerror or cause}") from cause
 
@@ -68,20 +73,17 @@ def _check_is_data(path: Path) -> None:
     with path.open("rb") as file:
         start = file.read(256)
     if not start:
-        raise _UnreadableError("it is empty", "copy or download it again")
-    if start.startswith(b"version https://git-lfs"):
-        raise _UnreadableError("it is a Git LFS pointer, not the file itself", "run: git lfs pull")
-    if start.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
-        raise _UnreadableError("it is an HTML page", "the download gave a web page; fetch the raw file")
+        raise _UnreadableError("it is empty", _AGAIN)
+    for beginning, why in _NOT_DATA.items():
+        if start.lstrip().lower().startswith(beginning):
+            raise _UnreadableError(*why)
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as cause:
-        raise _UnreadableError(
-            f"it is truncated or not a safetensors file ({cause})", "copy or download it again"
-        ) from cause
+        raise _UnreadableError(f"it is truncated or not a safetensors file ({cause})", _AGAIN) from cause
 
 
 def _read_torch(path: Path) -> Any:
@@ -107,8 +109,8 @@ def _why_torch_failed(message: str) -> _UnreadableError:
             "it is a TorchScript archive, which is a program", "save the state_dict of the Python model"
         )
     if "pickle" in message.lower() or "Weights only load failed" in message:
-        return _UnreadableError("it is not a file that torch.save wrote, or it is damaged", "copy or download it again")
-    return _UnreadableError("it is truncated or damaged", "copy or download it again")
+        return _UnreadableError("it is not a file that torch.save wrote, or it is damaged", _AGAIN)
+    return _UnreadableError("it is truncated or damaged", _AGAIN)
 
 
 def _read_npy(path: Path) -> Tensor:
@@ -121,8 +123,7 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
         with zipfile.ZipFile(path) as archive:
             members = {name: archive.read(name) for name in archive.namelist()}
     except _ZIP_ERRORS as cause:
-        reason = f"it is truncated or not an npz archive ({cause})"
-        raise _UnreadableError(reason, "copy or download it again") from cause
+        raise _UnreadableError(f"it is truncated or not an npz archive ({cause})", _AGAIN) from cause
     return {name.removesuffix(".npy"): _parse_npy(io.BytesIO(content)) for name, content in members.items()}
 
 
@@ -132,7 +133,7 @@ def _parse_npy(file: IO[bytes]) -> Tensor:
     data = bytearray(file.read())
     expected = math.prod(shape) * dtype.itemsize
     if len(data) != expected:
-        raise _UnreadableError(f"it is truncated: {len(data)} bytes of data, {expected} expected")
+        raise _UnreadableError(f"it is truncated: {len(data)} bytes of data, {expected} expected", None)
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
     if fortran_order:
         return flat.reshape(shape[::-1]).permute(*range(len(shape) - 1, -1, -1)).contiguous()
@@ -143,16 +144,16 @@ def _npy_header(file: IO[bytes]) -> tuple[torch.dtype, bool, tuple[int, ...]]:
     """dtype, order and shape (numpy.lib.format, versions 1 to 3: magic, header length, a Python dict)."""
     magic = file.read(8)
     if magic[:6] != b"\x93NUMPY" or len(magic) < 8:
-        raise _UnreadableError("it is not a NumPy array file")
+        raise _UnreadableError("it is not a NumPy array file", None)
     length_format = "<H" if magic[6] == 1 else "<I"
     try:
         (length,) = struct.unpack(length_format, file.read(struct.calcsize(length_format)))
         header = ast.literal_eval(file.read(length).decode("utf-8").strip())
         descr, fortran_order, shape = str(header["descr"]), bool(header["fortran_order"]), tuple(header["shape"])
     except (struct.error, ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as cause:
-        raise _UnreadableError("its NumPy header is damaged") from cause
+        raise _UnreadableError("its NumPy header is damaged", None) from cause
     if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise _UnreadableError("its NumPy header is damaged")
+        raise _UnreadableError("its NumPy header is damaged", None)
     if descr not in _NPY_DTYPES:
         raise _UnreadableError(f"its dtype {descr!r} has no tensor", f"save it as one of {', '.join(_NPY_DTYPES)}")
     return _NPY_DTYPES[descr], fortran_order, shape
