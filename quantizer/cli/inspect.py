@@ -12,13 +12,13 @@ from quantizer.cli import session
 from quantizer.cli.gates import parse_gate, require_known
 from quantizer.cli.help import GroupedCommand
 from quantizer.cli.options import LOOK, SETTINGS, TABLE, Options, takes
-from quantizer.cli.structures import named_structures
 from quantizer.cli.table_view import config_to_look, filtered_view
 from quantizer.engine.result_files import write_bytes
 from quantizer.errors import GateError, UsageError
 from quantizer.graph.emit import emit
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
+from quantizer.graph.passes import run_passes
 from quantizer.plan.dpu_limits import NAME
 from quantizer.plan.dpu_support import Verdict, subgraphs, verdicts
 from quantizer.plan.model import Plan
@@ -69,7 +69,7 @@ def inspect(options: Options, target: str | None, algorithms: bool, gate: tuple[
         loaded = session.open_model(options)
         original = session.trace_model(options, loaded, session.open_data(options, loaded))
     if algorithms:
-        _show_structure(options, read, session.apply_passes(original, settings, device=False))
+        _show_structure(options, read, run_passes(original, settings, device=False))
         return
     plan = session.make_plan(read, original, quiet=True)
     view = filtered_view(options, plan.graph, original)
@@ -82,7 +82,7 @@ def inspect(options: Options, target: str | None, algorithms: bool, gate: tuple[
     if options.json:
         click.echo(session.as_json(content))
     elif for_dpu:
-        _show_support(plan, found, session.apply_passes(original, settings, device=False), metrics, view)
+        _show_support(plan, found, run_passes(original, settings, device=False), metrics, view)
     else:
         session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats, view))
         for line in remarks(plan):
@@ -99,7 +99,7 @@ def _show_structure(options: Options, read: session.ReadConfig, graph: Graph) ->
     Raises:
         ConfigError: a name that the model does not have, or that does not fit.
     """
-    named = named_structures(read, graph)
+    named = session.named_structures(read, graph)
     if options.json:
         found = {title: structure_json(each) for title, each in named.items()}
         click.echo(session.as_json(found or structure_json(find_structure(graph))))

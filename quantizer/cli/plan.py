@@ -9,7 +9,6 @@ import click
 from quantizer.cli import session
 from quantizer.cli.help import GroupedCommand
 from quantizer.cli.options import LOOK, SETTINGS, TABLE, Options, takes
-from quantizer.cli.structures import named_structures
 from quantizer.cli.table_view import filtered_view
 from quantizer.engine.result_files import write_json
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
@@ -36,7 +35,7 @@ def plan(options: Options) -> None:
         batches = session.open_data(options, loaded)
         original = session.trace_model(options, loaded, batches)
     found = session.make_plan(read, original)
-    named_structures(read, found.graph)
+    session.named_structures(read, found.graph)
     view = filtered_view(options, found.graph, original)
     algorithms = [algorithm.name for algorithm in read.config.algorithms]
     before, after = weight_bytes(found)

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.text import Text
 
 from quantizer.cli.options import Options
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.load import default_config, load_config
-from quantizer.config.model import Config, Settings
+from quantizer.config.model import Config
+from quantizer.config.structure_names import Names
 from quantizer.engine.calibrated import traced
 from quantizer.errors import DataError, UsageError
+from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
+from quantizer.graph.structure import Structure
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import remarks
 from quantizer.plan.resolve import resolve
@@ -179,7 +184,7 @@ def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False, graph: 
     Raises:
         ConfigError: a selector matches nothing, or values conflict once merged.
     """
-    plan = resolve(read.config, graph or apply_passes(original, read.config.settings), original)
+    plan = resolve(read.config, graph or run_passes(original, read.config.settings), original)
     findings = (*read.diagnostics, *plan.diagnostics)
     if any(finding.severity == "error" for finding in findings):
         raise ConfigError(findings, read.sources)
@@ -190,9 +195,17 @@ def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False, graph: 
     return plan
 
 
-def apply_passes(original: Graph, settings: Settings, *, device: bool = True) -> Graph:
-    """The graph that is planned and run; without `device`, the float one that it is compared with."""
-    return run_passes(original, settings, device=device)
+def named_structures(read: ReadConfig, graph: Graph) -> dict[str, Structure]:
+    """By a title, what each algorithm finds that names parts of the model.
+
+    Raises:
+        ConfigError: a name that the model does not have, or that does not fit.
+    """
+    named = {f"{each.name} ({each.label})": each.names for each in read.config.algorithms if each.names != Names()}
+    try:
+        return {title: find_structure(graph, names) for title, names in named.items()}
+    except ConfigError as error:
+        raise ConfigError(error.diagnostics, read.sources) from error
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -206,11 +219,6 @@ def on_device(options: Options, batches: Batches) -> Iterator[Batch]:
     """A pass over the batches, on the device of `--device`."""
     device = device_of(options)
     return (batch.to(device) for batch in batches)
-
-
-def shows_bars() -> bool:
-    """Bars only on a terminal and never in CI."""
-    return sys.stderr.isatty() and not os.environ.get("CI")
 
 
 @contextmanager
@@ -234,6 +242,23 @@ def told_notes(quiet: bool) -> Iterator[None]:
 
 def as_json(value: Any) -> str:
     """Sorted, readable JSON."""
-    import json
-
     return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`metrics` are what gates may ask for, `content` is what --json prints, `shown` what people see instead."""
+
+    metrics: Mapping[str, float]
+    content: Mapping[str, Any]
+    shown: Sequence[RenderableType] = field(default=())
+
+
+def show(outcome: Outcome, options: Options) -> None:
+    """Print the result on stdout."""
+    if options.json:
+        print(as_json(outcome.content))
+        return
+    for item in outcome.shown:
+        # Paths and layer names are not markup, and a path is one line however long.
+        console().print(Text(item) if isinstance(item, str) else item, soft_wrap=isinstance(item, str))

@@ -57,9 +57,9 @@ class Batch:
 
 
 class Fingerprint:
-    """Count, shapes, dtypes and a digest of the batches given to `update`, in order: whether two runs saw the same data.
+    """Count, shapes, dtypes and a digest of the batches given to `update`, in their order.
 
-    It costs one read of them, and is no proof.
+    It tells whether two runs saw the same data, at the cost of one read of them; it is no proof.
     """
 
     def __init__(self) -> None:
