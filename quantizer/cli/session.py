@@ -20,8 +20,7 @@ from quantizer.cli.options import Options
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.load import default_config, load_config
-from quantizer.config.model import Config
-from quantizer.config.structure_names import Names
+from quantizer.config.model import Config, Names
 from quantizer.engine.calibrated import traced
 from quantizer.errors import DataError, UsageError
 from quantizer.graph.find_structure import find_structure

@@ -8,8 +8,8 @@ from typing import Any, get_args, get_type_hints
 from quantizer.config.algorithm_settings import AlgoConfig, read_keys, settings_of
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.diagnostics import Place
+from quantizer.config.document import ValidDocument
 from quantizer.config.model import Algorithm, Sourced
-from quantizer.config.valid_document import ValidDocument
 
 Path = tuple[str | int, ...]
 

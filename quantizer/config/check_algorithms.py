@@ -13,8 +13,9 @@ from quantizer.config.model import Algorithm, Config, QuantizationSpec, Sourced
 from quantizer.config.wording import listed, quoted
 
 
-def check_algorithms(entries: Sequence[Algorithm], config: Config) -> Iterator[Diagnostic]:
-    """Findings on the entries, in the order in which they run, of a file whose other settings are `config`."""
+def check_algorithms(config: Config) -> Iterator[Diagnostic]:
+    """Findings on the algorithms of a config, in the order in which they run."""
+    entries = config.algorithms
     yield from _order([entry for entry in entries if not _is_misplaced(entry)])
     yield from _repeated([entry for entry in entries if not finds_codes(entry.kind)])
     weights = _global_weights(config)

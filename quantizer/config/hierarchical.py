@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from quantizer.config.algorithm_words import read_algorithms
-from quantizer.config.document import Document
+from quantizer.config.document import Document, ValidDocument
 from quantizer.config.hierarchical_spec import normalized, over
 from quantizer.config.model import (
     Algorithm,
@@ -20,7 +20,6 @@ from quantizer.config.model import (
     Settings,
     Sourced,
 )
-from quantizer.config.valid_document import ValidDocument
 
 ROLE_OF: Mapping[str, Role] = {
     "input_tensors": "input",

@@ -8,7 +8,7 @@ from typing import Any
 
 from quantizer.config.algorithm_words import read_algorithms
 from quantizer.config.diagnostics import Place
-from quantizer.config.document import Document
+from quantizer.config.document import Document, ValidDocument
 from quantizer.config.model import (
     CAST_ONLY,
     ROLES,
@@ -22,7 +22,6 @@ from quantizer.config.model import (
     Settings,
     Sourced,
 )
-from quantizer.config.valid_document import ValidDocument
 
 FIELDS = {
     "datatype": "dtype",

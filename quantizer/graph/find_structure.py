@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quantizer.config.structure_names import Names
+from quantizer.config.model import Names
 from quantizer.graph.blocks import find_blocks
 from quantizer.graph.folds import Folds
 from quantizer.graph.ir import Graph, Node
