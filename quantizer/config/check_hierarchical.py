@@ -96,7 +96,7 @@ def _broken_rules(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
         if found.code in reported and stated.isdisjoint(named):
             continue  # it is the wider level's, and reported there
         if found.fields[0] in merged or not levels.is_wrong(found.fields[0]):
-            places = list(filter(None, named)) or [scope.place("dtype", *scope.raw)]
+            places = named if any(named) else [scope.place("dtype", *scope.raw)]
             yield scope.conflict(found.code, found.message, places, found.help, found.severity)
 
 

@@ -62,7 +62,7 @@ def to_layered(config: Config) -> Converted:
         place = config.settings.places.get("target_device")
         findings.append(_no_word(f"the layered form has no target_device {device}", place, "write CPU or GPU"))
     integers = parameters(QuantizationSpec())
-    selected = [
+    selected: list[tuple[dict[str, Any], ConfigRule]] = [
         *(({"layer_type": word, "required": False}, everywhere) for word in WEIGHTED),
         *(({f"layer_{rule.selector.kind}": rule.selector.text}, rule) for rule in layers),
     ]

@@ -97,6 +97,11 @@ class ValidDocument:
             value = value[part]
         return value
 
+    def items(self, *path: str | int) -> list[int]:
+        """The indices of the sound items of the list at `path`; none if there is no list."""
+        found = self.get(*path)
+        return [at for at in range(len(found)) if self.get(*path, at) is not None] if isinstance(found, list) else []
+
     def place(self, *path: str | int, key: bool = False) -> Place | None:
         """Where the value (or the key) at `path` stands, if it is there."""
         pointer = pointer_to(*path)

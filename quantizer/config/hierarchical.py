@@ -151,11 +151,8 @@ class _Translator(ValidDocument):
                     yield Level(selector, f'{block}["{text}"]', path, self._specs(*path), everywhere)
 
     def excludes(self) -> Iterator[Selector]:
-        entries = self.get("exclude")
-        for at in range(len(entries) if isinstance(entries, list) else 0):
-            text = self.get("exclude", at)
-            if text is not None:
-                yield Selector("exclude", text, self.place("exclude", at))
+        for at in self.items("exclude"):
+            yield Selector("exclude", self.get("exclude", at), self.place("exclude", at))
 
     def _specs(self, *path: str) -> dict[Role, Fields]:
         """What is stated of each role at a level that states anything of it."""

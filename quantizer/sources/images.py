@@ -43,7 +43,7 @@ class Preprocess:
             size = tuple(self.resize * side // min(image.size) for side in image.size)
             image = image.resize(size, _pillow().Resampling[self.interpolation.upper()])
         if self.crop:
-            image = image.crop(_centre(*image.size, self.crop))
+            image = image.crop(_centre(image.size, self.crop))
         width, height = image.size
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(height, width, -1)
         mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
@@ -108,7 +108,8 @@ def image_batches(
         yield Batch((x,), {}, target, x if target is None else (x, target))
 
 
-def _centre(width: int, height: int, crop: int) -> tuple[int, int, int, int]:
+def _centre(size: tuple[int, int], crop: int) -> tuple[int, int, int, int]:
+    width, height = size
     if min(width, height) < crop:
         raise DataError(f"is {width}x{height}, smaller than the crop of {crop}")
     left, top = round((width - crop) / 2), round((height - crop) / 2)
