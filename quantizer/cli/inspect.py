@@ -24,9 +24,8 @@ from quantizer.plan.dpu_support import Verdict, subgraphs, verdicts
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import remarks
 from quantizer.report import dpu_tables, tables
-from quantizer.report.listing import Listing
-from quantizer.report.structure import structure_json, structure_tables
-from quantizer.report.view import View
+from quantizer.report.structure import structure_tables
+from quantizer.report.view import Listing, View
 
 COUNTS = ("dpu_operators", "cpu_operators", "dpu_subgraphs")
 """What gates may ask for."""
@@ -101,8 +100,8 @@ def _show_structure(options: Options, read: session.ReadConfig, graph: Graph) ->
     """
     named = session.named_structures(read, graph)
     if options.json:
-        found = {title: structure_json(each) for title, each in named.items()}
-        click.echo(session.as_json(found or structure_json(find_structure(graph))))
+        found = {title: dataclasses.asdict(each) for title, each in named.items()}
+        click.echo(session.as_json(found or dataclasses.asdict(find_structure(graph))))
         return
     for title, each in (named or {"": find_structure(graph)}).items():
         for part in filter(None, (f"{title}:" if title else "", *structure_tables(graph, each))):

@@ -11,7 +11,7 @@ from typing import Any
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.diagnostics import Edit, Fix
 from quantizer.config.document import Document, pointer_to, value_at
-from quantizer.config.form import form_of
+from quantizer.config.form import block_of, form_of
 from quantizer.config.model import CAST_ONLY, ROLES
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest, listed
@@ -69,7 +69,7 @@ def paste(members: Mapping[str, Any]) -> str:
 
 def _keys(value: Mapping[str, Any], path: Path) -> tuple[Sequence[str], Collection[str]]:
     """The keys that an object has to have, and all that it may have."""
-    schema = load_resource("schemas", f"{form_of(value)}.schema.json")
+    schema = block_of(form_of(value))
     blocks = schema["definitions"]
     if path and path[0] in _ALGORITHMS:
         block = blocks["scaling_layer" if "scaling_layers" in path else "algorithm"]
@@ -149,8 +149,7 @@ def _options(word: str) -> list[Any]:
     """The values that may stand for a wider block's; how precise and what kind of numbers is not for us to change."""
     if word in ("datatype", "bit_width"):
         return []
-    entry = load_resource("schemas", "layered.schema.json")["definitions"]["parameters"]["properties"][word]
-    options: list[Any] = entry.get("enum", [True, False])
+    options: list[Any] = block_of("layered", "parameters")["properties"][word].get("enum", [True, False])
     return options
 
 
@@ -167,8 +166,8 @@ def _examples(value: Mapping[str, Any], path: Path, key: str) -> Iterator[tuple[
     elif key == "dtype":
         wider = _wider_dtypes(value, path)
         yield from (({key: dtype}, len(wider) == 1) for dtype in wider)
-        entry = load_resource("schemas", "hierarchical.schema.json")["definitions"]["spec"]["properties"][key]
-        yield from (({key: dtype}, False) for dtype in ("int8", *entry["enum"]))
+        options = block_of("hierarchical", "spec")["properties"][key]["enum"]
+        yield from (({key: dtype}, False) for dtype in ("int8", *options))
     else:
         yield {key: ["self_attn.o_proj"] if key == "layers" else {"weight": {"dtype": "int8"}}}, False
 

@@ -10,7 +10,7 @@ from typing import Any
 from quantizer.config.algorithm_schema import algorithm_schema
 from quantizer.config.algorithm_settings import finds_codes
 from quantizer.config.algorithms import ALGORITHMS
-from quantizer.config.form import Form
+from quantizer.config.form import Form, block_of
 from quantizer.config.hierarchical_spec import FIELDS_OF_KEYS
 from quantizer.config.layered import FIELDS
 from quantizer.config.resources import load_resource
@@ -105,7 +105,7 @@ def _algorithm_sections(name: str) -> Iterator[str]:
         rows.append(f"| `{key}` | {_values(entry)} | `{json.dumps(entry['default'])}` | {entry['description']} |")
     yield "\n".join(rows)
     if "scaling_layers" in _settings(name):
-        groups = load_resource("schemas", "hierarchical.schema.json")["definitions"]["scaling_layer"]["properties"]
+        groups = block_of("hierarchical", "scaling_layer")["properties"]
         yield "An entry of `scaling_layers`:"
         rows = [f"- `{key}`: {entry['description']}" for key, entry in groups.items()]
         yield "\n".join(rows)
@@ -204,11 +204,10 @@ def _rules_of(key: str, form: Form) -> Mapping[str, Mapping[str, Any]]:
 @cache
 def _keys(form: Form) -> Mapping[str, tuple[Mapping[str, Any], str]]:
     """The keys of a form that have a page: each with its entry in the schema, and in words where it may stand."""
-    schema = load_resource("schemas", f"{form}.schema.json")
-    definitions = schema["definitions"]
+    definitions = block_of(form)["definitions"]
     found: dict[str, tuple[Mapping[str, Any], str]] = {}
     for where, block in _PLACES[form].items():
-        for key, entry in (definitions[block] if block else schema)["properties"].items():
+        for key, entry in block_of(form, block)["properties"].items():
             resolved = {**definitions.get(entry.get("$ref", "").rpartition("/")[2], {}), **entry}
             if key in found:
                 found[key] = (found[key][0], f"{found[key][1]}, or {where}")
