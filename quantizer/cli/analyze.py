@@ -163,17 +163,29 @@ def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | No
     if budget is None:
         content = sensitivity.analysis_json(found)
         return Result(plan.graph, found, content, session.as_json(content) + "\n")
-    choices = {"mixed": engine.chosen(found, budget), "uniform": engine.uniform(found, budget)}
+    both = {"mixed": engine.chosen(found, budget), "uniform": engine.uniform(found, budget)}
+    choices = {label: picked for label, picked in both.items() if picked is not None}
     noise = {
         label: engine.measured(plan, found, picked, lambda: session.on_device(options, batches))
         for label, picked in choices.items()
-        if picked is not None
     }
     best = min(noise, key=noise.__getitem__)  # of equally good ones the first
-    changes = engine.specs_of(plan, found, choices[best] or ())
+    changes = engine.specs_of(plan, found, choices[best])
     changed = patched(read.config.document, changes)
     _check(plan, original, changes, changed)
-    return _result(options, plan.graph, found, choices, noise, best, changed)
+    content = sensitivity.analysis_json(found, choices[best]) | {"written": best, "config": changed}
+    lines = []
+    for label, picked in choices.items():
+        content[label] = sensitivity.choice_json(found, picked, noise[label])
+        name = label if label == "mixed" else f"uniform {found.widths[picked[0]]}"
+        lines.append(sensitivity.choice_line(name, found, picked, noise[label]))
+    if best == "uniform":
+        lines.append("note: as measured, the uniform width is better, so the config has that one")
+        lines.append("note: --passes every or other --choices may find better widths")
+    if options.file:
+        lines.append(f"config: {options.output}")
+    text = json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
+    return Result(plan.graph, found, content, text, choices[best], tuple(lines))
 
 
 def _measure(options: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batches: Batches) -> Analysis:
@@ -201,30 +213,3 @@ def _check(plan: Plan, original: Graph, changes: Changes, changed: dict[str, Any
             f"the config cannot be changed in place: {wrong[0]} would not be as chosen",
             help="state the weights' dtype, scheme and axis in one place, global or overall",
         )
-
-
-def _result(
-    options: AnalyzeOptions,
-    graph: Graph,
-    found: Analysis,
-    choices: Mapping[str, Choice | None],
-    noise: Mapping[str, float],
-    best: str,
-    changed: dict[str, Any],
-) -> Result:
-    """The choice beside the uniform one, both as measured, and the config with the better one."""
-    picked = choices[best] or ()
-    content = sensitivity.analysis_json(found, picked) | {"written": best, "config": changed}
-    lines = []
-    for label, measured in noise.items():
-        each = choices[label] or ()
-        content[label] = sensitivity.choice_json(found, each, measured)
-        name = label if label == "mixed" else f"uniform {found.widths[each[0]]}"
-        lines.append(sensitivity.choice_line(name, found, each, measured))
-    if best == "uniform":
-        lines.append("note: as measured, the uniform width is better, so the config has that one")
-        lines.append("note: --passes every or other --choices may find better widths")
-    if options.file:
-        lines.append(f"config: {options.output}")
-    text = json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
-    return Result(graph, found, content, text, picked, tuple(lines))

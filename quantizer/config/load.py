@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,26 +90,21 @@ def checked(document: Document) -> tuple[Config | None, Findings]:
     if len(structure) > MANY:
         return None, in_order(structure)
     wrong = {found.place.pointer for found in structure if found.place and found.code not in _NO_VALUE}
-    config, meaning = _READERS[form](known, wrong)
+    config, meaning = _meaning(form, known, wrong)
     findings = (*structure, *meaning, *check_algorithms(config), *_wrong_patterns(config.rules))
     found = in_order(findings)
     return (None if any(finding.severity == "error" for finding in found) else config), found
 
 
-def _layered(document: Document, wrong: Collection[str]) -> tuple[Config, Iterable[Diagnostic]]:
-    levels = layered.translate(document, wrong)
-    return levels.config(), check_layered(levels)
-
-
-def _hierarchical(document: Document, wrong: Collection[str]) -> tuple[Config, Iterable[Diagnostic]]:
+def _meaning(form: Form, document: Document, wrong: Collection[str]) -> tuple[Config, Iterable[Diagnostic]]:
+    """What the values that are not wrong say, and the findings on it."""
+    if form == "layered":
+        flat = layered.translate(document, wrong)
+        return flat.config(), check_layered(flat)
     levels = hierarchical.translate(document, wrong)
     return levels.config(), check_hierarchical(levels)
 
 
-_READERS: Mapping[Form, Callable[[Document, Collection[str]], tuple[Config, Iterable[Diagnostic]]]] = {
-    "layered": _layered,
-    "hierarchical": _hierarchical,
-}
 _NO_VALUE = ("QZ105", "QZ106", "QZ116")
 """Findings that leave the value at their place as it is."""
 
