@@ -15,8 +15,7 @@ from rich.text import Text
 
 from quantizer.cli import session
 from quantizer.cli.follow import progress
-from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import LOOK, SETTINGS, TABLE, Options, option, takes
+from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
 from quantizer.cli.table_view import table_view
 from quantizer.cli.write_text import write_text
 from quantizer.config.diagnostics import ConfigError
@@ -61,7 +60,7 @@ class AnalyzeOptions(Options):
 BUDGETS = ("budget", "size", "max_mb")
 
 
-@click.command(cls=GroupedCommand, context_settings=SETTINGS)
+@command()
 @takes(*TABLE, *LOOK, *BUDGETS, "choices", "passes", "subset_len", "seed", "device", kind=AnalyzeOptions)
 def analyze(options: AnalyzeOptions) -> None:
     """Measure how much each weight loses at each bit width; with a budget, choose widths and write a config with them.

@@ -6,8 +6,7 @@ import json
 
 import click
 
-from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import SETTINGS
+from quantizer.cli.options import command
 from quantizer.cli.render import print_diagnostics
 from quantizer.cli.write_text import write_text
 from quantizer.config.convert import to_hierarchical, to_layered
@@ -19,7 +18,7 @@ from quantizer.errors import UsageError
 _WRITERS = {"layered": to_layered, "hierarchical": to_hierarchical}
 
 
-@click.command(cls=GroupedCommand, context_settings=SETTINGS)
+@command()
 @click.argument("file", type=click.Path())
 @click.option("--to", type=click.Choice(list(_WRITERS)), help="The form to write.  [default: the other one]")
 @click.option(

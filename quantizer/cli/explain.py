@@ -7,8 +7,7 @@ import re
 
 import click
 
-from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import LOOK, SETTINGS, Options, takes
+from quantizer.cli.options import LOOK, Options, command, takes
 from quantizer.config.pages import code_page, contents, key_names, key_page, setting_names, setting_page
 from quantizer.config.rules import all_codes
 from quantizer.config.wording import closest, listed, quoted
@@ -18,7 +17,7 @@ _LINK = re.compile(r"\[([^][]+)\]\([^()]+\)")
 """A link in Markdown; a terminal shows its text alone."""
 
 
-@click.command(cls=GroupedCommand, context_settings=SETTINGS)
+@command()
 @click.argument("name", metavar="[CODE|KEY|LAYER]", required=False)
 @takes(*LOOK)
 def explain(name: str | None, options: Options) -> int | None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import SETTINGS
+from quantizer.cli.options import command
 from quantizer.cli.write_text import write_text
 from quantizer.config.form import form_of
 from quantizer.config.resources import load_resource, presets, resource
@@ -27,7 +26,7 @@ STRATEGIES = {
 """The preset for each device, and for each strategy, all of these in the hierarchical form."""
 
 
-@click.command(cls=GroupedCommand, context_settings=SETTINGS)
+@command()
 @click.option(
     "--device",
     type=click.Choice(list(DEVICES), case_sensitive=False),

@@ -10,8 +10,7 @@ import click
 
 from quantizer.cli import session
 from quantizer.cli.gates import parse_gate, require_known
-from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import LOOK, SETTINGS, TABLE, Options, takes
+from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.table_view import config_to_look, filtered_view
 from quantizer.engine.result_files import write_bytes
 from quantizer.errors import GateError, UsageError
@@ -31,7 +30,7 @@ COUNTS = ("dpu_operators", "cpu_operators", "dpu_subgraphs")
 """What gates may ask for."""
 
 
-@click.command(cls=GroupedCommand, context_settings=SETTINGS)
+@command()
 @takes(*TABLE, "filter", *LOOK)
 @click.option("--target", type=click.Choice(["DPU"]), help="List which layers this device can run, and why not.")
 @click.option("--algorithms", is_flag=True, help="List blocks, layers that share an input, and where factors fold.")

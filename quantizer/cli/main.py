@@ -16,8 +16,17 @@ import click
 from click.shell_completion import CompletionItem
 
 from quantizer import __version__
-from quantizer.cli.help import NAMES_WIDTH, GroupedCommand, GroupedOption, was_typed
-from quantizer.cli.options import QUANT_MODES, RUN, SETTINGS, Options, takes
+from quantizer.cli.options import (
+    NAMES_WIDTH,
+    QUANT_MODES,
+    RUN,
+    SETTINGS,
+    GroupedCommand,
+    GroupedOption,
+    Options,
+    takes,
+    was_typed,
+)
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.wording import closest

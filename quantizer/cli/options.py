@@ -1,21 +1,69 @@
-"""The options of commands about a model: one frozen value, each of whose fields is an option with its help."""
+"""Commands and their options: `--help` in named groups, and those about a model as one frozen value.
+
+Options in groups come below those without one; all descriptions are in one column."""
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from quantizer.cli.help import GroupedOption
 from quantizer.export import EXPORTERS
+
+if TYPE_CHECKING:
+    from click.types import OptionHelpExtra
 
 QUANT_MODES = ("float", "calib", "test")
 FINETUNE_MODES = ("adaround", "adaquant")
+GROUPS = ("", "Model", "Data", "Algorithm", "Output", "Debugging")
+NAMES_WIDTH = 20
+"""Longer names have a line of their own, with the description below."""
 SETTINGS = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda word: word.replace("-", "_")}
 """For every command: `-h`, and options spelled with hyphens or underscores alike."""
+
+
+class GroupedOption(click.Option):
+    """An option under a heading of the help."""
+
+    def __init__(self, *names: Any, group: str = "", **settings: Any) -> None:
+        super().__init__(*names, **settings)
+        self.group = group
+
+    def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
+        """The default, but not that N is at least 1."""
+        extra = super().get_help_extra(ctx)
+        extra.pop("range", None)
+        return extra
+
+
+class GroupedCommand(click.Command):
+    """A command whose help has a section for each group of options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                groups[getattr(parameter, "group", "")].append(record)
+        for group, rows in filter(operator.itemgetter(1), groups.items()):
+            with formatter.section(group or "Options"):
+                # The width of a column is that of its longest name, so one name as wide as allowed aligns all sections.
+                (name, text), *rest = rows
+                formatter.write_dl([(name.ljust(NAMES_WIDTH), text), *rest], col_max=NAMES_WIDTH)
+
+
+command = functools.partial(click.command, cls=GroupedCommand, context_settings=SETTINGS)
+"""A decorator that makes a command."""
+
+
+def was_typed(ctx: click.Context, name: str) -> bool:
+    """Whether an option comes from the command line, and not from a variable or a default."""
+    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def rows_shown(text: str) -> int | str:

@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 
 from quantizer.cli import session
-from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import LOOK, SETTINGS, TABLE, Options, takes
+from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.table_view import filtered_view
 from quantizer.engine.result_files import write_json
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
@@ -18,7 +17,7 @@ from quantizer.sources.data import DEFAULT_BATCH_SIZE
 _MB = 1e6
 
 
-@click.command(cls=GroupedCommand, context_settings=SETTINGS)
+@command()
 @takes(*TABLE, "filter", *LOOK)
 def plan(options: Options) -> None:
     """Show how many layers each rule matches, each tensor's spec, the size before and after, and the memory calibration

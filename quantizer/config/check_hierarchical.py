@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from quantizer.config.diagnostics import Diagnostic, Place, Severity, related_to
 from quantizer.config.document import pointer_to
 from quantizer.config.hierarchical import ROLE_OF, Hierarchical
-from quantizer.config.hierarchical_spec import (
-    GROUP_SIZES,
-    METHODS,
-    PARAMETERS,
-    is_block,
-    is_channel_axis,
-    is_per_token,
-    normalized,
-    scheme,
-    value_of,
-)
-from quantizer.config.model import CAST_ONLY, Fields, QuantizationSpec, Role
+from quantizer.config.hierarchical_spec import GROUP_SIZES, METHODS, PARAMETERS, Words
+from quantizer.config.model import CAST_ONLY, Fields, QuantizationSpec
 from quantizer.config.rules import Conflict, conflicts
 
 
@@ -38,17 +27,11 @@ def check_hierarchical(levels: Hierarchical) -> Iterator[Diagnostic]:
 
 
 @dataclass(frozen=True)
-class _Scope:
-    """What holds for one role at one level, in the form's words: what it states over what it inherits."""
+class _Scope(Words):
+    """What holds for one role at one level: what it states over what it inherits."""
 
-    role: Role
-    raw: Fields
     own: Fields
-    wider: Fields
-
-    def value(self, key: str) -> Any:
-        """The value of a key, if there is one."""
-        return value_of(self.raw, key)
+    wider: Words
 
     def place(self, *keys: str) -> Place | None:
         """Where the first of the keys that is stated stands."""
@@ -78,7 +61,7 @@ class _Scope:
 def _scopes(levels: Hierarchical) -> Iterator[_Scope]:
     for level in levels.levels:
         for role, own in level.specs.items():
-            yield _Scope(role, level.merged(role), own, level.inherited(role))
+            yield _Scope(role, level.merged(role).raw, own, level.inherited(role))
 
 
 def _broken_rules(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
@@ -88,8 +71,8 @@ def _broken_rules(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
         spec, device = QuantizationSpec.of(fields), levels.settings.target_device
         return conflicts(spec, scope.role, device, "hierarchical")
 
-    merged = normalized(scope.raw, scope.role)
-    reported = {conflict.code for conflict in broken(normalized(scope.wider, scope.role))}
+    merged = scope.fields()
+    reported = {conflict.code for conflict in broken(scope.wider.fields())}
     stated = {sourced.place for sourced in scope.own.values()}
     for found in broken(merged):
         named = [merged[name].place for name in found.fields if name in merged]
@@ -102,7 +85,7 @@ def _broken_rules(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
 
 def _observer(scope: _Scope) -> Iterator[Diagnostic]:
     """An observer for another granularity, or none for a format that needs one."""
-    observer, dtype, found = scope.value("observer_cls"), scope.value("dtype"), scheme(scope.raw)
+    observer, dtype, found = scope.observer, scope.dtype, scope.scheme
     if observer is None or dtype in CAST_ONLY:
         return
     if observer not in METHODS:
@@ -117,31 +100,30 @@ def _observer(scope: _Scope) -> Iterator[Diagnostic]:
 
 def _elements(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
     key = "mx_element_dtype"
-    if scope.value("dtype") == "mx" and key not in scope.raw and not levels.is_wrong(key):
+    if scope.dtype == "mx" and key not in scope.raw and not levels.is_wrong(key):
         text = "a key is missing here: mx_element_dtype"
         yield scope.finding("QZ105", text, "dtype", help_='for example "mx_element_dtype": "fp4"')
 
 
 def _read_otherwise(scope: _Scope) -> Iterator[Diagnostic]:
     """Words that have another meaning here than they seem to have."""
-    raw, found = scope.raw, scheme(scope.raw)
-    if scope.value("dtype") in CAST_ONLY:
+    if scope.dtype in CAST_ONLY:
         return
     if scope.role in PARAMETERS and scope.value("is_dynamic") is True:
         text = "weights and biases are quantized ahead of time, so is_dynamic has no effect"
         yield scope.finding("QZ122", text, "is_dynamic", help_='write "is_dynamic": false', severity="note")
-    if found == "per_channel" and is_per_token(raw, scope.role):
+    if scope.scheme == "per_channel" and scope.is_per_token:
         text = "dynamic per_channel is read as per_token: each row (for convolutions, each sample) has a scale"
         help_ = 'write "qscheme": "per_token"'
         yield scope.finding("QZ122", text, "qscheme", "observer_cls", help_=help_, severity="note")
-    if found == "per_group" and scope.value("observer_cls") == "PerChannelMinMaxObserver":
+    if scope.scheme == "per_group" and scope.observer == "PerChannelMinMaxObserver":
         yield from _groups_of_channels(scope)
 
 
 def _groups_of_channels(scope: _Scope) -> Iterator[Diagnostic]:
     """With PerChannelMinMaxObserver, `ch_axis` is that of the channels which are cut into groups."""
     axis, instead = scope.value("ch_axis"), '"observer_cls": "PerGroupMinMaxObserver"'
-    if not is_channel_axis(scope.raw, scope.role):
+    if not scope.is_channel_axis:
         text = "PerChannelMinMaxObserver divides the channels of weights into groups; it cannot group activations"
         yield scope.finding("QZ117", text, "observer_cls", help_=f"write {instead}")
     elif axis in (0, 1) and "ch_axis" in scope.own:
@@ -165,19 +147,19 @@ def _idle(scopes: list[_Scope]) -> Iterator[Diagnostic]:
 
 def _unread(scope: _Scope) -> dict[str, str]:
     """The stated keys that have no effect in this scope, and why."""
-    raw, found, dtype = scope.raw, scheme(scope.raw), scope.value("dtype")
+    raw, found, dtype = scope.raw, scope.scheme, scope.dtype
     if dtype in CAST_ONLY:
         needless = [key for key in raw if key != "dtype" and raw[key].value != "PlaceholderObserver"]
         return dict.fromkeys(needless, f"{dtype} has no scale")
     percentile = "PerTensorPercentileObserver"
-    power_of_two = is_block(raw) and scope.value("scale_type") == "pof2"
+    power_of_two = scope.is_block and scope.value("scale_type") == "pof2"
     float_block = dtype in GROUP_SIZES and scope.value("scale_format") == "float32"
     reads = {
         "ch_axis": (found in ("per_channel", "per_group"), f"{found} reads no axis"),
         "group_size": (found == "per_group", "only per_group reads it"),
-        "percentage": (scope.value("observer_cls") == percentile, f"only {percentile} reads it"),
+        "percentage": (scope.observer == percentile, f"only {percentile} reads it"),
         "mx_element_dtype": (dtype == "mx", "only the dtype mx reads it"),
-        "scale_calculation_mode": (is_block(raw), "only block formats read it"),
+        "scale_calculation_mode": (scope.is_block, "only block formats read it"),
         "scale_type": (not power_of_two, "a block format's scale is a power of two anyway"),
         "scale_format": (not float_block, f"the scale of {dtype} is a power of two"),
     }

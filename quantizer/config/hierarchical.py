@@ -8,7 +8,7 @@ from typing import Literal
 
 from quantizer.config.algorithm_words import read_algorithms
 from quantizer.config.document import Document, ValidDocument
-from quantizer.config.hierarchical_spec import normalized, over
+from quantizer.config.hierarchical_spec import Words
 from quantizer.config.model import (
     Algorithm,
     Config,
@@ -64,13 +64,13 @@ class Level:
     specs: Mapping[Role, Fields]
     wider: Mapping[Role, Fields]
 
-    def inherited(self, role: Role) -> Fields:
+    def inherited(self, role: Role) -> Words:
         """What a wider level states of the role."""
-        return self.wider.get(role, {})
+        return Words(role, self.wider.get(role, {}))
 
-    def merged(self, role: Role) -> dict[str, Sourced]:
+    def merged(self, role: Role) -> Words:
         """What holds for the role where this level and a wider one are merged, key by key."""
-        return over(self.specs[role], self.inherited(role), role)
+        return Words(role, self.specs[role]).over(self.inherited(role))
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Hierarchical:
 
     def _fields(self, level: Level, role: Role) -> Iterator[tuple[str, Sourced]]:
         """The fields that the level's own keys decide, and those that change with them."""
-        before, after = normalized(level.inherited(role), role), normalized(level.merged(role), role)
+        before, after = level.inherited(role).fields(), level.merged(role).fields()
         own = {sourced.place for sourced in level.specs[role].values() if sourced.place}
         for name, value in _DEFAULTS.to_json().items():
             default = Sourced(value, level.specs[role].get("dtype", Sourced(None)).place)
