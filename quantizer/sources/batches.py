@@ -83,6 +83,13 @@ class Fingerprint:
         return {"samples": self.samples, "batches": self.batches, "inputs": inputs, "digest": self._hash.hexdigest()}
 
 
+def not_finite(tensor: Tensor, is_sound: Callable[[Tensor], Tensor] = torch.isfinite) -> int:
+    """How many values are not sound; a finite sum proves that all are finite, and reads each once."""
+    if not tensor.is_floating_point() or torch.isfinite(tensor.float().sum()):
+        return 0
+    return tensor.numel() - int(is_sound(tensor.double()).sum())
+
+
 @contextmanager
 def naming(place: str) -> Iterator[None]:
     """A DataError from within begins with `place`."""

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, UsageError
 from quantizer.seeding import seed_everything
-from quantizer.sources.batches import Batch, Fingerprint, as_batch, naming, positional_inputs
+from quantizer.sources.batches import Batch, Fingerprint, as_batch, naming, not_finite, positional_inputs
 from quantizer.sources.images import EXAMPLE, IMAGE_SUFFIXES, find_images, image_batches, parse_preprocess
 from quantizer.sources.prefetch import prefetched
 from quantizer.sources.tensor_data import tensor_batches
@@ -82,7 +82,10 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         seen = self._seen = Fingerprint()
         for batch in self._subset():
-            _check_finite(batch, f"batch {seen.batches} of {self.label}")
+            for name, tensor in batch.tensors():
+                if bad := not_finite(tensor):
+                    place = f"batch {seen.batches} of {self.label}"
+                    raise DataError(f"{place} holds NaN or Inf: {bad} of {tensor.numel()} values of {name}")
             if batch.target is not None and not self._told:
                 logger.info("%s gives inputs and targets: the targets go to the evaluation only", self.label)
                 self._told = True
@@ -240,11 +243,3 @@ def _iterator(source: Any, label: str, tell: Callable[[object], None]) -> Iterat
         raise DataError(f"{label} is {a_kind(source)}, not an iterable of batches", help=remedy)
     tell(source)
     return iter(source)
-
-
-def _check_finite(batch: Batch, place: str) -> None:
-    for name, tensor in batch.tensors():
-        if tensor.is_floating_point() and not torch.isfinite(tensor.float().sum()):
-            bad = tensor.numel() - int(torch.isfinite(tensor.double()).sum())
-            if bad:
-                raise DataError(f"{place} holds NaN or Inf: {bad} of {tensor.numel()} values of {name}")
