@@ -92,6 +92,7 @@ def option(help: str, *others: str, default: Any = None, group: str = "", **sett
 
 
 _FILE = click.Path(readable=False)  # shells complete it; nothing is checked before it is used
+output_option = functools.partial(click.option, "--output", "-o", type=_FILE, metavar="FILE")
 _file = functools.partial(option, type=_FILE, metavar="FILE")
 _count = functools.partial(option, type=click.IntRange(1), metavar="N")
 

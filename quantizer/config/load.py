@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from quantizer.config import hierarchical, layered
 from quantizer.config.check_algorithms import check_algorithms
@@ -20,8 +19,9 @@ from quantizer.config.diagnostics import ConfigError, Diagnostic, in_order
 from quantizer.config.document import Document, Text
 from quantizer.config.fixes import applied, tried
 from quantizer.config.form import Form, form_of
-from quantizer.config.model import ROLES, Config, ConfigRule
+from quantizer.config.model import Config, ConfigRule
 from quantizer.config.read import parse_document, read_text
+from quantizer.config.resources import load_resource
 from quantizer.config.spellings import canonical
 
 MANY = 200
@@ -143,32 +143,12 @@ def _findings(source: Text) -> Findings:
 def default_config() -> Config:
     """The config that holds when no file is given: DPU, power-of-two scales. The file check does not apply to it.
 
+    It is the ready config for the DPU with equalization and without narrow ranges.
+
     Source: Vitis AI, quantization configuration, table "Default Configurations", with `half_up` for activations as the
     restrictions of the same page ask.
     """
-    document = Document(Text("<built-in default>", ""), DEFAULT, values={}, keys={})
-    return layered.translate(document).config()
-
-
-DEFAULT: dict[str, Any] = {
-    "convert_relu6_to_relu": False,
-    "convert_silu_to_hswish": False,
-    "include_cle": True,
-    "keep_first_last_layer_accuracy": False,
-    "keep_add_layer_accuracy": False,
-    "include_bias_corr": True,
-    "target_device": "DPU",
-    "quantizable_data_type": list(ROLES),
-    "overall_quantize_config": {
-        "bit_width": 8,
-        "method": "diffs",
-        "round_mode": "std_round",
-        "symmetry": True,
-        "per_channel": False,
-        "signed": True,
-        "narrow_range": False,
-        "scale_type": "poweroftwo",
-        "calib_statistic_method": "modal",
-    },
-    "tensor_quantize_config": {"activation": {"round_mode": "half_up"}},
-}
+    ready = {key: value for key, value in load_resource("configs", "dpu.json").items() if key[0] not in "$/"}
+    overall = ready["overall_quantize_config"] | {"narrow_range": False}
+    value = ready | {"include_cle": True, "overall_quantize_config": overall}
+    return layered.translate(Document(Text("<built-in default>", ""), value, values={}, keys={})).config()

@@ -7,7 +7,9 @@ import glob
 import logging
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,12 +24,11 @@ from quantizer.errors import DataError, UsageError
 from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch, Fingerprint, as_batch, naming, not_finite, positional_inputs
 from quantizer.sources.images import EXAMPLE, IMAGE_SUFFIXES, find_images, image_batches, parse_preprocess
-from quantizer.sources.prefetch import prefetched
-from quantizer.sources.tensor_data import tensor_batches
-from quantizer.sources.tensor_files import READERS
+from quantizer.sources.tensor_files import READERS, tensor_batches
 from quantizer.sources.text import TextData, Windows
 from quantizer.sources.user_code import import_user_module, split_spec, user_errors
 
+_END: Any = object()
 logger = logging.getLogger(__name__)
 
 TENSORS, IMAGES, TEXTS = "tensor files", "images", "texts"
@@ -143,9 +144,9 @@ def load_batches(
             raise UsageError(f"{source}: images need preprocessing, and none is given", help=remedy)
         opened = partial(image_batches, images, parse_preprocess(preprocess), size, seed)
         length = math.ceil(len(images) / size)
-        return Batches(partial(prefetched, opened), str(source), subset_len, length=length)
+        return Batches(partial(_prefetched, opened), str(source), subset_len, length=length)
     if kind == TENSORS:
-        return Batches(partial(prefetched, partial(tensor_batches, paths, size)), str(source), subset_len)
+        return Batches(partial(_prefetched, partial(tensor_batches, paths, size)), str(source), subset_len)
     if kind == TEXTS:
         text = TextData(paths, str(source), windows or Windows(), module)
         return Batches(partial(text.batches, batch_size or DEFAULT_TEXT_BATCH), text.label, subset_len)
@@ -188,6 +189,21 @@ def find_files(spec: str) -> tuple[str, list[Path]]:
         pattern = path / f"*{sorts[present[0]][0].suffix}"
         raise DataError(f"{spec} holds {' and '.join(present)}", help=f"name one kind, for example {pattern}")
     return present[0], sorts[present[0]]
+
+
+def _prefetched(items: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
+    """The batches in order, made in a thread up to two of them ahead; an exception comes where its batch would.
+
+    The thread ends when the iterator is exhausted or closed.
+    """
+    source, thread = items(), ThreadPoolExecutor(1, "prefetch")
+    try:
+        coming = deque(thread.submit(next, source, _END) for _ in range(2))
+        while (batch := coming.popleft().result()) is not _END:
+            coming.append(thread.submit(next, source, _END))
+            yield batch
+    finally:
+        thread.shutdown(cancel_futures=True)
 
 
 def _random_shape(spec: str) -> tuple[int, ...]:
