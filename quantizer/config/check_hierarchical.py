@@ -68,7 +68,7 @@ def _broken_rules(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
     """What is missing is told at the value that asks for it."""
 
     def broken(fields: Fields) -> tuple[Conflict, ...]:
-        spec, device = QuantizationSpec.of(fields), levels.settings.target_device
+        spec, device = QuantizationSpec.of(fields), levels.config.settings.target_device
         return conflicts(spec, scope.role, device, "hierarchical")
 
     merged = scope.fields()
@@ -168,14 +168,14 @@ def _unread(scope: _Scope) -> dict[str, str]:
 
 def _devices(levels: Hierarchical) -> Iterator[Diagnostic]:
     """A layer's target_device that is not the model's."""
-    document, device = levels.document, levels.settings.target_device
+    document, device = levels.document, levels.config.settings.target_device
     for level in levels.levels[1:]:
         stated = document.at(*level.pointer).get("target_device")
         if isinstance(stated, str) and stated != device:
             place = document.place(pointer_to(*level.pointer, "target_device"))
             text = f"the model's device is {device}; a layer cannot have another one"
             help_ = "remove the key, and write it in global_quant_config"
-            related = related_to(levels.settings.places.get("target_device"), "the model's device")
+            related = related_to(levels.config.settings.places.get("target_device"), "the model's device")
             yield Diagnostic("QZ119", text, place, help=help_, related=related)
 
 

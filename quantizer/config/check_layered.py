@@ -21,14 +21,14 @@ LEAST_PERCENTAGE = 50
 
 def check_layered(layered: Layered) -> Iterator[Diagnostic]:
     """Findings on a file whose structure is sound, or on the sound part of it."""
-    scopes = list(_scopes(layered))
-    device = layered.settings.places.get("target_device")
+    scopes, settings = list(_scopes(layered)), layered.config.settings
+    device = settings.places.get("target_device")
     for scope in scopes:
-        found = conflicts(scope.spec, scope.role, layered.settings.target_device if device else "")
+        found = conflicts(scope.spec, scope.role, settings.target_device if device else "")
         yield from filter(None, (_conflict(conflict, scope.merged, device) for conflict in found))
         yield from filter(None, (refused_under_float(block, dtype) for block, dtype in inherits_float(scope.blocks)))
         yield from _small_percentage(scope)
-    yield from _dpu_only(layered.settings)
+    yield from _dpu_only(settings)
     yield from _unused(layered, scopes)
     for level in (layered.top, *layered.layers):
         yield from _overall_per_channel(level)

@@ -10,7 +10,6 @@ from quantizer.config.algorithm_words import read_algorithms
 from quantizer.config.document import Document, ValidDocument
 from quantizer.config.hierarchical_spec import Words
 from quantizer.config.model import (
-    Algorithm,
     Config,
     ConfigRule,
     Fields,
@@ -72,48 +71,37 @@ class Level:
         """What holds for the role where this level and a wider one are merged, key by key."""
         return Words(role, self.specs[role]).over(self.inherited(role))
 
+    def rule(self) -> ConfigRule:
+        """What it adds to wider levels."""
+        stated = {role: dict(self._fields(role)) for role in self.specs}
+        return ConfigRule(self.selector, self.label, fields=stated, adds=frozenset(self.specs))
+
+    def _fields(self, role: Role) -> Iterator[tuple[str, Sourced]]:
+        """The fields that the level's own keys decide, and those that change with them."""
+        before, after = self.inherited(role).fields(), self.merged(role).fields()
+        own = {sourced.place for sourced in self.specs[role].values() if sourced.place}
+        for name, value in _DEFAULTS.to_json().items():
+            default = Sourced(value, self.specs[role].get("dtype", Sourced(None)).place)
+            now, then = after.get(name, default), before.get(name, default)
+            if now.value != then.value or (name in after and (now.place is None or now.place in own)):
+                yield name, now
+
 
 @dataclass(frozen=True)
 class Hierarchical:
-    """The file level by level: the global one first, then types, then names."""
+    """The file level by level, the global one first, then types, then names, and as a config.
+
+    Its rules: nothing is quantized; then what each level adds; then what is excluded.
+    """
 
     document: Document
-    settings: Settings
+    config: Config
     levels: tuple[Level, ...]
-    excludes: tuple[Selector, ...]
-    algorithms: tuple[Algorithm, ...] = ()
     ignored: frozenset[str] = frozenset()
 
     def is_wrong(self, key: str) -> bool:
         """Whether a value of this key is wrong somewhere, so that its absence here says nothing."""
         return any(pointer.endswith(f"/{key}") for pointer in self.ignored)
-
-    def config(self) -> Config:
-        """The rules: nothing is quantized; then what each level adds; then what is excluded."""
-        rules = (
-            ConfigRule(Selector("all"), "default", roles=frozenset()),
-            *map(self._rule, self.levels),
-            *(
-                ConfigRule(selector, f"exclude[{at}]", frozenset(), selector.place)
-                for at, selector in enumerate(self.excludes)
-            ),
-        )
-        source = self.document.source.name
-        return Config(self.settings, rules, source, self.document.value, "hierarchical", self.algorithms)
-
-    def _rule(self, level: Level) -> ConfigRule:
-        stated = {role: dict(self._fields(level, role)) for role in level.specs}
-        return ConfigRule(level.selector, level.label, fields=stated, adds=frozenset(level.specs))
-
-    def _fields(self, level: Level, role: Role) -> Iterator[tuple[str, Sourced]]:
-        """The fields that the level's own keys decide, and those that change with them."""
-        before, after = level.inherited(role).fields(), level.merged(role).fields()
-        own = {sourced.place for sourced in level.specs[role].values() if sourced.place}
-        for name, value in _DEFAULTS.to_json().items():
-            default = Sourced(value, level.specs[role].get("dtype", Sourced(None)).place)
-            now, then = after.get(name, default), before.get(name, default)
-            if now.value != then.value or (name in after and (now.place is None or now.place in own)):
-                yield name, now
 
 
 def translate(document: Document, ignored: Collection[str] = ()) -> Hierarchical:
@@ -121,10 +109,12 @@ def translate(document: Document, ignored: Collection[str] = ()) -> Hierarchical
 
     `ignored` are pointers whose values are wrong: they are left out, so that the rest can be checked.
     """
-    translator = _Translator(document, frozenset(ignored))
-    levels, excludes = tuple(translator.levels()), tuple(translator.excludes())
-    algorithms = read_algorithms(translator, "pre_quant_opt_config", "algo_config")
-    return Hierarchical(document, translator.settings(), levels, excludes, algorithms, translator.ignored)
+    file = _Translator(document, frozenset(ignored))
+    levels = tuple(file.levels())
+    rules = (ConfigRule(Selector("all"), "default", roles=frozenset()), *map(Level.rule, levels), *file.excludes())
+    algorithms = read_algorithms(file, "pre_quant_opt_config", "algo_config")
+    config = Config(file.settings(), rules, document.source.name, document.value, "hierarchical", algorithms)
+    return Hierarchical(document, config, levels, file.ignored)
 
 
 class _Translator(ValidDocument):
@@ -150,9 +140,11 @@ class _Translator(ValidDocument):
                     path = (block, text)
                     yield Level(selector, f'{block}["{text}"]', path, self._specs(*path), everywhere)
 
-    def excludes(self) -> Iterator[Selector]:
-        for at in self.items("exclude"):
-            yield Selector("exclude", self.get("exclude", at), self.place("exclude", at))
+    def excludes(self) -> Iterator[ConfigRule]:
+        for number, at in enumerate(self.items("exclude")):
+            place = self.place("exclude", at)
+            selector = Selector("exclude", self.get("exclude", at), place)
+            yield ConfigRule(selector, f"exclude[{number}]", frozenset(), place)
 
     def _specs(self, *path: str) -> dict[Role, Fields]:
         """What is stated of each role at a level that states anything of it."""

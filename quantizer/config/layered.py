@@ -12,7 +12,6 @@ from quantizer.config.document import Document, ValidDocument
 from quantizer.config.model import (
     CAST_ONLY,
     ROLES,
-    Algorithm,
     Config,
     ConfigRule,
     Fields,
@@ -76,24 +75,12 @@ class Level:
 
 @dataclass(frozen=True)
 class Layered:
-    """The file in the field's words, still level by level."""
+    """The file in the field's words, level by level, and as a config, whose rules are in the file's order."""
 
     document: Document
-    settings: Settings
+    config: Config
     top: Level
     layers: tuple[Level, ...]
-    algorithms: tuple[Algorithm, ...] = ()
-
-    def config(self) -> Config:
-        """The rules in the file's order."""
-        top = self.top
-        rules = [
-            ConfigRule(top.selector, "overall_quantize_config", top.roles, top.roles_place, top.overall),
-            ConfigRule(top.selector, "tensor_quantize_config", fields=top.tensor),
-            *map(Level.rule, self.layers),
-        ]
-        source = self.document.source.name
-        return Config(self.settings, tuple(rules), source, self.document.value, algorithms=self.algorithms)
 
 
 def translate(document: Document, ignored: Collection[str] = ()) -> Layered:
@@ -101,10 +88,16 @@ def translate(document: Document, ignored: Collection[str] = ()) -> Layered:
 
     `ignored` are pointers whose values are wrong: they are left out, so that the rest can be checked.
     """
-    translator = _Translator(document, frozenset(ignored))
-    top = translator.level(Selector("all"), "overall_quantize_config", ())
-    algorithms = read_algorithms(translator, "algorithms")
-    return Layered(document, translator.settings(), top, tuple(translator.entries()), algorithms)
+    file = _Translator(document, frozenset(ignored))
+    top, layers = file.level(Selector("all"), "overall_quantize_config", ()), tuple(file.entries())
+    rules = (
+        ConfigRule(top.selector, top.label, top.roles, top.roles_place, top.overall),
+        ConfigRule(top.selector, "tensor_quantize_config", fields=top.tensor),
+        *map(Level.rule, layers),
+    )
+    algorithms = read_algorithms(file, "algorithms")
+    config = Config(file.settings(), rules, document.source.name, document.value, algorithms=algorithms)
+    return Layered(document, config, top, layers)
 
 
 class _Translator(ValidDocument):

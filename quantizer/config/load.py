@@ -100,9 +100,9 @@ def _meaning(form: Form, document: Document, wrong: Collection[str]) -> tuple[Co
     """What the values that are not wrong say, and the findings on it."""
     if form == "layered":
         flat = layered.translate(document, wrong)
-        return flat.config(), check_layered(flat)
+        return flat.config, check_layered(flat)
     levels = hierarchical.translate(document, wrong)
-    return levels.config(), check_hierarchical(levels)
+    return levels.config, check_hierarchical(levels)
 
 
 _NO_VALUE = ("QZ105", "QZ106", "QZ116")
@@ -151,4 +151,4 @@ def default_config() -> Config:
     ready = {key: value for key, value in load_resource("configs", "dpu.json").items() if key[0] not in "$/"}
     overall = ready["overall_quantize_config"] | {"narrow_range": False}
     value = ready | {"include_cle": True, "overall_quantize_config": overall}
-    return layered.translate(Document(Text("<built-in default>", ""), value, values={}, keys={})).config()
+    return layered.translate(Document(Text("<built-in default>", ""), value, values={}, keys={})).config
