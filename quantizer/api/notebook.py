@@ -10,7 +10,7 @@ from rich.console import Console
 
 from quantizer.engine.events import Events, Forked, Logged
 from quantizer.report.bars import Bars
-from quantizer.report.listing import Listing
+from quantizer.report.view import Listing
 
 
 def follower() -> Events:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -15,8 +15,7 @@ from rich.text import Text
 
 from quantizer.cli import session
 from quantizer.cli.follow import progress
-from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import DEVICE, SEED, SETTINGS, SUBSET_LEN, ModelOptions, model_options, table_options
+from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
 from quantizer.cli.table_view import table_view
 from quantizer.cli.write_text import write_text
 from quantizer.config.diagnostics import ConfigError
@@ -33,7 +32,6 @@ from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
 from quantizer.report import sensitivity
 from quantizer.seeding import seed_everything
-from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 
 Choice = tuple[int, ...]
@@ -45,42 +43,26 @@ _FLOATS = tuple(sorted(CAST_ONLY - {"float32"}))
 
 
 @dataclass(frozen=True)
-class AnalyzeOptions(ModelOptions):
-    """Those of commands that look at a model, and its own."""
+class AnalyzeOptions(Options):
+    """Those of commands about a model, and its own."""
 
-    budget: float | None = None
-    size: str | None = None
-    max_mb: float | None = None
-    choices: str = "2,3,4,8"
-    passes: str | None = None
-    subset_len: int | None = None
-    seed: int = 0
-    device: str = "cpu"
+    budget: float | None = option("Mean bits per weight, without scales, e.g. 4.5.", type=float, metavar="BITS")
+    size: str | None = option("Size of all weights in percent of the config's, e.g. 60%.", metavar="SHARE")
+    max_mb: float | None = option("Size of all weights with their scales, in 10^6 bytes.", type=float, metavar="MB")
+    choices: str = option("Bits to choose from, also float16, bfloat16.", default="2,3,4,8", metavar="LIST")
+    passes: str | None = option(
+        "Measure the output's noise at the smallest width, measure it at every width, or predict it from gradients.  "
+        f"[default: network; over {MANY} weights fast]",
+        type=click.Choice(engine.PASSES),
+    )
 
 
-@click.command(cls=GroupedCommand, context_settings=SETTINGS)
-@table_options
-@model_options
-@click.option("--budget", type=float, metavar="BITS", help="Mean bits per weight, without scales, e.g. 4.5.")
-@click.option("--size", metavar="SHARE", help="Size of all weights in percent of the config's, e.g. 60%.")
-@click.option("--max_mb", type=float, metavar="MB", help="Size of all weights with their scales, in 10^6 bytes.")
-@click.option(
-    "--choices",
-    default="2,3,4,8",
-    show_default=True,
-    metavar="LIST",
-    help="Bits to choose from, also float16, bfloat16.",
-)
-@click.option(
-    "--passes",
-    type=click.Choice(engine.PASSES),
-    help="Measure the output's noise at the smallest width, measure it at every width, or predict it from gradients.  "
-    f"[default: network; over {MANY} weights fast]",
-)
-@SUBSET_LEN
-@SEED
-@DEVICE
-def analyze(options: ModelOptions, **own: Any) -> None:
+BUDGETS = ("budget", "size", "max_mb")
+
+
+@command()
+@takes(*TABLE, *LOOK, *BUDGETS, "choices", "passes", "subset_len", "seed", "device", kind=AnalyzeOptions)
+def analyze(options: AnalyzeOptions) -> None:
     """Measure how much each weight loses at each bit width; with a budget, choose widths and write a config with them.
 
     If one width for all weights turns out to be better, the config has that one. Without -o FILE the config is printed,
@@ -90,19 +72,18 @@ def analyze(options: ModelOptions, **own: Any) -> None:
     quantizer analyze --config_file net.json --model my_model.py
     quantizer analyze --budget 4 --config net.json --model my_model.py -o mix.json
     """
-    asked = AnalyzeOptions(**{field.name: getattr(options, field.name) for field in fields(ModelOptions)}, **own)
-    widths, budget = parse_choices(asked.choices), parse_budget(asked)
-    if budget and asked.config_file is None:
+    widths, budget = parse_choices(options.choices), parse_budget(options)
+    if budget and options.config_file is None:
         raise UsageError("Missing option '--config_file'", help="a budget changes the widths that a config states")
-    with session.told_notes(asked.json), redirect_stdout(sys.stderr):
-        result = _run(asked, widths, budget)
-    if asked.output and asked.output != "-":
-        write_text(asked.output, result.text)
-    if asked.json:
+    with session.told_notes(options.json), redirect_stdout(sys.stderr):
+        result = _run(options, widths, budget)
+    if options.file:
+        write_text(options.file, result.text)
+    if options.json:
         click.echo(session.as_json(result.content))
         return
-    on_stdout = budget is None or asked.output not in (None, "-")
-    console, view = session.console(stderr=not on_stdout), table_view(asked, result.graph, stderr=not on_stdout)
+    on_stdout = budget is None or options.file is not None
+    console, view = session.console(stderr=not on_stdout), table_view(options, result.graph, stderr=not on_stdout)
     console.print(sensitivity.table(result.found, result.picked, view))
     for line in (*sensitivity.kept_lines(result.found, view), *result.lines):
         console.print(Text(line), soft_wrap=True)  # a path is one line however long, and no markup
@@ -139,13 +120,13 @@ def parse_choices(text: str) -> tuple[Width, ...]:
     return tuple(sorted(dict.fromkeys(found), key=lambda width: (width_bits(width), str(width))))
 
 
-def parse_budget(asked: AnalyzeOptions) -> Budget | None:
+def parse_budget(options: AnalyzeOptions) -> Budget | None:
     """The budget of `--budget`, `--size` or `--max_mb`; None if there is none.
 
     Raises:
         UsageError: several, or a value that is no size.
     """
-    given = {name: value for name in ("budget", "size", "max_mb") if (value := getattr(asked, name)) is not None}
+    given = {name: value for name in BUDGETS if (value := getattr(options, name)) is not None}
     if len(given) > 1:
         raise UsageError(f"--{' and --'.join(given)} are budgets: give one of them")
     if not given:
@@ -166,40 +147,52 @@ def parse_budget(asked: AnalyzeOptions) -> Budget | None:
     }[name]
 
 
-def _run(asked: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | None) -> Result:
-    seed_everything(asked.seed)
-    read = session.read_config(asked.config_file)
-    loaded = session.open_model(asked)
-    batches = session.open_data(asked, loaded)
+def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | None) -> Result:
+    seed_everything(options.seed)
+    read = session.read_config(options.config_file)
+    loaded = session.open_model(options)
+    batches = session.open_data(options, loaded)
     session.require_data(batches)
-    original = session.trace_model(asked, loaded, batches)
-    plan = session.make_plan(read, original, quiet=asked.json)
+    original = session.trace_model(options, loaded, batches)
+    plan = session.make_plan(read, original, quiet=options.json)
     if read.config.algorithms:
         names = ", ".join(algorithm.name for algorithm in read.config.algorithms)
         click.echo(f"note: errors are those of round-to-nearest, without {names}", err=True)
-    found = _measure(asked, plan, widths, batches)
+    found = _measure(options, plan, widths, batches)
     if budget is None:
         content = sensitivity.analysis_json(found)
         return Result(plan.graph, found, content, session.as_json(content) + "\n")
-    choices = {"mixed": engine.chosen(found, budget), "uniform": engine.uniform(found, budget)}
+    both = {"mixed": engine.chosen(found, budget), "uniform": engine.uniform(found, budget)}
+    choices = {label: picked for label, picked in both.items() if picked is not None}
     noise = {
-        label: engine.measured(plan, found, picked, lambda: _on_device(asked, batches))
+        label: engine.measured(plan, found, picked, lambda: session.on_device(options, batches))
         for label, picked in choices.items()
-        if picked is not None
     }
     best = min(noise, key=noise.__getitem__)  # of equally good ones the first
-    changes = engine.specs_of(plan, found, choices[best] or ())
+    changes = engine.specs_of(plan, found, choices[best])
     changed = patched(read.config.document, changes)
     _check(plan, original, changes, changed)
-    return _result(asked, plan.graph, found, choices, noise, best, changed)
+    content = sensitivity.analysis_json(found, choices[best]) | {"written": best, "config": changed}
+    lines = []
+    for label, picked in choices.items():
+        content[label] = sensitivity.choice_json(found, picked, noise[label])
+        name = label if label == "mixed" else f"uniform {found.widths[picked[0]]}"
+        lines.append(sensitivity.choice_line(name, found, picked, noise[label]))
+    if best == "uniform":
+        lines.append("note: as measured, the uniform width is better, so the config has that one")
+        lines.append("note: --passes every or other --choices may find better widths")
+    if options.file:
+        lines.append(f"config: {options.output}")
+    text = json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
+    return Result(plan.graph, found, content, text, choices[best], tuple(lines))
 
 
-def _measure(asked: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batches: Batches) -> Analysis:
+def _measure(options: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batches: Batches) -> Analysis:
     count = len(engine.candidates(plan)[0])
-    passes = asked.passes or ("network" if count <= MANY else "fast")
+    passes = options.passes or ("network" if count <= MANY else "fast")
     total, unit = engine.units_of_work(passes, count, batches.total)
-    with Stage(progress(quiet=asked.json), "analyze", total, unit) as stage:
-        return engine.analyze(plan, widths, lambda: _on_device(asked, batches), passes, stage.advance)
+    with Stage(progress(quiet=options.json), "analyze", total, unit) as stage:
+        return engine.analyze(plan, widths, lambda: session.on_device(options, batches), passes, stage.advance)
 
 
 def _check(plan: Plan, original: Graph, changes: Changes, changed: dict[str, Any]) -> None:
@@ -219,35 +212,3 @@ def _check(plan: Plan, original: Graph, changes: Changes, changed: dict[str, Any
             f"the config cannot be changed in place: {wrong[0]} would not be as chosen",
             help="state the weights' dtype, scheme and axis in one place, global or overall",
         )
-
-
-def _result(
-    asked: AnalyzeOptions,
-    graph: Graph,
-    found: Analysis,
-    choices: Mapping[str, Choice | None],
-    noise: Mapping[str, float],
-    best: str,
-    changed: dict[str, Any],
-) -> Result:
-    """The choice beside the uniform one, both as measured, and the config with the better one."""
-    picked = choices[best] or ()
-    content = sensitivity.analysis_json(found, picked) | {"written": best, "config": changed}
-    lines = []
-    for label, measured in noise.items():
-        each = choices[label] or ()
-        content[label] = sensitivity.choice_json(found, each, measured)
-        name = label if label == "mixed" else f"uniform {found.widths[each[0]]}"
-        lines.append(sensitivity.choice_line(name, found, each, measured))
-    if best == "uniform":
-        lines.append("note: as measured, the uniform width is better, so the config has that one")
-        lines.append("note: --passes every or other --choices may find better widths")
-    if asked.output and asked.output != "-":
-        lines.append(f"config: {asked.output}")
-    text = json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
-    return Result(graph, found, content, text, picked, tuple(lines))
-
-
-def _on_device(asked: AnalyzeOptions, batches: Batches) -> Iterator[Batch]:
-    device = session.device_of(asked)
-    return (batch.to(device) for batch in batches)

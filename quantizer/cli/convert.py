@@ -6,31 +6,22 @@ import json
 
 import click
 
-from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import SETTINGS
+from quantizer.cli.options import command, output_option
 from quantizer.cli.render import print_diagnostics
 from quantizer.cli.write_text import write_text
+from quantizer.config.convert import to_hierarchical, to_layered
 from quantizer.config.diagnostics import in_order
 from quantizer.config.form import Form
 from quantizer.config.load import load_config
-from quantizer.config.to_hierarchical import to_hierarchical
-from quantizer.config.to_layered import to_layered
 from quantizer.errors import UsageError
 
 _WRITERS = {"layered": to_layered, "hierarchical": to_hierarchical}
 
 
-@click.command(cls=GroupedCommand, context_settings=SETTINGS)
+@command()
 @click.argument("file", type=click.Path())
 @click.option("--to", type=click.Choice(list(_WRITERS)), help="The form to write.  [default: the other one]")
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(readable=False),
-    default="-",
-    metavar="FILE",
-    help="Write to FILE, not to the screen.",
-)
+@output_option(default="-", help="Write to FILE, not to the screen.")
 def convert(file: str, to: Form | None, output: str) -> int:
     """Write a config in the other form. If that form cannot express it, print why and write nothing.
 

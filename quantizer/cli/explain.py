@@ -7,10 +7,9 @@ import re
 
 import click
 
-from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import SETTINGS, ModelOptions, model_options
-from quantizer.config.codes import all_codes
+from quantizer.cli.options import LOOK, Options, command, takes
 from quantizer.config.pages import code_page, contents, key_names, key_page, setting_names, setting_page
+from quantizer.config.rules import all_codes
 from quantizer.config.wording import closest, listed, quoted
 from quantizer.errors import UsageError
 
@@ -18,10 +17,10 @@ _LINK = re.compile(r"\[([^][]+)\]\([^()]+\)")
 """A link in Markdown; a terminal shows its text alone."""
 
 
-@click.command(cls=GroupedCommand, context_settings=SETTINGS)
+@command()
 @click.argument("name", metavar="[CODE|KEY|LAYER]", required=False)
-@model_options
-def explain(name: str | None, options: ModelOptions) -> int | None:
+@takes(*LOOK)
+def explain(name: str | None, options: Options) -> int | None:
     """Explain a code such as QZ301, a config key such as round_mode, or, with --model, the settings of one layer.
 
     Without a name: the list of all codes and keys.

@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 from quantizer.cli import session
-from quantizer.cli.options import ModelOptions
+from quantizer.cli.options import Options
 from quantizer.config.document import Document, pointer_to
-from quantizer.config.hierarchical import ROLE_OF
+from quantizer.config.hierarchical import KEY_OF
 from quantizer.config.hierarchical_spec import FIELDS_OF_KEYS, specification
 from quantizer.config.layered import FIELDS, parameters
 from quantizer.config.model import QuantizationSpec, Selector
@@ -22,10 +22,8 @@ from quantizer.plan.match import advice, match
 from quantizer.plan.model import Plan, TensorPlan
 from quantizer.report.tables import why_float
 
-_KEYS = {role: key for key, role in ROLE_OF.items()}
 
-
-def explain_layer(name: str, options: ModelOptions) -> None:
+def explain_layer(name: str, options: Options) -> None:
     """Print each tensor of a layer, key by key with its value and its place in the file.
 
     Raises:
@@ -88,4 +86,4 @@ def _defaults(spec: QuantizationSpec, fields: frozenset[str], form: str) -> dict
 def _word(role: str, form: str) -> str:
     """What the file calls a tensor."""
     base = base_role(role)
-    return _KEYS[base] + role.removeprefix(base) if form == "hierarchical" else role
+    return KEY_OF[base] + role.removeprefix(base) if form == "hierarchical" else role

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -19,10 +20,10 @@ EVERY_S = 10.0
 
 
 def progress(*, quiet: bool) -> Events:
-    """Who shows how far a run is: a bar, lines, or nobody."""
+    """Who shows how far a run is: a bar on a terminal, but never in CI, else lines; or nobody."""
     if quiet:
         return Forked()
-    return Bars(session.console(stderr=True)) if session.shows_bars() else Lines()
+    return Bars(session.console(stderr=True)) if sys.stderr.isatty() and not os.environ.get("CI") else Lines()
 
 
 def followed(sources: Mapping[str, str], *, quiet: bool) -> Forked:
@@ -30,17 +31,15 @@ def followed(sources: Mapping[str, str], *, quiet: bool) -> Forked:
     return Forked(progress(quiet=quiet), Messages(sources, quiet=quiet))
 
 
-class Messages:
-    """Prints findings with the lines of the config that they are about; logs the rest, which prints it, too."""
+class Messages(Forked):
+    """Prints findings with the lines of the config that they are about; logs the rest, which prints it, too.
+
+    With no followers of its own, it lets all other events pass.
+    """
 
     def __init__(self, sources: Mapping[str, str], *, quiet: bool) -> None:
+        super().__init__()
         self._sources, self._quiet = sources, quiet
-
-    def started(self, stage: Stage) -> None:
-        """Says nothing."""
-
-    def advanced(self, stage: Stage) -> None:
-        """Says nothing."""
 
     def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
         """Print or log it."""
@@ -49,14 +48,12 @@ class Messages:
         elif not self._quiet:
             print_diagnostics((finding,), self._sources)
 
-    def stopped(self, stage: Stage, error: BaseException | None) -> None:
-        """Says nothing."""
 
-
-class Lines:
+class Lines(Forked):
     """Prints `calib 120/500 batches 24 % eta 63 s`, now and then."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._started = self._printed = time.monotonic()
 
     def started(self, stage: Stage) -> None:
@@ -68,12 +65,6 @@ class Lines:
         if time.monotonic() - self._printed >= EVERY_S:
             self._printed = time.monotonic()
             print(self._line(stage), file=sys.stderr, flush=True)
-
-    def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
-        """Left to others."""
-
-    def stopped(self, stage: Stage, error: BaseException | None) -> None:
-        """Says nothing."""
 
     def _line(self, stage: Stage) -> str:
         if not stage.total:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import SETTINGS
+from quantizer.cli.options import command, output_option
 from quantizer.cli.write_text import write_text
 from quantizer.config.form import form_of
 from quantizer.config.resources import load_resource, presets, resource
@@ -27,7 +26,7 @@ STRATEGIES = {
 """The preset for each device, and for each strategy, all of these in the hierarchical form."""
 
 
-@click.command(cls=GroupedCommand, context_settings=SETTINGS)
+@command()
 @click.option(
     "--device",
     type=click.Choice(list(DEVICES), case_sensitive=False),
@@ -41,15 +40,7 @@ STRATEGIES = {
 )
 @click.option("--preset", type=click.Choice(presets()), metavar="NAME", help="Write one of the presets of --list.")
 @click.option("--list", "list", is_flag=True, help="List every preset and when to use it.")
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(readable=False),
-    default="quantize_config.json",
-    show_default=True,
-    metavar="FILE",
-    help="Where to write it; - for standard output.",
-)
+@output_option(default="quantize_config.json", show_default=True, help="Where to write it; - for standard output.")
 @click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
 def init(
     device: str | None,

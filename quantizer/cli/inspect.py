@@ -10,36 +10,32 @@ import click
 
 from quantizer.cli import session
 from quantizer.cli.gates import parse_gate, require_known
-from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import SETTINGS, ModelOptions, filter_option, model_options, table_options
-from quantizer.cli.structures import named_structures
+from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.table_view import config_to_look, filtered_view
 from quantizer.engine.result_files import write_bytes
 from quantizer.errors import GateError, UsageError
 from quantizer.graph.emit import emit
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
+from quantizer.graph.passes import run_passes
 from quantizer.plan.dpu_limits import NAME
 from quantizer.plan.dpu_support import Verdict, subgraphs, verdicts
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import remarks
 from quantizer.report import dpu_tables, tables
-from quantizer.report.listing import Listing
-from quantizer.report.structure import structure_json, structure_tables
-from quantizer.report.view import View
+from quantizer.report.structure import structure_tables
+from quantizer.report.view import Listing, View
 
 COUNTS = ("dpu_operators", "cpu_operators", "dpu_subgraphs")
 """What gates may ask for."""
 
 
-@click.command(cls=GroupedCommand, context_settings=SETTINGS)
-@table_options
-@filter_option
-@model_options
+@command()
+@takes(*TABLE, "filter", *LOOK)
 @click.option("--target", type=click.Choice(["DPU"]), help="List which layers this device can run, and why not.")
 @click.option("--algorithms", is_flag=True, help="List blocks, layers that share an input, and where factors fold.")
 @click.option("--gate", multiple=True, metavar="TEST", help="Exit with 1 unless TEST holds, e.g. 'cpu_operators<=2'.")
-def inspect(options: ModelOptions, target: str | None, algorithms: bool, gate: tuple[str, ...]) -> None:
+def inspect(options: Options, target: str | None, algorithms: bool, gate: tuple[str, ...]) -> None:
     """List each layer's name, operator and output shape, what is quantized, and why the rest is not.
 
     Without a config it lists the network as it is, and all that can be quantized. With --target DPU, or a config for
@@ -71,7 +67,7 @@ def inspect(options: ModelOptions, target: str | None, algorithms: bool, gate: t
         loaded = session.open_model(options)
         original = session.trace_model(options, loaded, session.open_data(options, loaded))
     if algorithms:
-        _show_structure(options, read, session.apply_passes(original, settings, device=False))
+        _show_structure(options, read, run_passes(original, settings, device=False))
         return
     plan = session.make_plan(read, original, quiet=True)
     view = filtered_view(options, plan.graph, original)
@@ -84,27 +80,27 @@ def inspect(options: ModelOptions, target: str | None, algorithms: bool, gate: t
     if options.json:
         click.echo(session.as_json(content))
     elif for_dpu:
-        _show_support(plan, found, session.apply_passes(original, settings, device=False), metrics, view)
+        _show_support(plan, found, run_passes(original, settings, device=False), metrics, view)
     else:
         session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats, view))
         for line in remarks(plan):
             click.echo(line)
-    if options.output and options.output != "-":
-        write_bytes(Path(options.output), emit(plan.graph).encode())
+    if options.file:
+        write_bytes(Path(options.file), emit(plan.graph).encode())
     if failed := [each.text for each in gates if not each.holds(metrics)]:
         raise GateError(f"not met: {', '.join(failed)}", help="the table above says why a layer cannot run on the DPU")
 
 
-def _show_structure(options: ModelOptions, read: session.ReadConfig, graph: Graph) -> None:
+def _show_structure(options: Options, read: session.ReadConfig, graph: Graph) -> None:
     """What the graph shows; with a config that names parts of it, what each of its algorithms finds.
 
     Raises:
         ConfigError: a name that the model does not have, or that does not fit.
     """
-    named = named_structures(read, graph)
+    named = session.named_structures(read, graph)
     if options.json:
-        found = {title: structure_json(each) for title, each in named.items()}
-        click.echo(session.as_json(found or structure_json(find_structure(graph))))
+        found = {title: dataclasses.asdict(each) for title, each in named.items()}
+        click.echo(session.as_json(found or dataclasses.asdict(find_structure(graph))))
         return
     for title, each in (named or {"": find_structure(graph)}).items():
         for part in filter(None, (f"{title}:" if title else "", *structure_tables(graph, each))):

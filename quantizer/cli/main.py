@@ -16,8 +16,17 @@ import click
 from click.shell_completion import CompletionItem
 
 from quantizer import __version__
-from quantizer.cli.help import NAMES_WIDTH, GroupedCommand, option, was_typed
-from quantizer.cli.options import QUANT_MODES, SETTINGS, RunOptions, run_options
+from quantizer.cli.options import (
+    NAMES_WIDTH,
+    QUANT_MODES,
+    RUN,
+    SETTINGS,
+    GroupedCommand,
+    GroupedOption,
+    Options,
+    takes,
+    was_typed,
+)
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.wording import closest
@@ -35,7 +44,7 @@ COMMANDS = {
 }
 """Each subcommand: where it is, and its help, so that `--help` imports none of them."""
 
-RUN = "quantizer.cli.run:run"
+MODES = "quantizer.cli.run:run"
 
 EPILOG = """\b
 Exit codes: 0 done, 1 check failed (a config has errors, a --gate is not met),
@@ -88,18 +97,19 @@ class LazyCommands(GroupedCommand, click.Group):
     context_settings={**SETTINGS, "auto_envvar_prefix": "QUANTIZER"},
     epilog=EPILOG,
 )
-@run_options
+@takes(*RUN, config_file="The JSON config.  [default: built in, for the DPU]")
 @click.version_option(__version__, prog_name="quantizer", allow_from_autoenv=False)
-@option(
-    "Output",
+@click.option(
     "--color",
+    cls=GroupedOption,
+    group="Output",
     type=click.Choice(["auto", "always", "never"]),
     default="auto",
     show_default=True,
     help="Colored output.",
 )
 @click.pass_context
-def cli(ctx: click.Context, /, color: str, quant_mode: str | None, **options: Any) -> int | None:
+def cli(ctx: click.Context, /, options: Options, color: str) -> int | None:
     """Post-training quantization of PyTorch models, driven by one JSON file.
 
     \b
@@ -116,12 +126,12 @@ def cli(ctx: click.Context, /, color: str, quant_mode: str | None, **options: An
         if was_typed(ctx, "quant_mode"):
             raise click.UsageError("--quant_mode does not go with a subcommand.")
         return None
-    if quant_mode is None:
-        if any(was_typed(ctx, name) for name in options):
+    if options.quant_mode is None:
+        if any(was_typed(ctx, name) for name in RUN):
             raise click.UsageError("Missing option '--quant_mode': float, calib or test.")
         click.echo(ctx.get_help(), err=True)
         return UsageError.exit_code
-    code: int | None = _load(RUN)(RunOptions(quant_mode=quant_mode, **options))
+    code: int | None = _load(MODES)(options)
     return code
 
 

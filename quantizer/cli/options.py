@@ -1,77 +1,69 @@
-"""The options of the command line as frozen values, and the click options that fill them."""
+"""Commands and their options: `--help` in named groups, and those about a model as one frozen value.
+
+Options in groups come below those without one; all descriptions are in one column."""
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from quantizer.cli.help import option
 from quantizer.export import EXPORTERS
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from click.types import OptionHelpExtra
 
 QUANT_MODES = ("float", "calib", "test")
 FINETUNE_MODES = ("adaround", "adaquant")
+GROUPS = ("", "Model", "Data", "Algorithm", "Output", "Debugging")
+NAMES_WIDTH = 20
+"""Longer names have a line of their own, with the description below."""
 SETTINGS = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda word: word.replace("-", "_")}
 """For every command: `-h`, and options spelled with hyphens or underscores alike."""
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """What `quantizer --quant_mode …` is asked to do. `--json` is `json`; `model` is None if it was not given."""
+class GroupedOption(click.Option):
+    """An option under a heading of the help."""
 
-    quant_mode: str
-    config_file: str | None = None
-    model: str | None = None
-    weights: str | None = None
-    data: str | None = None
-    eval_data: str | None = None
-    evaluate: str | None = None
-    preprocess: str | None = None
-    subset_len: int | None = None
-    tokenizer: str | None = None
-    seq_len: int | None = None
-    stride: int | None = None
-    batch_size: int | None = None
-    output_dir: str = "quantize_result"
-    device: str = "cpu"
-    seed: int = 0
-    fast_finetune: str | None = None
-    resume: bool = False
-    inspect: bool = False
-    trust: bool = False
-    gate: tuple[str, ...] = ()
-    deploy: tuple[str, ...] = ()
-    exact: bool = False
-    overwrite: bool = False
-    names: str | None = None
-    top: int | str | None = None
-    json: bool = False
-    quiet: bool = False
-    debug: bool = False
+    def __init__(self, *names: Any, group: str = "", **settings: Any) -> None:
+        super().__init__(*names, **settings)
+        self.group = group
+
+    def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
+        """The default, but not that N is at least 1."""
+        extra = super().get_help_extra(ctx)
+        extra.pop("range", None)
+        return extra
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """What a command that looks at a model needs. `output` is a file; None or "-" is standard output."""
+class GroupedCommand(click.Command):
+    """A command whose help has a section for each group of options."""
 
-    model: str | None = None
-    weights: str | None = None
-    data: str | None = None
-    tokenizer: str | None = None
-    seq_len: int | None = None
-    batch_size: int | None = None
-    trust: bool = False
-    config_file: str | None = None
-    output: str | None = None
-    json: bool = False
-    names: str | None = None
-    top: int | str | None = None
-    filter: str | None = None
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                groups[getattr(parameter, "group", "")].append(record)
+        for group, rows in filter(operator.itemgetter(1), groups.items()):
+            with formatter.section(group or "Options"):
+                # The width of a column is that of its longest name, so one name as wide as allowed aligns all sections.
+                (name, text), *rest = rows
+                formatter.write_dl([(name.ljust(NAMES_WIDTH), text), *rest], col_max=NAMES_WIDTH)
+
+
+command = functools.partial(click.command, cls=GroupedCommand, context_settings=SETTINGS)
+"""A decorator that makes a command."""
+
+
+def was_typed(ctx: click.Context, name: str) -> bool:
+    """Whether an option comes from the command line, and not from a variable or a default."""
+    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def rows_shown(text: str) -> int | str:
@@ -85,157 +77,137 @@ def rows_shown(text: str) -> int | str:
     return text if text == "all" else int(text)
 
 
+def option(help: str, *others: str, default: Any = None, group: str = "", **settings: Any) -> Any:  # noqa: A002
+    """A field that is an option of its name, under the heading `group`; `others` are more spellings.
+
+    A field that is False by default is a flag, one that is () may be repeated; any other default is shown.
+    """
+    if default is False:
+        settings["is_flag"] = True
+    elif default == ():
+        settings["multiple"] = True
+    elif default is not None:
+        settings |= {"default": default, "show_default": True}
+    return field(default=default, metadata={"names": others, "settings": {**settings, "help": help, "group": group}})
+
+
 _FILE = click.Path(readable=False)  # shells complete it; nothing is checked before it is used
-_model, _data, _algorithm, _output, _debugging = (
-    functools.partial(option, group) for group in ("Model", "Data", "Algorithm", "Output", "Debugging")
-)
+output_option = functools.partial(click.option, "--output", "-o", type=_FILE, metavar="FILE")
+_file = functools.partial(option, type=_FILE, metavar="FILE")
+_count = functools.partial(option, type=click.IntRange(1), metavar="N")
 
-_config = functools.partial(click.option, "--config_file", "--config", type=_FILE, metavar="FILE")
-_MODEL = (
-    _model(
-        "--model",
-        type=_FILE,
+
+@dataclass(frozen=True)
+class Options:
+    """What a command is asked to do; options that it does not have keep their defaults."""
+
+    quant_mode: str = option(
+        "Run the float model, calibrate it, or test what was calibrated.", type=click.Choice(QUANT_MODES)
+    )
+    config_file: str | None = _file("The JSON config.", "--config")
+    model: str | None = _file(
+        "file.py with model(), file.py:factory, package.module:factory, a Hugging Face folder or a .pt2.",
+        group="Model",
         metavar="MODEL",
-        help="file.py with model(), file.py:factory, package.module:factory, a Hugging Face folder or a .pt2.",
-    ),
-    _model("--weights", type=_FILE, metavar="FILE", help="Weights: .safetensors, or a .pth that holds only tensors."),
-    _model("--trust", is_flag=True, help="Load a .pt2 file, which can run code."),
-)
-_DATA = _data(
-    "--data",
-    type=_FILE,
-    metavar="DATA",
-    help="Calibration data: a factory, a folder, files, texts or random:NxCxHxW.  "
-    "[default: calibration_data() in the model's file]",
-)
-SUBSET_LEN = _data("--subset_len", type=click.IntRange(1), metavar="N", help="Use only the first N samples.")
-SEED = _algorithm(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Seed of all randomness."
-)
-DEVICE = _model(
-    "--device", default="cpu", show_default=True, metavar="DEVICE", help="Where the model runs: cpu or cuda."
-)
-_TEXTS = (
-    _data(
-        "--tokenizer", type=_FILE, metavar="PATH", help="For texts: a tokenizer.json or its folder, if MODEL has none."
-    ),
-    _data(
-        "--seq_len",
-        type=click.IntRange(2),
-        metavar="N",
-        help="For texts: tokens per sample.  [default: as calibrated, or 512]",
-    ),
-)
-_BATCH_SIZE = _data(
-    "--batch_size", type=click.IntRange(1), metavar="N", help="Samples per batch.  [default: 32; for texts 1]"
-)
-_NAMES = _output(
-    "--names",
-    type=click.Choice(["path", "exact"]),
-    help="Name layers in tables by module path or exactly.  [default: path on a terminal, else exact]",
-)
-_TOP = _output(
-    "--top", type=rows_shown, metavar="N|all", help="Rows of a table of layers.  [default: 15 on a terminal, else all]"
-)
-_FILTER = _output("--filter", metavar="GLOB", help="Show only these layers: a pattern, a module path or a name.")
-_JSON = _output("--json", is_flag=True, help="Print the result as JSON.")
-
-_RUN = (
-    click.option(
-        "--quant_mode",
-        type=click.Choice(QUANT_MODES),
-        help="Run the float model, calibrate it, or test what was calibrated.",
-    ),
-    _config(help="The JSON config.  [default: built in, for the DPU]"),
-    *_MODEL,
-    DEVICE,
-    _DATA,
-    _data("--eval_data", type=_FILE, metavar="DATA", help="Data for float and test mode, if not the calibration data."),
-    _data("--evaluate", type=_FILE, metavar="FACTORY", help="evaluate(model, data), if it is not in the model's file."),
-    _data("--preprocess", type=_FILE, metavar="JSON", help="How images are read: JSON text or a file."),
-    SUBSET_LEN,
-    _BATCH_SIZE,
-    *_TEXTS,
-    _data(
-        "--stride",
-        type=click.IntRange(1),
-        metavar="N",
-        help="For texts: tokens between the starts of samples.  [default: --seq_len]",
-    ),
-    _algorithm(
-        "--fast_finetune",
+    )
+    weights: str | None = _file("Weights: .safetensors, or a .pth that holds only tensors.", group="Model")
+    trust: bool = option("Load a .pt2 file, which can run code.", default=False, group="Model")
+    device: str = option("Where the model runs: cpu or cuda.", default="cpu", metavar="DEVICE", group="Model")
+    data: str | None = _file(
+        "Calibration data: a factory, a folder, files, texts or random:NxCxHxW.  "
+        "[default: calibration_data() in the model's file]",
+        group="Data",
+        metavar="DATA",
+    )
+    eval_data: str | None = _file(
+        "Data for float and test mode, if not the calibration data.", group="Data", metavar="DATA"
+    )
+    evaluate: str | None = _file(
+        "evaluate(model, data), if it is not in the model's file.", group="Data", metavar="FACTORY"
+    )
+    preprocess: str | None = _file("How images are read: JSON text or a file.", group="Data", metavar="JSON")
+    subset_len: int | None = _count("Use only the first N samples.", group="Data")
+    batch_size: int | None = _count("Samples per batch.  [default: 32; for texts 1]", group="Data")
+    tokenizer: str | None = _file(
+        "For texts: a tokenizer.json or its folder, if MODEL has none.", group="Data", metavar="PATH"
+    )
+    seq_len: int | None = _count(
+        "For texts: tokens per sample.  [default: as calibrated, or 512]", group="Data", type=click.IntRange(2)
+    )
+    stride: int | None = _count("For texts: tokens between the starts of samples.  [default: --seq_len]", group="Data")
+    fast_finetune: str | None = option(
+        "Calibration also learns how to round the weights (adaround, if none is named), and their scales (adaquant).",
         is_flag=False,
         flag_value=FINETUNE_MODES[0],
         type=click.Choice(FINETUNE_MODES),
-        help="Calibration also learns how to round the weights (adaround, if none is named), and their scales "
-        "(adaquant).",
-    ),
-    SEED,
-    _algorithm("--resume", is_flag=True, help="Continue a stopped calibration from its checkpoint."),
-    _output(
-        "--output_dir",
-        type=_FILE,
-        default="quantize_result",
-        show_default=True,
-        metavar="DIR",
-        help="The result folder.",
-    ),
-    _output("--overwrite", is_flag=True, help="Replace results of another model in it."),
-    _output(
-        "--deploy",
-        multiple=True,
+        group="Algorithm",
+    )
+    seed: int = _count("Seed of all randomness.", default=0, type=click.IntRange(0), group="Algorithm")
+    resume: bool = option("Continue a stopped calibration from its checkpoint.", default=False, group="Algorithm")
+    output_dir: str = _file("The result folder.", default="quantize_result", group="Output", metavar="DIR")
+    overwrite: bool = option("Replace results of another model in it.", default=False, group="Output")
+    deploy: tuple[str, ...] = option(
+        "Test mode also writes the network for another runtime, to DIR/export; may be repeated.",
+        default=(),
         type=click.Choice(list(EXPORTERS)),
-        help="Test mode also writes the network for another runtime, to DIR/export; may be repeated.",
-    ),
-    _output("--gate", multiple=True, metavar="TEST", help="Exit with 1 unless TEST holds, e.g. 'sqnr_db>=20'."),
-    _NAMES,
-    _TOP,
-    _JSON,
-    _output("--quiet", "-q", is_flag=True, help="No progress and no notes."),
-    _debugging("--inspect", is_flag=True, help="Print the table of layers before the run."),
-    _debugging("--exact", is_flag=True, help="Test mode also runs the DPU's integers and compares every code."),
-    _debugging("--debug", is_flag=True, help="Print the traceback of an internal error."),
-)
+        group="Output",
+    )
+    gate: tuple[str, ...] = option(
+        "Exit with 1 unless TEST holds, e.g. 'sqnr_db>=20'.", default=(), metavar="TEST", group="Output"
+    )
+    names: str | None = option(
+        "Name layers in tables by module path or exactly.  [default: path on a terminal, else exact]",
+        type=click.Choice(["path", "exact"]),
+        group="Output",
+    )
+    top: int | str | None = option(
+        "Rows of a table of layers.  [default: 15 on a terminal, else all]",
+        type=rows_shown,
+        metavar="N|all",
+        group="Output",
+    )
+    filter: str | None = option(
+        "Show only these layers: a pattern, a module path or a name.", metavar="GLOB", group="Output"
+    )
+    output: str | None = _file("Write the result to FILE.", "-o", group="Output")
+    json: bool = option("Print the result as JSON.", default=False, group="Output")
+    quiet: bool = option("No progress and no notes.", "-q", default=False, group="Output")
+    inspect: bool = option("Print the table of layers before the run.", default=False, group="Debugging")
+    exact: bool = option(
+        "Test mode also runs the DPU's integers and compares every code.", default=False, group="Debugging"
+    )
+    debug: bool = option("Print the traceback of an internal error.", default=False, group="Debugging")
 
-_LOOK = (
-    _config(help="The JSON config."),
-    *_MODEL,
-    _DATA,
-    _BATCH_SIZE,
-    *_TEXTS,
-    _output("--output", "-o", type=_FILE, metavar="FILE", help="Write the result to FILE."),
-    _JSON,
-)
-
-
-def run_options(command: Command) -> Command:
-    """Add the options of a run to a command that takes them as keyword arguments."""
-    for add in reversed(_RUN):
-        command = add(command)
-    return command
-
-
-def table_options(command: Command) -> Command:
-    """Add the options of a table of layers, above `model_options`."""
-    for add in (_TOP, _NAMES):
-        command = add(command)
-    return command
+    @property
+    def file(self) -> str | None:
+        """The file of `--output`; None where that is standard output."""
+        return self.output if self.output != "-" else None
 
 
-def filter_option(command: Command) -> Command:
-    """Add `--filter`, above `model_options`."""
-    return _FILTER(command)  # type: ignore[no-any-return]
+RUN = tuple(each.name for each in fields(Options) if each.name not in ("filter", "output"))
+"""The options of a run."""
+LOOK = ("config_file", "model", "weights", "trust", "data", "batch_size", "tokenizer", "seq_len", "output", "json")
+"""Those of a command that looks at a model; `TABLE` are those of a table of layers."""
+TABLE = ("names", "top")
 
 
-def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that look at a model; the command gets them as one argument, `options: ModelOptions`."""
-    names = [field.name for field in fields(ModelOptions)]
+def takes(*names: str, kind: type[Options] = Options, **helps: str) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator that adds options, in this order; the command gets them as one argument, `options`.
 
-    @functools.wraps(command)
-    def collected(*args: Any, **kwargs: Any) -> Any:
-        options = ModelOptions(**{name: kwargs.pop(name) for name in names if name in kwargs})
-        return command(*args, options=options, **kwargs)
+    `helps` are texts that replace those of single options.
+    """
+    by_name: dict[str, Field[Any]] = {each.name: each for each in fields(kind)}
 
-    for add in reversed(_LOOK):
-        collected = add(collected)
-    return collected
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def collected(*args: Any, **given: Any) -> Any:
+            options = kind(**{name: given.pop(name) for name in names})
+            return command(*args, options=options, **given)
+
+        for name in reversed(names):
+            said = by_name[name].metadata
+            settings = {**said["settings"], "help": helps.get(name, said["settings"]["help"])}
+            collected = click.option(f"--{name}", *said["names"], cls=GroupedOption, **settings)(collected)
+        return collected
+
+    return add

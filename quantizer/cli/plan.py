@@ -7,9 +7,7 @@ from pathlib import Path
 import click
 
 from quantizer.cli import session
-from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import SETTINGS, ModelOptions, filter_option, model_options, table_options
-from quantizer.cli.structures import named_structures
+from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.table_view import filtered_view
 from quantizer.engine.result_files import write_json
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
@@ -19,11 +17,9 @@ from quantizer.sources.data import DEFAULT_BATCH_SIZE
 _MB = 1e6
 
 
-@click.command(cls=GroupedCommand, context_settings=SETTINGS)
-@table_options
-@filter_option
-@model_options
-def plan(options: ModelOptions) -> None:
+@command()
+@takes(*TABLE, "filter", *LOOK)
+def plan(options: Options) -> None:
     """Show how many layers each rule matches, each tensor's spec, the size before and after, and the memory calibration
     takes.
 
@@ -38,7 +34,7 @@ def plan(options: ModelOptions) -> None:
         batches = session.open_data(options, loaded)
         original = session.trace_model(options, loaded, batches)
     found = session.make_plan(read, original)
-    named_structures(read, found.graph)
+    session.named_structures(read, found.graph)
     view = filtered_view(options, found.graph, original)
     algorithms = [algorithm.name for algorithm in read.config.algorithms]
     before, after = weight_bytes(found)
@@ -49,8 +45,8 @@ def plan(options: ModelOptions) -> None:
         "weight_bytes": {"float": before, "quantized": after},
         "peak_activation_bytes": {"batch_size": size, "bytes": memory},
     }
-    if options.output and options.output != "-":
-        write_json(Path(options.output), content)
+    if options.file:
+        write_json(Path(options.file), content)
     if options.json:
         click.echo(session.as_json(content))
         return

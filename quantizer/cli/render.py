@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 
 import click
 
@@ -109,18 +110,8 @@ def _as_json(diagnostic: Diagnostic) -> dict[str, object]:
         "severity": diagnostic.severity,
         "message": diagnostic.message,
         "help": diagnostic.help,
-        **(_place_json(diagnostic.place) if diagnostic.place else {}),
-        "related": [{**_place_json(place), "remark": remark} for place, remark in diagnostic.related],
-    }
-
-
-def _place_json(place: Place) -> dict[str, object]:
-    return {
-        "file": place.file,
-        "line": place.line,
-        "column": place.column,
-        "length": place.length,
-        "pointer": place.pointer,
+        **(asdict(diagnostic.place) if diagnostic.place else {}),
+        "related": [{**asdict(place), "remark": remark} for place, remark in diagnostic.related],
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Collection
 from contextlib import redirect_stdout
@@ -10,21 +11,24 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from quantizer.cli import runlog, session
-from quantizer.cli.calib import run_calib
-from quantizer.cli.deploy import deploy, require_one
-from quantizer.cli.exact import require_dpu, run_exact
-from quantizer.cli.follow import progress
+from quantizer.cli.after_test import deploy, require_dpu, require_one, run_exact
+from quantizer.cli.follow import followed, progress
 from quantizer.cli.gates import MEASURED, names_in_test, parse_gate, require_known
-from quantizer.cli.options import RunOptions
-from quantizer.cli.outcome import Outcome, show
+from quantizer.cli.options import Options
+from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import config_to_look, show_layers, table_view
-from quantizer.engine import results
+from quantizer.config.diagnostics import ConfigError
+from quantizer.engine import pipeline, results
 from quantizer.engine.calibrated import reopened
+from quantizer.engine.checkpoint import Checkpoints
+from quantizer.engine.events import Forked
 from quantizer.engine.exact import require_wide
-from quantizer.engine.finetune import require_finetuned
+from quantizer.engine.finetune import check_checkpoint, check_mode, require_finetuned
 from quantizer.engine.inputs import window_length
+from quantizer.engine.job import Job
 from quantizer.engine.result_files import locked, write_bytes, write_json
 from quantizer.engine.scores import Scores, measure, score
+from quantizer.engine.target import TracedTarget
 from quantizer.errors import GateError, UsageError
 from quantizer.export import require_extras
 from quantizer.report import summary, tables
@@ -32,8 +36,10 @@ from quantizer.report.view import View
 from quantizer.seeding import seed_everything
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 
+logger = logging.getLogger(__name__)
 
-def run(options: RunOptions) -> int:
+
+def run(options: Options) -> int:
     """Run one mode; the exit code is 0, or that of the error raised."""
     gates = [parse_gate(text) for text in options.gate]
     if gates and options.quant_mode == "calib":
@@ -51,7 +57,7 @@ def run(options: RunOptions) -> int:
     # With --json, stdout is for the result alone: what the user's own code prints goes to stderr.
     with session.told_notes(options.quiet), redirect_stdout(sys.stderr if options.json else sys.stdout):
         outcome = MODES[options.quant_mode](options)
-    show(outcome, options)
+    session.show(outcome, options)
     metrics = outcome.metrics
     failed = [gate.text for gate in gates if not gate.holds(metrics)]
     if failed:
@@ -59,7 +65,7 @@ def run(options: RunOptions) -> int:
     return 0
 
 
-def run_float(options: RunOptions) -> Outcome:
+def run_float(options: Options) -> Outcome:
     """The float model alone: its metrics on the evaluation data."""
     loaded = session.open_model(options)
     evaluator = _evaluate(options, loaded)
@@ -80,7 +86,39 @@ def run_float(options: RunOptions) -> Outcome:
     return Outcome(metrics, {"metrics": metrics}, _lines(metrics))
 
 
-def run_test(options: RunOptions) -> Outcome:
+def run_calib(options: Options) -> Outcome:
+    """Calibrate and write the result folder."""
+    read = session.read_config(options.config_file)
+    check_mode(options.fast_finetune, read.config)
+    loaded = session.open_model(options)
+    batches = session.open_data(options, loaded)
+    folder = Path(options.output_dir)
+    with locked(folder), runlog.recorded(folder, options):
+        original = session.trace_model(options, loaded, batches)
+        results.check_owner(folder, original.model, overwrite=options.overwrite)
+        checkpoints = Checkpoints(folder, resume=options.resume)
+        job = Job(
+            TracedTarget(original),
+            read.config,
+            batches,
+            Forked(followed(read.sources, quiet=options.quiet), checkpoints),
+            checkpoints,
+            options.seed,
+            options.fast_finetune,
+            {"seed": options.seed, "batch_size": options.batch_size, "subset_len": options.subset_len},
+            read.diagnostics,
+            lambda job: _confirm(options, job),
+        )
+        try:
+            pipeline.run(job)
+        except ConfigError as error:
+            raise ConfigError(error.diagnostics, read.sources) from error
+        results.write_results(folder, original, read.config, job.calibration, job.solution, job.header)
+        checkpoints.remove()
+    return _outcome(job, folder)
+
+
+def run_test(options: Options) -> Outcome:
     """Compare the calibrated network with the float one and report."""
     folder = Path(options.output_dir)
     info = results.read_info(folder)
@@ -117,10 +155,37 @@ def run_test(options: RunOptions) -> Outcome:
         return deploy(options, outcome, calibrated, batches) if options.deploy else outcome
 
 
-MODES: dict[str, Callable[[RunOptions], Outcome]] = {"float": run_float, "calib": run_calib, "test": run_test}
+MODES: dict[str, Callable[[Options], Outcome]] = {"float": run_float, "calib": run_calib, "test": run_test}
 
 
-def _evaluate(options: RunOptions, loaded: LoadedModel) -> Evaluate | None:
+def _confirm(options: Options, job: Job) -> None:
+    """What is checked and shown once the plan is made.
+
+    Raises:
+        UsageError: data are needed, and there are none.
+        ResultError: a checkpoint is of another mode of finetuning.
+    """
+    if options.inspect:
+        show_layers(options, job.plan.graph, job.plan.tensors, job.plan.floats)
+    if job.needs_data:
+        session.require_data(job.batches)
+    if options.resume and job.checkpoints:
+        check_checkpoint(job.checkpoints, options.fast_finetune)
+        if not job.needs_data:
+            logger.warning("--resume has no effect: this config is calibrated without data, so nothing can be resumed")
+        elif not job.checkpoints.exist():
+            logger.warning("there is no checkpoint in %s: starting with the first batch", options.output_dir)
+
+
+def _outcome(job: Job, folder: Path) -> Outcome:
+    plan, batches = job.plan, job.calibration.batches
+    content = {"tensors": len(plan.tensors), "batches": batches, "results": str(folder)}
+    how = f"calibrated on {batches} batch{'' if batches == 1 else 'es'}" if job.needs_data else "quantized without data"
+    said = f"{len(plan.tensors)} tensors {how}; results: {folder}"
+    return Outcome({}, content | {"rules": plan.to_json()["rules"]}, [tables.rule_table(plan), said])
+
+
+def _evaluate(options: Options, loaded: LoadedModel) -> Evaluate | None:
     return load_evaluate(options.evaluate) if options.evaluate else loaded.evaluate
 
 

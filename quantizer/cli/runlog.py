@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import platform
 import resource
@@ -16,13 +15,13 @@ from pathlib import Path
 import torch
 
 import quantizer
-from quantizer.cli.options import RunOptions
+from quantizer.cli.options import RUN, Options
 from quantizer.engine.result_files import write_bytes, write_json
 from quantizer.errors import QuantizerError
 
 
 @contextmanager
-def recorded(folder: Path, options: RunOptions) -> Iterator[None]:
+def recorded(folder: Path, options: Options) -> Iterator[None]:
     """Write both files when the body ends, in whatever way it ends."""
     started = time.time()
     outcome, log = "done", ""
@@ -39,7 +38,7 @@ def recorded(folder: Path, options: RunOptions) -> Iterator[None]:
     finally:
         logging.getLogger("quantizer").removeHandler(told)
         facts = {
-            "options": dataclasses.asdict(options),
+            "options": {name: getattr(options, name) for name in RUN},
             "argv": sys.argv[1:],
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
             "seconds": round(time.time() - started, 3),

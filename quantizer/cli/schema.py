@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import click
 
-from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import SETTINGS
+from quantizer.cli.options import command
 from quantizer.config.resources import resource
 
 NAMES = ("layered", "hierarchical", "quantization_spec")
 
 
-@click.command(cls=GroupedCommand, context_settings=SETTINGS)
+@command()
 @click.argument("name", type=click.Choice(NAMES), default="layered")
 @click.option("--print/--path", "as_text", default=True, help="Print the schema, or the path of its file.")
 def schema(name: str, as_text: bool) -> None:

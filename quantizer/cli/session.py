@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.text import Text
 
-from quantizer.cli.options import ModelOptions, RunOptions
+from quantizer.cli.options import Options
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.load import default_config, load_config
-from quantizer.config.model import Config, Settings
+from quantizer.config.model import Config, Names
 from quantizer.engine.calibrated import traced
 from quantizer.errors import DataError, UsageError
+from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
+from quantizer.graph.structure import Structure
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import remarks
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
-from quantizer.sources.data import Batches, Reading, load_batches
-from quantizer.sources.find_files import TEXTS, find_files
+from quantizer.sources.data import TEXTS, Batches, find_files, load_batches
 from quantizer.sources.models import LoadedModel, load_model
 from quantizer.sources.text import DEFAULT_SEQ_LEN, Windows, longest_window
 from quantizer.sources.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
-
-Options = RunOptions | ModelOptions
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def device_of(options: Options) -> torch.device:
     Raises:
         UsageError: no such device here.
     """
-    name = getattr(options, "device", "cpu")
+    name = options.device
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -105,7 +106,7 @@ def open_data(
         UsageError: there are none, or options that do not go with them.
         DataError: they cannot be read.
     """
-    given = (getattr(options, "eval_data", None) if evaluation else None) or options.data
+    given = (options.eval_data if evaluation else None) or options.data
     offered = loaded.evaluation_data if evaluation else loaded.calibration_data
     source = offered if given is None else given
     windows = read_windows(options, loaded, given, seq_len)
@@ -119,9 +120,10 @@ def open_data(
         source,
         module=loaded.module,
         batch_size=options.batch_size,
-        subset_len=getattr(options, "subset_len", None),
-        seed=getattr(options, "seed", 0),
-        reading=Reading(getattr(options, "preprocess", None), windows),
+        subset_len=options.subset_len,
+        seed=options.seed,
+        preprocess=options.preprocess,
+        windows=windows,
     )
 
 
@@ -133,7 +135,7 @@ def read_windows(options: Options, loaded: LoadedModel, given: str | None, calib
     Raises:
         UsageError: the lengths do not fit each other or the model, or the data given are no texts.
     """
-    named = [name for name in ("tokenizer", "stride", "seq_len") if getattr(options, name, None)]
+    named = [name for name in ("tokenizer", "stride", "seq_len") if getattr(options, name)]
     if given is None and loaded.calibration_data is None and loaded.example is not None:
         named = [name for name in named if name != "seq_len"]  # the example input has a length, too
     if named and (given is None or find_files(given)[0] != TEXTS):
@@ -143,7 +145,7 @@ def read_windows(options: Options, loaded: LoadedModel, given: str | None, calib
         raise UsageError(f"--seq_len {options.seq_len}: the model was made for at most {longest} positions")
     tokenizer = partial(load_tokenizer, options.tokenizer) if options.tokenizer else loaded.tokenizer
     seq_len = options.seq_len or calibrated or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
-    return Windows(tokenizer, seq_len, getattr(options, "stride", None))
+    return Windows(tokenizer, seq_len, options.stride)
 
 
 def require_data(batches: Batches) -> None:
@@ -181,7 +183,7 @@ def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False, graph: 
     Raises:
         ConfigError: a selector matches nothing, or values conflict once merged.
     """
-    plan = resolve(read.config, graph or apply_passes(original, read.config.settings), original)
+    plan = resolve(read.config, graph or run_passes(original, read.config.settings), original)
     findings = (*read.diagnostics, *plan.diagnostics)
     if any(finding.severity == "error" for finding in findings):
         raise ConfigError(findings, read.sources)
@@ -192,9 +194,17 @@ def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False, graph: 
     return plan
 
 
-def apply_passes(original: Graph, settings: Settings, *, device: bool = True) -> Graph:
-    """The graph that is planned and run; without `device`, the float one that it is compared with."""
-    return run_passes(original, settings, device=device)
+def named_structures(read: ReadConfig, graph: Graph) -> dict[str, Structure]:
+    """By a title, what each algorithm finds that names parts of the model.
+
+    Raises:
+        ConfigError: a name that the model does not have, or that does not fit.
+    """
+    named = {f"{each.name} ({each.label})": each.names for each in read.config.algorithms if each.names != Names()}
+    try:
+        return {title: find_structure(graph, names) for title, names in named.items()}
+    except ConfigError as error:
+        raise ConfigError(error.diagnostics, read.sources) from error
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -208,11 +218,6 @@ def on_device(options: Options, batches: Batches) -> Iterator[Batch]:
     """A pass over the batches, on the device of `--device`."""
     device = device_of(options)
     return (batch.to(device) for batch in batches)
-
-
-def shows_bars() -> bool:
-    """Bars only on a terminal and never in CI."""
-    return sys.stderr.isatty() and not os.environ.get("CI")
 
 
 @contextmanager
@@ -236,6 +241,23 @@ def told_notes(quiet: bool) -> Iterator[None]:
 
 def as_json(value: Any) -> str:
     """Sorted, readable JSON."""
-    import json
-
     return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`metrics` are what gates may ask for, `content` is what --json prints, `shown` what people see instead."""
+
+    metrics: Mapping[str, float]
+    content: Mapping[str, Any]
+    shown: Sequence[RenderableType] = field(default=())
+
+
+def show(outcome: Outcome, options: Options) -> None:
+    """Print the result on stdout."""
+    if options.json:
+        print(as_json(outcome.content))
+        return
+    for item in outcome.shown:
+        # Paths and layer names are not markup, and a path is one line however long.
+        console().print(Text(item) if isinstance(item, str) else item, soft_wrap=isinstance(item, str))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from quantizer.cli import session
-from quantizer.cli.options import ModelOptions, RunOptions
+from quantizer.cli.options import Options
 from quantizer.config.load import default_config
 from quantizer.config.model import Selector, Settings
 from quantizer.errors import UsageError
@@ -22,7 +22,7 @@ ROWS = 15
 """How many rows a table of layers has on a terminal, unless `--top` says otherwise."""
 
 
-def table_view(options: RunOptions | ModelOptions, graph: Graph, *, stderr: bool = False) -> View:
+def table_view(options: Options, graph: Graph, *, stderr: bool = False) -> View:
     """What `--names` and `--top` ask for: by default module paths and few rows on a terminal.
 
     A pipe or a file gets every row under its exact name, so that nothing is lost.
@@ -33,7 +33,7 @@ def table_view(options: RunOptions | ModelOptions, graph: Graph, *, stderr: bool
     return View(path_names(graph) if by_path else {}, None if isinstance(top, str) else top)
 
 
-def filtered_view(options: ModelOptions, graph: Graph, original: Graph) -> View:
+def filtered_view(options: Options, graph: Graph, original: Graph) -> View:
     """The same with `--filter`, which shows all rows of the layers that it finds.
 
     Raises:
@@ -61,8 +61,6 @@ def config_to_look(path: str | None) -> session.ReadConfig:
     return session.read_config(path)
 
 
-def show_layers(
-    options: RunOptions, graph: Graph, tensors: Iterable[tuple[str, str]], floats: Mapping[str, str]
-) -> None:
+def show_layers(options: Options, graph: Graph, tensors: Iterable[tuple[str, str]], floats: Mapping[str, str]) -> None:
     """Print the table of all layers, for `--inspect`."""
     session.console().print(layer_table(graph, tensors, floats, table_view(options, graph)))

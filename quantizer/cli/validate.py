@@ -6,8 +6,7 @@ from difflib import unified_diff
 
 import click
 
-from quantizer.cli.help import GroupedCommand
-from quantizer.cli.options import SETTINGS
+from quantizer.cli.options import command
 from quantizer.cli.render import RENDERERS
 from quantizer.cli.write_text import write_text
 from quantizer.config.diagnostics import ConfigError, Diagnostic
@@ -16,7 +15,7 @@ from quantizer.config.read import read_text
 from quantizer.errors import UsageError
 
 
-@click.command(cls=GroupedCommand, context_settings=SETTINGS)
+@command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
 @click.option(
     "--format",

@@ -10,8 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from quantizer.config.algorithm_settings import AlgoConfig, Setting, settings_of
 from quantizer.config.algorithms import ALGORITHMS
-from quantizer.config.form import Form
-from quantizer.config.resources import load_resource
+from quantizer.config.form import Form, block_of
 
 _COMMENTS = {"patternProperties": {"^//": {"description": "A comment."}}, "additionalProperties": False}
 _TYPES: Mapping[Any, str] = {
@@ -33,11 +32,11 @@ def form_schema(form: Form) -> Mapping[str, Any]:
 
 @cache
 def _form_schema(form: Form, names: tuple[str, ...]) -> Mapping[str, Any]:
-    schema = load_resource("schemas", f"{form}.schema.json")
+    schema = block_of(form)
     definitions = schema["definitions"]
     generated = {"algorithm", "scaling_layer", *definitions["algorithm"]["properties"]["name"]["enum"]}
     kept = {name: entry for name, entry in definitions.items() if name not in generated}
-    group = load_resource("schemas", "hierarchical.schema.json")["definitions"]["scaling_layer"]
+    group = block_of("hierarchical", "scaling_layer")
     return {**schema, "definitions": {**kept, "scaling_layer": group, **_definitions(names)}}
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
 from quantizer.config.algorithm_settings import AlgoConfig, read_keys, settings_of
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.diagnostics import Place
+from quantizer.config.document import ValidDocument
 from quantizer.config.model import Algorithm, Sourced
-from quantizer.config.valid_document import ValidDocument
 
 Path = tuple[str | int, ...]
 
 
 def read_algorithms(view: ValidDocument, *blocks: str) -> tuple[Algorithm, ...]:
     """The entries of the blocks in order; one algorithm may stand without a list. Unknown ones are left out."""
-    return tuple(entry for block in blocks for path in _paths(view, block) if (entry := _entry(view, path)))
+    paths = [[(block,)] if isinstance(view.get(block), dict) else _items(view, block) for block in blocks]
+    return tuple(entry for path in itertools.chain(*paths) if (entry := _entry(view, path)))
 
 
 def written(settings: AlgoConfig) -> dict[str, Any]:
@@ -29,12 +31,8 @@ def written(settings: AlgoConfig) -> dict[str, Any]:
     return {"name": settings.name, **{key: value for key, value in values.items() if value is not None}}
 
 
-def _paths(view: ValidDocument, block: str) -> Iterator[Path]:
-    value = view.get(block)
-    if isinstance(value, dict):
-        yield (block,)
-    elif isinstance(value, list):
-        yield from ((block, at) for at in range(len(value)))
+def _items(view: ValidDocument, *path: str | int) -> list[Path]:
+    return [(*path, at) for at in view.items(*path)]
 
 
 def _entry(view: ValidDocument, path: Path) -> Algorithm | None:
@@ -50,7 +48,7 @@ def _entry(view: ValidDocument, path: Path) -> Algorithm | None:
         for key, value in found.items()
         if value is not None and not (value in ("", []) and getattr(kind, key) is None)
     }
-    groups = tuple(view.place(*path, "scaling_layers", at) for at in _groups(view, path))
+    groups = tuple(view.place(*group) for group in _items(view, *path, "scaling_layers"))
     return Algorithm(kind, path, stated, view.place(*path, "name"), groups, dict(_unread(view, path, kind)))
 
 
@@ -59,21 +57,16 @@ def _unread(view: ValidDocument, path: Path, kind: type[AlgoConfig]) -> Iterator
         if meant.unread and view.get(*path, key) not in (None, getattr(kind, key)):
             yield key, (meant.unread, view.place(*path, key))
     key = "module2inspect"
-    groups = [(*path, "scaling_layers", at, key) for at in _groups(view, path)]
+    groups = [(*group, key) for group in _items(view, *path, "scaling_layers")]
     for group in [group for group in groups if view.get(*group) is not None][:1]:
         yield key, ("the outputs of the layers themselves are compared", view.place(*group))
-
-
-def _groups(view: ValidDocument, path: Path) -> range:
-    groups = view.get(*path, "scaling_layers")
-    return range(len(groups) if isinstance(groups, list) else 0)
 
 
 def _sound(view: ValidDocument, *path: str | int) -> Any:
     """A value; of a list the items that are not wrong, of a group of layers the members that something reads."""
     value = view.get(*path)
     if isinstance(value, list):
-        return [item for at in range(len(value)) if (item := _sound(view, *path, at)) is not None]
+        return [_sound(view, *item) for item in _items(view, *path)]
     if isinstance(value, dict):
         return {key: item for key in ("prev_op", "layers", "inp") if (item := _sound(view, *path, key))}
     return value

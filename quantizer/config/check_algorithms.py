@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quantizer.config.algorithm_settings import finds_codes, settings_of
-from quantizer.config.diagnostics import Diagnostic, Place
+from quantizer.config.diagnostics import Diagnostic, related_to
 from quantizer.config.model import Algorithm, Config, QuantizationSpec, Sourced
 from quantizer.config.wording import listed, quoted
 
 
-def check_algorithms(entries: Sequence[Algorithm], config: Config) -> Iterator[Diagnostic]:
-    """Findings on the entries, in the order in which they run, of a file whose other settings are `config`."""
+def check_algorithms(config: Config) -> Iterator[Diagnostic]:
+    """Findings on the algorithms of a config, in the order in which they run."""
+    entries = config.algorithms
     yield from _order([entry for entry in entries if not _is_misplaced(entry)])
     yield from _repeated([entry for entry in entries if not finds_codes(entry.kind)])
     weights = _global_weights(config)
@@ -39,7 +40,7 @@ def _order(entries: Sequence[Algorithm]) -> Iterator[Diagnostic]:
             before = entry if finds_codes(entry.kind) else None
             continue
         first, has_codes = before.kind.name, before.kind.stage == "round"
-        related = _related(before.place, "rounds here" if has_codes else "finds ranges here")
+        related = related_to(before.place, "rounds here" if has_codes else "finds ranges here")
         keep = "keep one of the two"
         if rounds:
             text = f"{first} rounds the weights already, and {name} would round them again"
@@ -60,7 +61,7 @@ def _repeated(entries: Sequence[Algorithm]) -> Iterator[Diagnostic]:
         if again:
             keys = listed(key for _, key in again)
             text = f"{keys} of {entry.kind.name} is done by an entry before, and nothing is gained by doing it again"
-            related = _related(first[again[0]].place, "done here")
+            related = related_to(first[again[0]].place, "done here")
             yield Diagnostic("QZ128", text, entry.place, "warning", help="keep one of the two", related=related)
         first = {**dict.fromkeys(on, entry), **first}
 
@@ -69,7 +70,7 @@ def _device(entry: Algorithm, config: Config) -> Iterator[Diagnostic]:
     if config.settings.target_device == "DPU":
         text = f"{entry.kind.name} is not for the DPU: after calibration its scales are moved into the limits of \
 shifters, which would undo what the algorithm found"
-        related = _related(config.settings.places.get("target_device"), "for this device")
+        related = related_to(config.settings.places.get("target_device"), "for this device")
         yield Diagnostic("QZ210", text, entry.place, help="remove it, or write another target_device", related=related)
 
 
@@ -84,7 +85,7 @@ def _switched(entry: Algorithm) -> Iterator[Diagnostic]:
             continue
         stated, needed = entry.stated.get(key), entry.stated.get(meant.needs)
         if stated and needed:
-            related = _related(stated.place, "because of this")
+            related = related_to(stated.place, "because of this")
             text, help_ = f"{key} is on and needs {meant.needs}", f'write "{meant.needs}": true, or "{key}": false'
             yield Diagnostic("QZ333", text, needed.place, help=help_, related=related)
         else:
@@ -106,7 +107,7 @@ def _decided_elsewhere(entry: Algorithm, weights: dict[str, Sourced]) -> Iterato
         if stated.value != found:
             text = f"{key} {quoted(stated.value)} is not what the weights' specification says: it decides"
             source = weights.get("qscheme" if found == -1 else name, weights.get(name))
-            related = _related(source.place if source else None, f"here it is {quoted(found)}")
+            related = related_to(source.place if source else None, f"here it is {quoted(found)}")
             yield Diagnostic("QZ127", text, stated.place, "warning", help="remove the key", related=related)
 
 
@@ -121,7 +122,7 @@ def _idle(entry: Algorithm, config: Config) -> Iterator[Diagnostic]:
         rest = "only rounds to nearest (RTN)" if finds_codes(entry.kind) else "does nothing"
         text = f"{listed(parts)} are all off, so {name} {rest}"
         help_ = "switch one of them on, or remove the algorithm"
-        related = tuple(other for each in off[:-1] for other in _related(each, "off, too"))
+        related = tuple(other for each in off[:-1] for other in related_to(each, "off, too"))
         place = off[-1] if off else entry.place
         yield Diagnostic("QZ128", text, place, "warning", help=help_, related=related)
 
@@ -150,7 +151,3 @@ def _global_weights(config: Config) -> dict[str, Sourced]:
 
 def _value(weights: dict[str, Sourced], name: str) -> Any:
     return weights[name].value if name in weights else getattr(QuantizationSpec(), name)
-
-
-def _related(place: Place | None, remark: str) -> tuple[tuple[Place, str], ...]:
-    return ((place, remark),) if place else ()

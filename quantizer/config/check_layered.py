@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from quantizer.config.diagnostics import Diagnostic, Place
+from quantizer.config.diagnostics import Diagnostic, Place, related_to
 from quantizer.config.document import pointer_to
 from quantizer.config.layered import Layered, Level
-from quantizer.config.model import ROLES, Fields, QuantizationSpec, Role, Settings, Sourced
+from quantizer.config.model import Fields, QuantizationSpec, Role, Settings, Sourced
 from quantizer.config.rules import Conflict, conflicts
 
 DPU_ONLY = frozenset({"change_concat_input_fix", "change_pool_input_fix"})
@@ -20,14 +21,14 @@ LEAST_PERCENTAGE = 50
 
 def check_layered(layered: Layered) -> Iterator[Diagnostic]:
     """Findings on a file whose structure is sound, or on the sound part of it."""
-    scopes = list(_scopes(layered))
-    device = layered.settings.places.get("target_device")
+    scopes, settings = list(_scopes(layered)), layered.config.settings
+    device = settings.places.get("target_device")
     for scope in scopes:
-        found = conflicts(scope.spec(), scope.role, layered.settings.target_device if device else "")
-        yield from filter(None, (_conflict(conflict, scope.merged(), device) for conflict in found))
+        found = conflicts(scope.spec, scope.role, settings.target_device if device else "")
+        yield from filter(None, (_conflict(conflict, scope.merged, device) for conflict in found))
         yield from filter(None, (refused_under_float(block, dtype) for block, dtype in inherits_float(scope.blocks)))
         yield from _small_percentage(scope)
-    yield from _dpu_only(layered.settings)
+    yield from _dpu_only(settings)
     yield from _unused(layered, scopes)
     for level in (layered.top, *layered.layers):
         yield from _overall_per_channel(level)
@@ -42,24 +43,26 @@ class _Scope:
     role: Role
     blocks: tuple[Fields, ...]
 
+    @cached_property
     def merged(self) -> dict[str, Sourced]:
         return {name: sourced for block in self.blocks for name, sourced in block.items()}
 
+    @cached_property
     def spec(self) -> QuantizationSpec:
-        return QuantizationSpec.of(self.merged())
+        return QuantizationSpec.of(self.merged)
+
+    def reads(self, name: str) -> bool:
+        """Whether the spec reads a field."""
+        return name == "dtype" or (
+            self.spec.dtype == "int" and (name != "percentage" or self.spec.method == "percentile")
+        )
 
 
 def _scopes(layered: Layered) -> Iterator[_Scope]:
     top = layered.top
-    for role in _roles(top):
-        yield _Scope(role, top.blocks(role))
+    yield from (_Scope(role, top.blocks(role)) for role in top.quantized)
     for level in layered.layers:
-        for role in _roles(level):
-            yield _Scope(role, (*top.blocks(role), *level.blocks(role)))
-
-
-def _roles(level: Level) -> Iterable[Role]:
-    return [role for role in ROLES if level.roles is None or role in level.roles]
+        yield from (_Scope(role, (*top.blocks(role), *level.blocks(role))) for role in level.quantized)
 
 
 def _conflict(conflict: Conflict, merged: Mapping[str, Sourced], device: Place | None) -> Diagnostic | None:
@@ -70,12 +73,10 @@ def _conflict(conflict: Conflict, merged: Mapping[str, Sourced], device: Place |
         return None
     idle = conflict.severity == "warning"
     at, *others = places if idle else sorted(places, reverse=True)
-    related = [(place, "because of this" if idle else "in conflict with this") for place in sorted(others)]
-    if conflict.on_device and device:
-        related.append((device, "for this device"))
-    return Diagnostic(
-        conflict.code, conflict.message, at, conflict.severity, help=conflict.help, related=tuple(related)
-    )
+    remark = "because of this" if idle else "in conflict with this"
+    related = (*((place, remark) for place in sorted(others)),)
+    related += related_to(device if conflict.on_device else None, "for this device")
+    return Diagnostic(conflict.code, conflict.message, at, conflict.severity, help=conflict.help, related=related)
 
 
 def inherits_float(blocks: Sequence[Fields]) -> Iterator[tuple[Fields, Sourced]]:
@@ -90,29 +91,19 @@ def refused_under_float(block: Fields, dtype: Sourced) -> Diagnostic | None:
     place = min((sourced.place for sourced in block.values() if sourced.place), default=None)
     if not place or not dtype.place:
         return None
-    return Diagnostic(
-        "QZ306",
-        f"these parameters would have no effect: the datatype is {dtype.value}",
-        place,
-        help='write "datatype": "int" next to them, or remove them',
-        related=((dtype.place, "inherited from here"),),
-    )
+    text, help_ = f"these parameters would have no effect: the datatype is {dtype.value}", 'write "datatype": "int"'
+    related = related_to(dtype.place, "inherited from here")
+    return Diagnostic("QZ306", text, place, help=f"{help_} next to them, or remove them", related=related)
 
 
 def _small_percentage(scope: _Scope) -> Iterator[Diagnostic]:
     """A percentage that clips more than half of the values: most likely a fraction was meant."""
-    spec, sourced = scope.spec(), scope.merged().get("percentage")
-    if spec.dtype != "int" or spec.method != "percentile" or sourced is None or spec.percentage >= LEAST_PERCENTAGE:
-        return
-    as_percent = f"{spec.percentage * 100:.10g}"
-    meant = LEAST_PERCENTAGE <= spec.percentage * 100 <= 100
-    yield Diagnostic(
-        "QZ113",
-        f"this keeps {spec.percentage:.10g} % of the values and clips the rest",
-        sourced.place,
-        "warning",
-        help=f'did you mean "percentage": {as_percent}?' if meant else 'for example "percentage": 99.9',
-    )
+    found, percentage = scope.merged.get("percentage"), scope.spec.percentage
+    if found and scope.reads("percentage") and percentage < LEAST_PERCENTAGE:
+        meant = LEAST_PERCENTAGE <= percentage * 100 <= 100
+        help_ = f'did you mean "percentage": {percentage * 100:.10g}?' if meant else 'for example "percentage": 99.9'
+        text = f"this keeps {percentage:.10g} % of the values and clips the rest"
+        yield Diagnostic("QZ113", text, found.place, "warning", help=help_)
 
 
 def _dpu_only(settings: Settings) -> Iterator[Diagnostic]:
@@ -121,25 +112,18 @@ def _dpu_only(settings: Settings) -> Iterator[Diagnostic]:
         return
     for name, place in settings.places.items():
         if name in DPU_ONLY and getattr(settings, name):
-            yield Diagnostic(
-                "QZ115",
-                f"{name} has no effect: only the DPU has fix positions",
-                place,
-                "warning",
-                help="remove it, or set it to false",
-                related=((device, "for this device"),),
-            )
+            text, help_ = f"{name} has no effect: only the DPU has fix positions", "remove it, or set it to false"
+            yield Diagnostic("QZ115", text, place, "warning", help=help_, related=related_to(device, "for this device"))
 
 
 def _unused(layered: Layered, scopes: list[_Scope]) -> Iterator[Diagnostic]:
     """Parameters that no spec reads, one finding per block; an overall block has to be complete, read or not."""
     refused = {found.place for scope in scopes for block, _ in inherits_float(scope.blocks) for found in block.values()}
-    used = {sourced.place for scope in scopes for sourced in _read(scope)} | refused
+    read = (sourced for scope in scopes for name, sourced in scope.merged.items() if scope.reads(name))
+    used = {sourced.place for sourced in read} | refused
     for level in (layered.top, *layered.layers):
-        blocks = [
-            (level.overall["weights"], True),
-            *((level.tensor[role], False) for role in level.tensor if role in _roles(level)),
-        ]
+        blocks = [(level.overall["weights"], True)]
+        blocks += [(level.tensor[role], False) for role in level.tensor if role in level.quantized]
         for block, complete in blocks:
             floating = "dtype" in block and block["dtype"].value != "int"
             idle = [
@@ -149,57 +133,37 @@ def _unused(layered: Layered, scopes: list[_Scope]) -> Iterator[Diagnostic]:
                 and sourced.place not in used
                 and (name == "percentage" or not complete or (floating and name != "dtype"))
             ]
-            yield from _idle(idle, floating)
+            yield from _idle([place for _, place in idle], floating)
 
 
-def _read(scope: _Scope) -> Iterator[Sourced]:
-    merged, spec = scope.merged(), scope.spec()
-    for name, sourced in merged.items():
-        if name == "dtype" or (spec.dtype == "int" and (name != "percentage" or spec.method == "percentile")):
-            yield sourced
-
-
-def _idle(idle: list[tuple[str, Place]], floating: bool) -> Iterator[Diagnostic]:
-    if not idle:
-        return
-    words = [place.pointer.rpartition("/")[2] for _, place in idle]
-    message = f"{', '.join(words)} {'has' if len(words) == 1 else 'have'} no effect"
-    reason = (
-        "a floating-point datatype reads no other parameter"
-        if floating
-        else "only the percentile method reads `percentage`"
-    )
-    yield Diagnostic("QZ111", message, min(place for _, place in idle), "warning", help=f"remove: {reason}")
+def _idle(places: list[Place], floating: bool) -> Iterator[Diagnostic]:
+    if places:
+        words = [place.pointer.rpartition("/")[2] for place in places]
+        message = f"{', '.join(words)} {'has' if len(words) == 1 else 'have'} no effect"
+        only = "a floating-point datatype reads no other parameter"
+        reason = only if floating else "only the percentile method reads `percentage`"
+        yield Diagnostic("QZ111", message, min(places), "warning", help=f"remove: {reason}")
 
 
 def _overall_per_channel(level: Level) -> Iterator[Diagnostic]:
     qscheme = level.overall["weights"].get("qscheme")
-    others = [role for role in _roles(level) if role != "weights"]
+    others = [role for role in level.quantized if role != "weights"]
     if qscheme and qscheme.value == "per_channel" and others:
-        yield Diagnostic(
-            "QZ112",
-            f"per_channel applies to weights only; {', '.join(others)} stay per tensor",
-            qscheme.place,
-            "warning",
-            help='write "weights": {"per_channel": true} in tensor_quantize_config',
-        )
+        text = f"per_channel applies to weights only; {', '.join(others)} stay per tensor"
+        help_ = 'write "weights": {"per_channel": true} in tensor_quantize_config'
+        yield Diagnostic("QZ112", text, qscheme.place, "warning", help=help_)
 
 
 def _unlisted(layered: Layered, level: Level) -> Iterator[Diagnostic]:
     """Tensor blocks for roles that the level does not quantize; at the top a layer entry may still quantize them."""
     listing = [level] if level.pointer else [level, *layered.layers]
-    listed = {role for each in listing for role in _roles(each)}
     for role in level.tensor:
-        if role not in listed:
+        if not any(role in each.quantized for each in listing):
             place = layered.document.place(pointer_to(*level.pointer, "tensor_quantize_config", role), key=True)
-            related = ((level.roles_place, "not listed here"),) if level.roles_place else ()
-            yield Diagnostic(
-                "QZ108",
-                f"{role} is not quantized, so nothing reads these parameters",
-                place,
-                help=f'add "{role}" to quantizable_data_type, or remove the block',
-                related=related,
-            )
+            text = f"{role} is not quantized, so nothing reads these parameters"
+            help_ = f'add "{role}" to quantizable_data_type, or remove the block'
+            related = related_to(level.roles_place, "not listed here")
+            yield Diagnostic("QZ108", text, place, help=help_, related=related)
 
 
 def _repeated(levels: Iterable[Level]) -> Iterator[Diagnostic]:
@@ -208,11 +172,6 @@ def _repeated(levels: Iterable[Level]) -> Iterator[Diagnostic]:
         selector = level.selector
         earlier = first.setdefault((selector.kind, selector.text), level)
         if earlier is not level and selector.place and earlier.selector.place:
-            yield Diagnostic(
-                "QZ109",
-                f'this is a second entry for "{selector.text[:60]}", which overrides the first, key by key',
-                selector.place,
-                "warning",
-                help="merge the two entries",
-                related=((earlier.selector.place, "first here"),),
-            )
+            text = f'this is a second entry for "{selector.text[:60]}", which overrides the first, key by key'
+            related = related_to(earlier.selector.place, "first here")
+            yield Diagnostic("QZ109", text, selector.place, "warning", help="merge the two entries", related=related)

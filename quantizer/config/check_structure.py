@@ -27,19 +27,6 @@ if TYPE_CHECKING:
 MAX_FINDINGS = 1000
 """A file with more is not a config with mistakes but something else; the first ones say so."""
 
-_BY_KEYWORD = {
-    "enum": "QZ101",
-    "type": "QZ103",
-    "minimum": "QZ104",
-    "maximum": "QZ104",
-    "exclusiveMinimum": "QZ104",
-    "exclusiveMaximum": "QZ104",
-    "minLength": "QZ104",
-    "minItems": "QZ104",
-    "uniqueItems": "QZ107",
-    "not": "QZ106",
-}
-
 
 def check_structure(document: Document) -> list[Diagnostic]:
     """What in the file differs from the schema of its form: at most one finding per value, key or block."""
@@ -107,11 +94,11 @@ def _wrong_value(document: Document, error: ValidationError, schema: dict[str, A
     else:
         message = f"{quoted(value)} is out of range for {key}"
         remark = "not empty" if keyword in ("minLength", "minItems") else ", ".join(bounds(schema))
-    place, remedy = document.place(pointer_to(*path)), schema.get("help")
-    if remedy:
-        return Diagnostic(_BY_KEYWORD[keyword], message, place, remark=remark, help=remedy)
+    code, place = {"enum": "QZ101", "type": "QZ103"}.get(keyword, "QZ104"), document.place(pointer_to(*path))
+    if remedy := schema.get("help"):
+        return Diagnostic(code, message, place, remark=remark, help=remedy)
     remedy, fixes = help_for_value(key, value, form_of(document.value)), value_fixes(document, path, schema)
-    return Diagnostic(_BY_KEYWORD[keyword], message, place, remark=remark, help=remedy, fixes=fixes)
+    return Diagnostic(code, message, place, remark=remark, help=remedy, fixes=fixes)
 
 
 def _repeated_item(document: Document, path: Path, item: Any, schema: dict[str, Any]) -> Diagnostic:

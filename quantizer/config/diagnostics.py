@@ -72,6 +72,11 @@ class Diagnostic:
     fixes: Iterable[Fix] = field(default=(), compare=False, repr=False)
 
 
+def related_to(place: Place | None, remark: str) -> tuple[tuple[Place, str], ...]:
+    """What `Diagnostic.related` is for one place; nothing where there is none."""
+    return ((place, remark),) if place else ()
+
+
 class ConfigError(UsageError):
     """A config cannot be used: `diagnostics` say why; `sources` maps a file's shown name to its text, for excerpts."""
 

@@ -1,4 +1,4 @@
-"""A JSON document that knows where each of its keys and values stands. Knows nothing of what they mean."""
+"""A JSON document that knows where each of its keys and values stands, and which are sound. Knows no form."""
 
 from __future__ import annotations
 
@@ -78,6 +78,34 @@ class Document:
 
     def __contains__(self, pointer: str) -> bool:
         return pointer in self.values
+
+
+@dataclass(frozen=True)
+class ValidDocument:
+    """A document, and the pointers of values that are wrong: they are left out, so that the rest can be checked."""
+
+    document: Document
+    ignored: frozenset[str]
+
+    def get(self, *path: str | int) -> Any:
+        """The value at `path`; None if it is not there, null, or to be ignored."""
+        value: Any = self.document.value
+        for depth, part in enumerate(path):
+            reached = isinstance(value, list) if isinstance(part, int) else isinstance(value, dict) and part in value
+            if not reached or (self.ignored and pointer_to(*path[: depth + 1]) in self.ignored):
+                return None
+            value = value[part]
+        return value
+
+    def items(self, *path: str | int) -> list[int]:
+        """The indices of the sound items of the list at `path`; none if there is no list."""
+        found = self.get(*path)
+        return [at for at in range(len(found)) if self.get(*path, at) is not None] if isinstance(found, list) else []
+
+    def place(self, *path: str | int, key: bool = False) -> Place | None:
+        """Where the value (or the key) at `path` stands, if it is there."""
+        pointer = pointer_to(*path)
+        return self.document.place(pointer, key=key) if pointer in self.document else None
 
 
 def pointer_to(*path: str | int) -> str:

@@ -1,4 +1,4 @@
-"""Tells the two file forms apart by their keys. Reads neither."""
+"""Tells the two file forms apart by their keys, and gives the blocks of their schemas. Reads no file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
+from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest
 
 Form = Literal["layered", "hierarchical"]
@@ -43,3 +44,9 @@ def _form_of(keys: frozenset[str]) -> Form:
         return "hierarchical" if keys & HIERARCHICAL_KEYS else "layered"
     meant = {closest(key, ("global_quant_config", *LAYERED_BLOCKS)) for key in keys}
     return "hierarchical" if "global_quant_config" in meant else "layered"
+
+
+def block_of(form: Form, name: str = "") -> Mapping[str, Any]:
+    """A block by its name in the form's schema; without one, the file itself."""
+    schema: Mapping[str, Any] = load_resource("schemas", f"{form}.schema.json")
+    return schema["definitions"][name] if name else schema

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from quantizer.config.model import CAST_ONLY, Fields, QuantizationSpec, Role, Sourced
@@ -85,51 +86,140 @@ KINDRED = frozenset({"symmetric", "round_method", "mx_element_dtype", "scale_cal
 """Keys that mean something for integers only, or for floating-point formats only, or not the same for both."""
 
 
-def value_of(raw: Fields, key: str, default: Any = None) -> Any:
-    """The value of a key, or what holds where the file does not say."""
-    return raw[key].value if key in raw else default
+@dataclass(frozen=True)
+class Words:
+    """A spec of one role in the form's words: what a level states, or what holds where levels are merged."""
 
+    role: Role
+    raw: Fields
 
-def is_block(raw: Fields) -> bool:
-    """Whether groups of values share a power-of-two exponent."""
-    return value_of(raw, "dtype") in GROUP_SIZES or value_of(raw, "scale_format") == "e8m0"
+    def value(self, key: str, default: Any = None) -> Any:
+        """The value of a key, or what holds where the file does not say."""
+        return self.raw[key].value if key in self.raw else default
 
+    @property
+    def dtype(self) -> Any:
+        """As the file says it."""
+        return self.value("dtype")
 
-def scheme(raw: Fields) -> str:
-    """The granularity as the file says it, or as its observer or block format implies it."""
-    observer = value_of(raw, "observer_cls")
-    implied = METHODS[observer][1][0] if observer in METHODS else "per_tensor"
-    return str(value_of(raw, "qscheme", "per_group" if is_block(raw) else implied))
+    @property
+    def observer(self) -> Any:
+        """The observer's name."""
+        return self.value("observer_cls")
 
+    @property
+    def is_block(self) -> bool:
+        """Whether groups of values share a power-of-two exponent."""
+        return self.dtype in GROUP_SIZES or self.value("scale_format") == "e8m0"
 
-def is_per_token(raw: Fields, role: Role) -> bool:
-    """Whether each row of an activation has a scale; "per_channel" means this too where it is dynamic."""
-    found = scheme(raw)
-    dynamic_channels = found == "per_channel" and value_of(raw, "is_dynamic") is True and role not in PARAMETERS
-    return found == "per_token" or dynamic_channels
+    @property
+    def scheme(self) -> str:
+        """The granularity as the file says it, or as its observer or block format implies it."""
+        implied = METHODS[self.observer][1][0] if self.observer in METHODS else "per_tensor"
+        return str(self.value("qscheme", "per_group" if self.is_block else implied))
 
+    @property
+    def is_per_token(self) -> bool:
+        """Whether each row of an activation has a scale; "per_channel" means this too where it is dynamic."""
+        is_dynamic = self.value("is_dynamic") is True and self.role not in PARAMETERS
+        return self.scheme == "per_token" or (self.scheme == "per_channel" and is_dynamic)
 
-def is_channel_axis(raw: Fields, role: Role) -> bool:
-    """Whether `ch_axis` names the channels that are cut into groups, not the axis along which groups run."""
-    return role in PARAMETERS and value_of(raw, "observer_cls") == "PerChannelMinMaxObserver"
+    @property
+    def is_channel_axis(self) -> bool:
+        """Whether `ch_axis` names the channels that are cut into groups, not the axis along which groups run."""
+        return self.role in PARAMETERS and self.observer == "PerChannelMinMaxObserver"
 
+    def fields(self) -> dict[str, Sourced]:
+        """The fields that differ from those of a default `QuantizationSpec`, or that the file states."""
+        if self.dtype in CAST_ONLY:
+            return {"dtype": self.raw["dtype"]}
+        return {**self._number(), **self._scale(), **self._granularity(), **self._range()}
 
-def over(own: Fields, wider: Fields, role: Role) -> dict[str, Sourced]:
-    """What holds where a level states `own`, key by key over a wider one.
+    def _number(self) -> dict[str, Sourced]:
+        """Number format and rounding."""
+        fields: dict[str, Sourced] = {}
+        if self.dtype in INTEGERS:
+            place = self.raw["dtype"].place
+            bits, signed = INTEGERS[self.dtype]
+            fields["symmetric"] = self.raw.get("symmetric", Sourced(signed, place))
+            # Asymmetric codes begin at 0, whatever the sign in the dtype's name.
+            words = {"dtype": "int", "bit_width": bits, "signed": signed and fields["symmetric"].value}
+            fields |= {name: Sourced(value, place) for name, value in words.items()}
+        elif self.dtype is not None:
+            element = self.value("mx_element_dtype")
+            block = "mx_int8" if element in ("int8", None) else element
+            fields["dtype"] = _mapped(self.raw["dtype"], block if self.dtype == "mx" else self.dtype)
+            fields |= {key: self.raw[key] for key in ("symmetric",) if key in self.raw}
+        if stated := self.raw.get("round_method"):
+            fields["round_mode"] = _mapped(stated, RoundType[stated.value].value)
+        return fields
 
-    Words about another kind of format are not inherited, and an inherited axis stays the axis that the wider level
-    means, whatever `ch_axis` names in this one.
-    """
-    kept = {**wider, **own}
-    foreign = KINDRED if is_foreign(_kind(wider), _kind(kept)) else frozenset()
-    if value_of(wider, "observer_cls") == "PlaceholderObserver" and value_of(kept, "dtype") not in CAST_ONLY:
-        foreign |= {"observer_cls"}
-    merged = {key: sourced for key, sourced in kept.items() if key in own or key not in foreign}
-    meant, read = _axis_of(wider, role), _axis_of(merged, role)
-    if "ch_axis" in wider and "ch_axis" not in own and meant and read and meant != read:
-        axis = turned(merged.pop("ch_axis"), role)
-        merged |= {"ch_axis": axis} if axis else {}
-    return merged
+    def _scale(self) -> dict[str, Sourced]:
+        if self.is_block:
+            fields = {"scale_type": _mapped(self.raw.get("scale_format") or self.raw["dtype"], "e8m0")}
+            if "scale_calculation_mode" in self.raw:
+                fields["scale_mode"] = self.raw["scale_calculation_mode"]
+            elif self.dtype == "bfp16":  # its exponent is one up where the largest value would round beyond it
+                fields["scale_mode"] = _mapped(self.raw["dtype"], "even")
+            return fields
+        stated = self.raw.get("scale_type")
+        return {"scale_type": _mapped(stated, ScaleType[stated.value].value)} if stated else {}
+
+    def _granularity(self) -> dict[str, Sourced]:
+        found = self.scheme
+        causes = ("qscheme", "observer_cls", "dtype", "scale_format")
+        cause = next((self.raw[key] for key in causes if key in self.raw), Sourced(None))
+        if self.is_per_token:
+            return {"qscheme": _mapped(cause, "per_token")}
+        fields = {"qscheme": _mapped(cause, found)} if found != "per_tensor" or "qscheme" in self.raw else {}
+        if found in ("per_channel", "per_group") and "ch_axis" in self.raw:
+            axis = self.raw["ch_axis"]
+            across = turned(axis, self.role) if found == "per_group" and self.is_channel_axis else None
+            fields["ch_axis"] = across or axis
+        if found == "per_group":
+            default = GROUP_SIZES.get(self.dtype, 32 if self.is_block else None)
+            size = self.raw.get("group_size", _mapped(cause, default) if default else None)
+            fields |= {"group_size": size} if size else {}
+        return fields
+
+    def _range(self) -> dict[str, Sourced]:
+        """How the range is found; parameters do not change, so theirs is found once, whatever `is_dynamic` says."""
+        fields = {}
+        if "is_dynamic" in self.raw and self.role not in PARAMETERS:
+            fields["is_dynamic"] = self.raw["is_dynamic"]
+        if self.observer in METHODS:
+            fields["method"] = _mapped(self.raw["observer_cls"], METHODS[self.observer][0])
+        if "percentage" in self.raw and self.observer == "PerTensorPercentileObserver":
+            fields["percentage"] = _mapped(self.raw["percentage"], float(self.raw["percentage"].value))
+        return fields
+
+    def over(self, wider: Words) -> Words:
+        """What holds where a level states these words, key by key over a wider one.
+
+        Words about another kind of format are not inherited, and an inherited axis stays the axis that the wider level
+        means, whatever `ch_axis` names in this one.
+        """
+        kept = Words(self.role, {**wider.raw, **self.raw})
+        foreign = KINDRED if is_foreign(wider._kind, kept._kind) else frozenset()
+        if wider.observer == "PlaceholderObserver" and kept.dtype not in CAST_ONLY:
+            foreign |= {"observer_cls"}
+        merged = {key: sourced for key, sourced in kept.raw.items() if key in self.raw or key not in foreign}
+        meant, read = wider._axis, Words(self.role, merged)._axis
+        if "ch_axis" in wider.raw and "ch_axis" not in self.raw and meant and read and meant != read:
+            axis = turned(merged.pop("ch_axis"), self.role)
+            merged |= {"ch_axis": axis} if axis else {}
+        return Words(self.role, merged)
+
+    @property
+    def _kind(self) -> str | None:
+        return "int" if self.dtype in INTEGERS else self.dtype
+
+    @property
+    def _axis(self) -> str | None:
+        """What `ch_axis` names: the "channels", or the axis "along" which groups run; None where nothing reads it."""
+        if self.scheme not in ("per_channel", "per_group") or self.is_per_token:
+            return None
+        return "channels" if self.scheme == "per_channel" or self.is_channel_axis else "along"
 
 
 def is_foreign(dtype: str | None, other: str | None) -> bool:
@@ -146,89 +236,6 @@ def turned(axis: Sourced, role: Role) -> Sourced | None:
     """For the channel axis of a weight the axis along which its groups run, and back; None where that is open."""
     known = role == "weights" and axis.value in (0, 1)
     return Sourced(1 - axis.value, axis.place) if known else None
-
-
-def _kind(raw: Fields) -> str | None:
-    dtype = value_of(raw, "dtype")
-    return "int" if dtype in INTEGERS else dtype
-
-
-def _axis_of(raw: Fields, role: Role) -> str | None:
-    """What `ch_axis` names: the "channels", or the axis "along" which groups run; None where nothing reads it."""
-    found = scheme(raw)
-    if found not in ("per_channel", "per_group") or is_per_token(raw, role):
-        return None
-    return "channels" if found == "per_channel" or is_channel_axis(raw, role) else "along"
-
-
-def normalized(raw: Fields, role: Role) -> dict[str, Sourced]:
-    """The fields that differ from the defaults of `QuantizationSpec`, or that the file states, each from its key."""
-    if value_of(raw, "dtype") in CAST_ONLY:
-        return {"dtype": raw["dtype"]}
-    return {**_number(raw), **_scale(raw), **_granularity(raw, role), **_range(raw, role)}
-
-
-def _number(raw: Fields) -> dict[str, Sourced]:
-    """Number format and rounding."""
-    fields: dict[str, Sourced] = {}
-    dtype = value_of(raw, "dtype")
-    if dtype in INTEGERS:
-        place = raw["dtype"].place
-        bits, signed = INTEGERS[dtype]
-        fields["symmetric"] = raw.get("symmetric", Sourced(signed, place))
-        # Asymmetric codes begin at 0, whatever the sign in the dtype's name.
-        words = {"dtype": "int", "bit_width": bits, "signed": signed and fields["symmetric"].value}
-        fields |= {name: Sourced(value, place) for name, value in words.items()}
-    elif dtype is not None:
-        element = value_of(raw, "mx_element_dtype")
-        word = ("mx_int8" if element == "int8" else element or "mx_int8") if dtype == "mx" else dtype
-        fields["dtype"] = Sourced(word, raw["dtype"].place)
-        fields |= {key: raw[key] for key in ("symmetric",) if key in raw}
-    if "round_method" in raw:
-        fields["round_mode"] = _mapped(raw["round_method"], RoundType[raw["round_method"].value].value)
-    return fields
-
-
-def _scale(raw: Fields) -> dict[str, Sourced]:
-    if is_block(raw):
-        fields = {"scale_type": _mapped(raw.get("scale_format") or raw["dtype"], "e8m0")}
-        if "scale_calculation_mode" in raw:
-            fields["scale_mode"] = raw["scale_calculation_mode"]
-        elif value_of(raw, "dtype") == "bfp16":  # its exponent is one up where the largest value would round beyond it
-            fields["scale_mode"] = _mapped(raw["dtype"], "even")
-        return fields
-    stated = raw.get("scale_type")
-    return {"scale_type": _mapped(stated, ScaleType[stated.value].value)} if stated else {}
-
-
-def _granularity(raw: Fields, role: Role) -> dict[str, Sourced]:
-    found = scheme(raw)
-    causes = ("qscheme", "observer_cls", "dtype", "scale_format")
-    cause = next((raw[key] for key in causes if key in raw), Sourced(None))
-    if is_per_token(raw, role):
-        return {"qscheme": _mapped(cause, "per_token")}
-    fields = {"qscheme": _mapped(cause, found)} if found != "per_tensor" or "qscheme" in raw else {}
-    if found in ("per_channel", "per_group") and "ch_axis" in raw:
-        axis = raw["ch_axis"]
-        across = turned(axis, role) if found == "per_group" and is_channel_axis(raw, role) else None
-        fields["ch_axis"] = across or axis
-    if found == "per_group":
-        default = GROUP_SIZES.get(value_of(raw, "dtype"), 32 if is_block(raw) else None)
-        size = raw.get("group_size", _mapped(cause, default) if default else None)
-        fields |= {"group_size": size} if size else {}
-    return fields
-
-
-def _range(raw: Fields, role: Role) -> dict[str, Sourced]:
-    """How the range is found; parameters do not change, so theirs is found once, whatever `is_dynamic` says."""
-    fields = {}
-    if "is_dynamic" in raw and role not in PARAMETERS:
-        fields["is_dynamic"] = raw["is_dynamic"]
-    if value_of(raw, "observer_cls") in METHODS:
-        fields["method"] = _mapped(raw["observer_cls"], METHODS[raw["observer_cls"].value][0])
-    if "percentage" in raw and value_of(raw, "observer_cls") == "PerTensorPercentileObserver":
-        fields["percentage"] = _mapped(raw["percentage"], float(raw["percentage"].value))
-    return fields
 
 
 def _mapped(source: Sourced, value: Any) -> Sourced:

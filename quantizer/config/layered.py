@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from quantizer.config.algorithm_words import read_algorithms
 from quantizer.config.diagnostics import Place
-from quantizer.config.document import Document
+from quantizer.config.document import Document, ValidDocument
 from quantizer.config.model import (
     CAST_ONLY,
     ROLES,
-    Algorithm,
     Config,
     ConfigRule,
     Fields,
@@ -22,7 +21,6 @@ from quantizer.config.model import (
     Settings,
     Sourced,
 )
-from quantizer.config.valid_document import ValidDocument
 
 FIELDS = {
     "datatype": "dtype",
@@ -44,6 +42,7 @@ _VALUES: Mapping[str, Callable[[Any], Any]] = {
     "bit_width": int,
     "percentage": float,
 }
+_KINDS: Mapping[str, Literal["type", "name"]] = {"layer_type": "type", "layer_name": "name"}
 _SETTINGS = frozenset(field.name for field in fields(Settings)) - {"places"}
 
 
@@ -59,34 +58,29 @@ class Level:
     overall: Mapping[Role, Fields]
     tensor: Mapping[Role, Fields]
 
+    @property
+    def quantized(self) -> list[Role]:
+        """The roles that are quantized; all where the level does not say."""
+        return [role for role in ROLES if self.roles is None or role in self.roles]
+
     def blocks(self, role: Role) -> tuple[Fields, Fields]:
         """What the level says about `role`, the wider block first."""
         return self.overall[role], self.tensor.get(role, {})
 
+    def rule(self) -> ConfigRule:
+        """A layer entry as a rule."""
+        merged = {role: {**self.overall[role], **self.tensor.get(role, {})} for role in self.quantized}
+        return ConfigRule(self.selector, self.label, self.roles, self.roles_place, merged)
+
 
 @dataclass(frozen=True)
 class Layered:
-    """The file in the field's words, still level by level."""
+    """The file in the field's words, level by level, and as a config, whose rules are in the file's order."""
 
     document: Document
-    settings: Settings
+    config: Config
     top: Level
     layers: tuple[Level, ...]
-    algorithms: tuple[Algorithm, ...] = ()
-
-    def config(self) -> Config:
-        """The rules in the file's order."""
-        top = self.top
-        rules = [
-            ConfigRule(top.selector, "overall_quantize_config", top.roles, top.roles_place, top.overall),
-            ConfigRule(top.selector, "tensor_quantize_config", fields=top.tensor),
-            *(
-                ConfigRule(level.selector, level.label, level.roles, level.roles_place, _merged(level))
-                for level in self.layers
-            ),
-        ]
-        source = self.document.source.name
-        return Config(self.settings, tuple(rules), source, self.document.value, algorithms=self.algorithms)
 
 
 def translate(document: Document, ignored: Collection[str] = ()) -> Layered:
@@ -94,11 +88,16 @@ def translate(document: Document, ignored: Collection[str] = ()) -> Layered:
 
     `ignored` are pointers whose values are wrong: they are left out, so that the rest can be checked.
     """
-    translator = _Translator(document, frozenset(ignored))
-    entries = translator.items("layer_quantize_config")
-    layers = tuple(map(translator.layer, entries))
-    algorithms = read_algorithms(translator, "algorithms")
-    return Layered(document, translator.settings(), translator.top(), layers, algorithms)
+    file = _Translator(document, frozenset(ignored))
+    top, layers = file.level(Selector("all"), "overall_quantize_config", ()), tuple(file.entries())
+    rules = (
+        ConfigRule(top.selector, top.label, top.roles, top.roles_place, top.overall),
+        ConfigRule(top.selector, "tensor_quantize_config", fields=top.tensor),
+        *map(Level.rule, layers),
+    )
+    algorithms = read_algorithms(file, "algorithms")
+    config = Config(file.settings(), rules, document.source.name, document.value, algorithms=algorithms)
+    return Layered(document, config, top, layers)
 
 
 class _Translator(ValidDocument):
@@ -111,24 +110,19 @@ class _Translator(ValidDocument):
         places = {name: place for name in found if (place := self.place(name))}
         return Settings(**found, places=places)
 
-    def top(self) -> Level:
-        return self._level(Selector("all"), "overall_quantize_config", ())
+    def entries(self) -> Iterator[Level]:
+        block = "layer_quantize_config"
+        for at in self.items(block):
+            yield self.level(self._selector(block, at), f"{block}[{at}]", (block, at))
 
-    def items(self, key: str) -> Sequence[int]:
-        entries = self.get(key)
-        return [at for at in range(len(entries)) if self.get(key, at) is not None] if isinstance(entries, list) else []
-
-    def layer(self, index: int) -> Level:
-        path = ("layer_quantize_config", index)
+    def _selector(self, *path: str | int) -> Selector:
         required = self.get(*path, "required") is not False
-        for key, kind in (("layer_type", "type"), ("layer_name", "name")):
-            text = self.get(*path, key)
-            if text is not None:
-                selector = Selector("type" if kind == "type" else "name", text, self.place(*path, key), required)
-                return self._level(selector, f"layer_quantize_config[{index}]", path)
-        return self._level(Selector("name", required=False), f"layer_quantize_config[{index}]", path)
+        for key, kind in _KINDS.items():
+            if (text := self.get(*path, key)) is not None:
+                return Selector(kind, text, self.place(*path, key), required)
+        return Selector("name", required=False)
 
-    def _level(self, selector: Selector, label: str, path: tuple[str | int, ...]) -> Level:
+    def level(self, selector: Selector, label: str, path: tuple[str | int, ...]) -> Level:
         overall = self._block(*path, "overall_quantize_config")
         for_others = {name: sourced for name, sourced in overall.items() if sourced.value != "per_channel"}
         roles = self.get(*path, "quantizable_data_type")
@@ -147,7 +141,7 @@ class _Translator(ValidDocument):
     def _block(self, *path: str | int) -> Fields:
         found = {word: value for word in FIELDS if (value := self.get(*path, word)) is not None}
         return {
-            FIELDS[word]: Sourced(_VALUES.get(FIELDS[word], _same)(value), self.place(*path, word))
+            FIELDS[word]: Sourced(_VALUES.get(FIELDS[word], lambda same: same)(value), self.place(*path, word))
             for word, value in found.items()
         }
 
@@ -181,8 +175,3 @@ def entry(selector: Mapping[str, Any], specs: Mapping[Role, QuantizationSpec]) -
 
 def _same(value: Any) -> Any:
     return value
-
-
-def _merged(level: Level) -> dict[Role, Fields]:
-    roles = ROLES if level.roles is None else level.roles
-    return {role: {**level.overall[role], **level.tensor.get(role, {})} for role in ROLES if role in roles}

@@ -1,20 +1,33 @@
-"""From a path to a checked `Config`, or to a fixed text: the door of this room. What is in a file never raises."""
+"""From a path to a checked `Config`, or to a fixed text: the door of this room. What is in a file never raises.
+
+A document of either form is checked against its schema; then what the sound part of it means is checked."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from quantizer.config.check import Findings, checked
-from quantizer.config.diagnostics import ConfigError, Diagnostic
+from quantizer.config import hierarchical, layered
+from quantizer.config.check_algorithms import check_algorithms
+from quantizer.config.check_hierarchical import check_hierarchical
+from quantizer.config.check_layered import check_layered
+from quantizer.config.check_structure import check_structure
+from quantizer.config.diagnostics import ConfigError, Diagnostic, in_order
 from quantizer.config.document import Document, Text
 from quantizer.config.fixes import applied, tried
-from quantizer.config.layered import translate
-from quantizer.config.model import ROLES, Config
+from quantizer.config.form import Form, form_of
+from quantizer.config.model import Config, ConfigRule
 from quantizer.config.read import parse_document, read_text
+from quantizer.config.resources import load_resource
+from quantizer.config.spellings import canonical
+
+MANY = 200
+"""From so many structural errors on, what the file means is not looked at: most of it is not there."""
+
+Findings = tuple[Diagnostic, ...]
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,43 @@ def fixed(source: Text) -> tuple[Text, int]:
     return source, count
 
 
+def checked(document: Document) -> tuple[Config | None, Findings]:
+    """The config, if the document makes one, and every finding, by place; proposed fixes are not tried."""
+    form = form_of(document.value)
+    known, notes = canonical(document) if form == "hierarchical" else (document, ())
+    structure = [*notes, *check_structure(known)]
+    if len(structure) > MANY:
+        return None, in_order(structure)
+    wrong = {found.place.pointer for found in structure if found.place and found.code not in _NO_VALUE}
+    config, meaning = _meaning(form, known, wrong)
+    findings = (*structure, *meaning, *check_algorithms(config), *_wrong_patterns(config.rules))
+    found = in_order(findings)
+    return (None if any(finding.severity == "error" for finding in found) else config), found
+
+
+def _meaning(form: Form, document: Document, wrong: Collection[str]) -> tuple[Config, Iterable[Diagnostic]]:
+    """What the values that are not wrong say, and the findings on it."""
+    if form == "layered":
+        flat = layered.translate(document, wrong)
+        return flat.config, check_layered(flat)
+    levels = hierarchical.translate(document, wrong)
+    return levels.config, check_hierarchical(levels)
+
+
+_NO_VALUE = ("QZ105", "QZ106", "QZ116")
+"""Findings that leave the value at their place as it is."""
+
+
+def _wrong_patterns(rules: Iterable[ConfigRule]) -> Iterator[Diagnostic]:
+    for selector in (rule.selector for rule in rules):
+        if selector.kind in ("name", "exclude") and selector.text.startswith("re:"):
+            try:
+                re.compile(selector.text[3:])
+            except (re.error, RecursionError, OverflowError) as error:
+                message = f"this is not a regular expression: {error}"
+                yield Diagnostic("QZ104", message, selector.place, help="the syntax is that of Python's re module")
+
+
 def _with_fixes(document: Document, found: Findings) -> Findings:
     """The findings with the fixes that hold. A document without text is written as one to try them."""
     if not document.dotted:
@@ -93,32 +143,12 @@ def _findings(source: Text) -> Findings:
 def default_config() -> Config:
     """The config that holds when no file is given: DPU, power-of-two scales. The file check does not apply to it.
 
+    It is the ready config for the DPU with equalization and without narrow ranges.
+
     Source: Vitis AI, quantization configuration, table "Default Configurations", with `half_up` for activations as the
     restrictions of the same page ask.
     """
-    document = Document(Text("<built-in default>", ""), DEFAULT, values={}, keys={})
-    return translate(document).config()
-
-
-DEFAULT: dict[str, Any] = {
-    "convert_relu6_to_relu": False,
-    "convert_silu_to_hswish": False,
-    "include_cle": True,
-    "keep_first_last_layer_accuracy": False,
-    "keep_add_layer_accuracy": False,
-    "include_bias_corr": True,
-    "target_device": "DPU",
-    "quantizable_data_type": list(ROLES),
-    "overall_quantize_config": {
-        "bit_width": 8,
-        "method": "diffs",
-        "round_mode": "std_round",
-        "symmetry": True,
-        "per_channel": False,
-        "signed": True,
-        "narrow_range": False,
-        "scale_type": "poweroftwo",
-        "calib_statistic_method": "modal",
-    },
-    "tensor_quantize_config": {"activation": {"round_mode": "half_up"}},
-}
+    ready = {key: value for key, value in load_resource("configs", "dpu.json").items() if key[0] not in "$/"}
+    overall = ready["overall_quantize_config"] | {"narrow_range": False}
+    value = ready | {"include_cle": True, "overall_quantize_config": overall}
+    return layered.translate(Document(Text("<built-in default>", ""), value, values={}, keys={})).config

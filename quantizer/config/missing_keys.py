@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.diagnostics import Edit, Fix
 from quantizer.config.document import Document, pointer_to, value_at
-from quantizer.config.form import form_of
-from quantizer.config.layered_defaults import OVERALL, TENSOR, Members, parameters, preset
+from quantizer.config.form import block_of, form_of
+from quantizer.config.model import CAST_ONLY, ROLES
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest, listed
 
+OVERALL, TENSOR = "overall_quantize_config", "tensor_quantize_config"
 HELP_FOR_MISSING = "no default fits the rest of the file; `quantizer explain KEY` lists the values of a key"
 
 _ALGORITHMS = {"algo_config": "awq", "pre_quant_opt_config": "smoothquant", "algorithms": "gptq"}
@@ -22,7 +25,11 @@ _ALGORITHMS = {"algo_config": "awq", "pre_quant_opt_config": "smoothquant", "alg
 _DEFAULTS_TURN, _ENTRIES_TURN = 1, 2
 """What is missing is looked up when the rest is right, and for an entry when the top has it."""
 
+CHANGES = 2
+"""At most so many values differ from what a wider block says, to fit what the file states."""
+
 Path = tuple[str | int, ...]
+Members = dict[str, Any]
 
 
 def missing_keys(value: Mapping[str, Any], path: Path) -> tuple[str, ...]:
@@ -62,7 +69,7 @@ def paste(members: Mapping[str, Any]) -> str:
 
 def _keys(value: Mapping[str, Any], path: Path) -> tuple[Sequence[str], Collection[str]]:
     """The keys that an object has to have, and all that it may have."""
-    schema = load_resource("schemas", f"{form_of(value)}.schema.json")
+    schema = block_of(form_of(value))
     blocks = schema["definitions"]
     if path and path[0] in _ALGORITHMS:
         block = blocks["scaling_layer" if "scaling_layers" in path else "algorithm"]
@@ -76,12 +83,80 @@ def _keys(value: Mapping[str, Any], path: Path) -> tuple[Sequence[str], Collecti
 def _members(value: Mapping[str, Any], level: Path, missing: Sequence[str], inside: bool) -> Iterator[Members]:
     """The members to add to the top or to a layer entry of the layered form."""
     here = value_at(value, level)
-    settings = {key: value.get(key, preset(value)[key]) for key in missing if not inside and key != OVERALL}
+    settings = {key: value.get(key, _preset(value)[key]) for key in missing if not inside and key != OVERALL}
     if not inside and OVERALL not in missing:
         yield settings
     else:
         words = missing if inside else _keys(value, (OVERALL,))[0]
-        yield from (settings | members for members in parameters(value, here, words))
+        yield from (settings | members for members in _parameters(value, here, words))
+
+
+def _preset(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The ready config of the device that the file names."""
+    name = "dpu.json" if str(value.get("target_device")).upper() == "DPU" else "default.json"
+    found: Mapping[str, Any] = load_resource("configs", name)
+    return found
+
+
+def _parameters(value: Mapping[str, Any], level: Mapping[str, Any], missing: Sequence[str]) -> Iterator[Members]:
+    """What to add to `level`, the file or one of its layer entries, so that its overall block states what is missing.
+
+    First what holds there anyway, of each tensor role by itself: for a layer entry what the top of the file says, for
+    the top what the ready config does. What follows differs from it in one value, then in two.
+    """
+    blocks = [_blocks(source) for source in ([_preset(value)] if level is value else [value, _preset(value)])]
+    own, own_tensors = _blocks(level)
+    wide = ChainMap({}, *(overall for overall, _ in blocks), {"datatype": "int"})
+    roles = level.get("quantizable_data_type", value.get("quantizable_data_type"))
+    by_role = {
+        role: ChainMap({}, *(part for overall, tensors in blocks for part in (tensors.get(role, {}), overall)), wide)
+        for role in ROLES
+        if not isinstance(roles, list) or role in roles
+    }
+    first = _overall(missing, own, wide, [found["datatype"] for found in by_role.values()])
+    if own.get("symmetry") is False and not any(block.get("symmetry") for block in own_tensors.values()):
+        first |= dict.fromkeys(
+            {"signed", "narrow_range"} & first.keys(), False
+        )  # asymmetric quantization reads neither
+    aside = {role: _aside(first, found, wide, own_tensors.get(role, {})) for role, found in by_role.items()}
+    tensors = {role: block for role, block in aside.items() if block}
+    for changes in _changes(first):
+        yield {OVERALL: first | changes, **({TENSOR: tensors} if tensors else {})}
+
+
+def _overall(missing: Sequence[str], own: Members, wide: Mapping[str, Any], datatypes: Sequence[str]) -> Members:
+    """Under a floating-point datatype of the top an empty block has that, and one about integers has to say so."""
+    if wide["datatype"] in CAST_ONLY and not own:
+        return {"datatype": wide["datatype"]}
+    is_said = "datatype" in own or CAST_ONLY.isdisjoint(datatypes)
+    return ({} if is_said else {"datatype": "int"}) | {word: wide[word] for word in missing}
+
+
+def _aside(first: Members, found: Mapping[str, Any], wide: Mapping[str, Any], own: Members) -> Members:
+    """What a role's block has to state, so that the overall values `first` do not replace what holds for the role."""
+    read = first.keys() if found["datatype"] == "int" else first.keys() & {"datatype"}
+    return {word: found[word] for word in first if word in read - own.keys() and found[word] != wide[word]}
+
+
+def _changes(first: Members) -> Iterator[Members]:
+    """None, then each change of one value to another option, then each of two."""
+    choices = [(word, option) for word in first for option in _options(word) if option != first[word]]
+    for count in range(CHANGES + 1):
+        yield from map(dict, itertools.combinations(choices, count))
+
+
+def _options(word: str) -> list[Any]:
+    """The values that may stand for a wider block's; how precise and what kind of numbers is not for us to change."""
+    if word in ("datatype", "bit_width"):
+        return []
+    options: list[Any] = block_of("layered", "parameters")["properties"][word].get("enum", [True, False])
+    return options
+
+
+def _blocks(level: Mapping[str, Any]) -> tuple[Members, dict[str, Members]]:
+    """The overall block, and the blocks of tensor roles, as far as they are there."""
+    overall, tensors = (found if isinstance(found := level.get(key), dict) else {} for key in (OVERALL, TENSOR))
+    return overall, {role: block for role, block in tensors.items() if isinstance(block, dict)}
 
 
 def _examples(value: Mapping[str, Any], path: Path, key: str) -> Iterator[tuple[Members, bool]]:
@@ -91,8 +166,8 @@ def _examples(value: Mapping[str, Any], path: Path, key: str) -> Iterator[tuple[
     elif key == "dtype":
         wider = _wider_dtypes(value, path)
         yield from (({key: dtype}, len(wider) == 1) for dtype in wider)
-        entry = load_resource("schemas", "hierarchical.schema.json")["definitions"]["spec"]["properties"][key]
-        yield from (({key: dtype}, False) for dtype in ("int8", *entry["enum"]))
+        options = block_of("hierarchical", "spec")["properties"][key]["enum"]
+        yield from (({key: dtype}, False) for dtype in ("int8", *options))
     else:
         yield {key: ["self_attn.o_proj"] if key == "layers" else {"weight": {"dtype": "int8"}}}, False
 

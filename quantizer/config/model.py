@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args
 from quantizer.config.algorithm_settings import AlgoConfig, Stage, read_keys, settings_of
 from quantizer.config.diagnostics import Place
 from quantizer.config.form import Form
-from quantizer.config.structure_names import Names
 
 Role = Literal["input", "weights", "bias", "activation"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -152,6 +151,44 @@ class ConfigRule:
 
 
 @dataclass(frozen=True)
+class ScalingLayer:
+    """One entry of `scaling_layers`, with names relative to a block: layers that read one value are scaled together.
+
+    `prev_op` makes that value, `inp` is one of the layers whose input it is; an empty name means: found on the graph.
+    """
+
+    layers: tuple[str, ...]
+    prev_op: str = ""
+    inp: str = ""
+    place: Place | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Names:
+    """The parts of a model that an algorithm's settings name; None means that they are found on the graph.
+
+    `blocks` is the module that holds the decoder's blocks, `inside` the layers of a block in the order in which they
+    are processed, `scaling` the groups that are scaled together, `embeddings` are layers that must exist and no more.
+    `places` has the file's place of each field that is set.
+    """
+
+    blocks: str | None = None
+    inside: tuple[str, ...] | None = None
+    scaling: tuple[ScalingLayer, ...] | None = None
+    embeddings: tuple[str, ...] | None = None
+    places: Mapping[str, Place] = field(default_factory=dict, compare=False)
+
+
+_NAMES: Mapping[str, str] = {
+    "model_decoder_layers": "blocks",
+    "inside_layer_modules": "inside",
+    "scaling_layers": "scaling",
+    "embedding_layers": "embeddings",
+}
+"""The key for each field of `Names`."""
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """An algorithm as a file lists it: its class, its entry's path, and each stated key with where it is.
 
@@ -200,7 +237,16 @@ class Algorithm:
     @property
     def names(self) -> Names:
         """The parts of the model that it names."""
-        return Names.of({key: (found.value, found.place) for key, found in self.stated.items()}, self.groups)
+        found = {name: self.stated[key] for key, name in _NAMES.items() if key in self.stated}
+        values: dict[str, Any] = {
+            name: tuple(said.value) if isinstance(said.value, list) else said.value for name, said in found.items()
+        }
+        if "scaling" in values:
+            values["scaling"] = tuple(
+                ScalingLayer(tuple(group.get("layers", ())), group.get("prev_op", ""), group.get("inp", ""), place)
+                for group, place in zip(values["scaling"], self.groups, strict=True)
+            )
+        return Names(**values, places={name: said.place for name, said in found.items() if said.place})
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,11 @@ from typing import Any
 from quantizer.config.algorithm_schema import algorithm_schema
 from quantizer.config.algorithm_settings import finds_codes
 from quantizer.config.algorithms import ALGORITHMS
-from quantizer.config.codes import CODES, all_codes
-from quantizer.config.form import Form
+from quantizer.config.form import Form, block_of
 from quantizer.config.hierarchical_spec import FIELDS_OF_KEYS
 from quantizer.config.layered import FIELDS
 from quantizer.config.resources import load_resource
-from quantizer.config.rules import spec_rules
+from quantizer.config.rules import all_codes, spec_rules
 from quantizer.config.suggestions import TYPE_WORDS, bounds
 
 FORMS: tuple[Form, ...] = ("layered", "hierarchical")
@@ -106,7 +105,7 @@ def _algorithm_sections(name: str) -> Iterator[str]:
         rows.append(f"| `{key}` | {_values(entry)} | `{json.dumps(entry['default'])}` | {entry['description']} |")
     yield "\n".join(rows)
     if "scaling_layers" in _settings(name):
-        groups = load_resource("schemas", "hierarchical.schema.json")["definitions"]["scaling_layer"]["properties"]
+        groups = block_of("hierarchical", "scaling_layer")["properties"]
         yield "An entry of `scaling_layers`:"
         rows = [f"- `{key}`: {entry['description']}" for key, entry in groups.items()]
         yield "\n".join(rows)
@@ -136,7 +135,7 @@ def code_page(code: str) -> str:
 
 def contents() -> str:
     """Every code and every key, a line each, with its title or description."""
-    rows = {code: entry.title for code, entry in all_codes().items()}
+    rows = {code: entry["title"] for code, entry in all_codes().items()}
     for form in FORMS:
         rows |= {key: entry["description"] for key, (entry, _) in _keys(form).items() if key not in rows}
     rows |= {name: _algorithm(name)["description"] for name in ALGORITHMS}
@@ -186,14 +185,11 @@ def _block(language: str, lines: Sequence[str]) -> str:
 
 def _code_section(code: str) -> str:
     entry = all_codes()[code]
-    remedy = entry.remedy if code in CODES else f"To do: {entry.remedy}."
-    sentence = [f"> {message}"] if (message := _message(code)) else []
-    return "\n\n".join([f"## {code}", f"**{entry.title}.** {entry.why}", *sentence, remedy])
-
-
-def _message(code: str) -> str | None:
-    rule = spec_rules().get(code)
-    return next(iter(rule["then"]["properties"].values()))["errorMessage"] if rule else None
+    sections = [f"## {code}", f"**{entry['title']}.** {entry['description']}"]
+    if code not in spec_rules():
+        return "\n\n".join([*sections, entry["help"]])
+    sentence = next(iter(entry["then"]["properties"].values()))["errorMessage"]
+    return "\n\n".join([*sections, f"> {sentence}", f"To do: {entry['help']}."])
 
 
 def _rules_of(key: str, form: Form) -> Mapping[str, Mapping[str, Any]]:
@@ -208,11 +204,10 @@ def _rules_of(key: str, form: Form) -> Mapping[str, Mapping[str, Any]]:
 @cache
 def _keys(form: Form) -> Mapping[str, tuple[Mapping[str, Any], str]]:
     """The keys of a form that have a page: each with its entry in the schema, and in words where it may stand."""
-    schema = load_resource("schemas", f"{form}.schema.json")
-    definitions = schema["definitions"]
+    definitions = block_of(form)["definitions"]
     found: dict[str, tuple[Mapping[str, Any], str]] = {}
     for where, block in _PLACES[form].items():
-        for key, entry in (definitions[block] if block else schema)["properties"].items():
+        for key, entry in block_of(form, block)["properties"].items():
             resolved = {**definitions.get(entry.get("$ref", "").rpartition("/")[2], {}), **entry}
             if key in found:
                 found[key] = (found[key][0], f"{found[key][1]}, or {where}")

@@ -24,12 +24,9 @@ _BARE_KEY = re.compile(r"([A-Za-z_][A-Za-z_0-9]*)(?=\s*:)")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LITERALS = {"true": True, "false": False, "null": None}
 _FOREIGN_LITERALS = {
-    "True": "true",
-    "False": "false",
-    "None": "null",
-    "TRUE": "true",
-    "FALSE": "false",
-    "undefined": "null",
+    **dict.fromkeys(("True", "TRUE"), "true"),
+    **dict.fromkeys(("False", "FALSE"), "false"),
+    **dict.fromkeys(("None", "undefined"), "null"),
 }
 _NOT_FINITE = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf", "-NaN", "+Infinity"}
 
@@ -55,21 +52,17 @@ class Parser:
         try:
             self.start = self._space(0)
             if self.start == len(self.text):
-                self._fail(
-                    "the file is empty",
-                    self.start,
-                    code="QZ009",
-                    remedy="`quantizer init` writes a config to start from",
-                )
+                remedy = "`quantizer init` writes a config to start from"
+                self._fail("the file is empty", self.start, remedy, code="QZ009")
             value, at = self._value(self.start, (), 0)
             at = self._space(at)
             if at < len(self.text):
-                self._fail("there is text after the end of the JSON value", at, remedy="check the brackets above it")
+                self._fail("there is text after the end of the JSON value", at, "check the brackets above it")
         except _StopError:
             return None
         return value
 
-    def report(self, code: str, message: str, span: Span, *, remedy: str, instead: str | None = None) -> None:
+    def report(self, code: str, message: str, span: Span, remedy: str, instead: str | None = None) -> None:
         """Note a problem and go on, unless there are so many that the file is something else.
 
         `instead` is the text that is meant, where only one can be.
@@ -83,16 +76,9 @@ class Parser:
             raise _StopError
 
     def _fail(
-        self,
-        message: str,
-        at: int,
-        *,
-        remedy: str,
-        end: int = 0,
-        code: str = "QZ004",
-        instead: str = "",
+        self, message: str, at: int, remedy: str, *, end: int = 0, code: str = "QZ004", instead: str | None = None
     ) -> NoReturn:
-        self.report(code, message, (at, end or at + 1), remedy=remedy, instead=instead or None)
+        self.report(code, message, (at, end or at + 1), remedy, instead)
         raise _StopError
 
     def _space(self, at: int) -> int:
@@ -101,12 +87,8 @@ class Parser:
             comment = _COMMENT.match(self.text, at)
             if not comment:
                 return at
-            self.report(
-                "QZ005",
-                "JSON has no comments",
-                comment.span(),
-                remedy='remove it, or make it a key: "// note": "…"',
-            )
+            remedy = 'remove it, or make it a key: "// note": "…"'
+            self.report("QZ005", "JSON has no comments", comment.span(), remedy)
             at = comment.end()
 
     def _match(self, pattern: re.Pattern[str], at: int) -> int:
@@ -115,12 +97,8 @@ class Parser:
 
     def _value(self, at: int, path: tuple[str | int, ...], depth: int) -> tuple[Any, int]:
         if depth > MAX_DEPTH:
-            self._fail(
-                f"values are nested more than {MAX_DEPTH} levels deep",
-                at,
-                code="QZ003",
-                remedy="a config needs 5 levels",
-            )
+            message = f"values are nested more than {MAX_DEPTH} levels deep"
+            self._fail(message, at, "a config needs 5 levels", code="QZ003")
         value: Any
         match self.text[at : at + 1]:
             case "{":
@@ -148,7 +126,7 @@ class Parser:
                 self.keys[pointer] = (key_at, at)
             at = self._space(at)
             if self.text[at : at + 1] != ":":
-                self._fail("a colon is missing after this key", key_at, end=at, remedy='write "key": value')
+                self._fail("a colon is missing after this key", key_at, 'write "key": value', end=at)
             members[key], at = self._value(self._space(at + 1), (*path, key), depth + 1)
             at = self._separator(at, "}", start)
         return members, at + 1
@@ -169,20 +147,16 @@ class Parser:
         if self.text[at] == close:
             return at
         if self.text[at] != ",":
-            self._fail(
-                f'a comma or a "{close}" is missing after this value',
-                value_end - 1,
-                remedy="write a comma between members",
-            )
+            message = f'a comma or a "{close}" is missing after this value'
+            self._fail(message, value_end - 1, "write a comma between members")
         following = self._space(at + 1)
         if self.text[following : following + 1] == close:
-            remedy = f'remove the comma before "{close}"'
-            self.report("QZ006", "JSON has no trailing commas", (at, at + 1), remedy=remedy, instead="")
+            self.report("QZ006", "JSON has no trailing commas", (at, at + 1), f'remove the comma before "{close}"', "")
         return following
 
     def _not_ended(self, at: int, start: int, close: str) -> None:
         if at >= len(self.text):
-            self._fail(f'this bracket is never closed: a "{close}" is missing', start, remedy="is the file cut off?")
+            self._fail(f'this bracket is never closed: a "{close}" is missing', start, "is the file cut off?")
 
     def _key(self, at: int) -> tuple[str, int]:
         if self.text[at] == "'":
@@ -191,14 +165,14 @@ class Parser:
             end = max(self._match(_WORD, at), at + 1)
             remedy = "remove it" if self.text[at] == "," else "put the key in double quotes"
             message = f"expected a key in double quotes, not {self.text[at:end][:40]}"
-            instead = f'"{self.text[at:end]}"' if _BARE_KEY.match(self.text, at) else ""
-            self._fail(message, at, end=end, remedy=remedy, instead=instead)
+            instead = f'"{self.text[at:end]}"' if _BARE_KEY.match(self.text, at) else None
+            self._fail(message, at, remedy, end=end, instead=instead)
         return self._string(at)
 
     def _single_quoted(self, at: int) -> NoReturn:
         text = _SINGLE_QUOTED.match(self.text, at)
-        end, instead = (text.end(), f'"{text[1]}"') if text else (0, "")
-        self._fail("JSON strings are in double quotes", at, end=end, remedy='write "…"', instead=instead)
+        end, instead = (text.end(), f'"{text[1]}"') if text else (0, None)
+        self._fail("JSON strings are in double quotes", at, 'write "…"', end=end, instead=instead)
 
     def _duplicate(self, key: str, first: Span, second: Span) -> None:
         place, again = self.source.place(first), self.source.place(second)
@@ -215,14 +189,10 @@ class Parser:
                 (text for start, text in reason.items() if error.msg.startswith(start)),
                 "this string is not closed on its line, or contains a control character",
             )
-            self._fail(message, error.pos, remedy='inside a string write \\n, \\t, \\\\ and \\"')
+            self._fail(message, error.pos, 'inside a string write \\n, \\t, \\\\ and \\"')
         if _SURROGATE.search(value):
-            self._fail(
-                "this string contains half of a surrogate pair",
-                at,
-                end=end,
-                remedy="write the character itself, or both halves",
-            )
+            remedy = "write the character itself, or both halves"
+            self._fail("this string contains half of a surrogate pair", at, remedy, end=end)
         return str(value), end
 
     def _scalar(self, at: int) -> tuple[Any, int]:
@@ -232,25 +202,24 @@ class Parser:
         if number:
             return self._number(number, (at, end)), end
         if word[:1].isdecimal() or word[:1] == ".":
-            self._fail(f"{word[:40]} is not a JSON number", at, end=end, remedy="write it like 8, -1 or 99.99")
+            self._fail(f"{word[:40]} is not a JSON number", at, "write it like 8, -1 or 99.99", end=end)
         if word in _LITERALS:
             return _LITERALS[word], end
         if word in _NOT_FINITE:
-            self.report("QZ008", f"JSON has no {word}", (at, end), remedy="write a finite number")
+            self.report("QZ008", f"JSON has no {word}", (at, end), "write a finite number")
         elif literal := _FOREIGN_LITERALS.get(word):
-            self.report("QZ004", f"JSON has no {word}", (at, end), remedy=f"write {literal}", instead=literal)
+            self.report("QZ004", f"JSON has no {word}", (at, end), f"write {literal}", literal)
         elif self.text[at : at + 1] == "'":
             self._single_quoted(at)
         else:
             shown = word[:40] or self.text[at : at + 1] or "the end of the file"
-            self._fail(f"expected a value, not {shown}", at, end=end, remedy='text goes in double quotes: "…"')
+            self._fail(f"expected a value, not {shown}", at, 'text goes in double quotes: "…"', end=end)
         return None, end
 
     def _number(self, number: re.Match[str], span: Span) -> int | float | None:
         if not math.isfinite(float(number.group())):
-            self.report(
-                "QZ008", f"the number {number.group()[:20]}… is out of range", span, remedy="write a smaller number"
-            )
+            message = f"the number {number.group()[:20]}… is out of range"
+            self.report("QZ008", message, span, "write a smaller number")
             return None
         fraction, exponent = number.groups()
         return int(number.group()) if fraction is None and exponent is None else float(number.group())

@@ -36,7 +36,7 @@ def parse_document(source: Text) -> Document:
             "QZ009",
             f"the file contains {'an array' if isinstance(value, list) else 'a single value'}, not an object",
             (parser.start, parser.start + 1),
-            remedy="a config begins with { and ends with }",
+            "a config begins with { and ends with }",
         )
     if parser.problems:
         raise ConfigError(in_order(parser.problems), {source.name: source.text})
@@ -49,27 +49,22 @@ def _read_bytes(path: str | os.PathLike[str]) -> bytes:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise _unreadable(name, "there is no such file", help=_help_for_missing(Path(path))) from None
+        raise _unreadable(name, "there is no such file", _help_for_missing(Path(path))) from None
     except IsADirectoryError:
-        raise _unreadable(name, "this is a directory", help="give the path of a JSON file") from None
+        raise _unreadable(name, "this is a directory", "give the path of a JSON file") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise _unreadable(name, f"the file cannot be read: {reason}") from None
     if len(data) > MAX_BYTES:
-        raise _unreadable(
-            name,
-            "the file is larger than 1 MB",
-            code="QZ003",
-            help="no config is this large: is it the right file?",
-        )
+        help_ = "no config is this large: is it the right file?"
+        raise _unreadable(name, "the file is larger than 1 MB", help_, code="QZ003")
     return data
 
 
 def _decode(name: str, data: bytes) -> Text:
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise _unreadable(
-            name, "the file is not UTF-8 at byte 0: it looks like UTF-16", code="QZ002", help="save it as UTF-8"
-        )
+        message = "the file is not UTF-8 at byte 0: it looks like UTF-16"
+        raise _unreadable(name, message, "save it as UTF-8", code="QZ002")
     if b"\0" in data:
         at = data.index(b"\0")
         raise _undecodable(name, data, at, f"the file is not UTF-8 text at byte {at}: there is a NUL byte")
@@ -90,8 +85,8 @@ def _undecodable(name: str, data: bytes, at: int, message: str) -> ConfigError:
     return ConfigError([found], {name: shown.text})
 
 
-def _unreadable(name: str, message: str, *, code: str = "QZ001", help: str | None = None) -> ConfigError:  # noqa: A002
-    return ConfigError([Diagnostic(code, message, Place(name, 1, 1), help=help)])
+def _unreadable(name: str, message: str, help_: str | None = None, *, code: str = "QZ001") -> ConfigError:
+    return ConfigError([Diagnostic(code, message, Place(name, 1, 1), help=help_)])
 
 
 def _help_for_missing(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The device restrictions and conflicts of one spec; the rules are rows of schemas/quantization_spec.schema.json."""
+"""The device restrictions and conflicts of one spec, rows of schemas/quantization_spec.schema.json; and all codes."""
 
 from __future__ import annotations
 
@@ -40,6 +40,12 @@ def spec_rules() -> Mapping[str, Mapping[str, Any]]:
     """
     schema = load_resource("schemas", "quantization_spec.schema.json")
     return {rule["code"]: rule for rule in (*schema["then"]["allOf"], *schema["allOf"])}
+
+
+@cache
+def all_codes() -> Mapping[str, Mapping[str, Any]]:
+    """Every code in order, with `title`, `description` and `help`: the rules, and those of schemas/codes.json."""
+    return dict(sorted({**load_resource("schemas", "codes.json"), **spec_rules()}.items()))
 
 
 @lru_cache(maxsize=4096)

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from quantizer.config.algorithm_settings import ALIASES
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.document import Document, Span, pointer_to
+from quantizer.config.document import Document, pointer_to
+from quantizer.config.hierarchical import ROLE_OF
+from quantizer.config.hierarchical_spec import METHODS
 from quantizer.config.wording import quoted
 
+T = TypeVar("T")
 Path = tuple[str | int, ...]
-
-OBSERVERS = (
-    "PerTensorMinMaxObserver",
-    "PerChannelMinMaxObserver",
-    "PerGroupMinMaxObserver",
-    "PerTensorPercentileObserver",
-    "PerTensorMSEObserver",
-    "PerBlockMXObserver",
-    "PerBlockBFPObserver",
-    "PlaceholderObserver",
-)
 
 KEYS: Mapping[str, str] = {"dynamic": "is_dynamic", "axis": "ch_axis"}
 """Other spellings of a spec's keys."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "observer_cls": {
-        **{name.removesuffix("Observer"): name for name in OBSERVERS},
+        **{name.removesuffix("Observer"): name for name in (*METHODS, "PlaceholderObserver")},
         "min_max": "PerTensorMinMaxObserver",
         "percentile": "PerTensorPercentileObserver",
         "MSE": "PerTensorMSEObserver",
@@ -50,8 +41,6 @@ TYPES: Mapping[str, str] = {
 }
 """Layer types in the words of other frameworks. (`Conv1D` is a class of its own in transformers, so it stays.)"""
 
-_SPECS = frozenset({"input_tensors", "output_tensors", "weight", "bias"})
-
 
 def other_spelling(key: str, path: Sequence[str | int]) -> str:
     """The form's word for a key of the block at `path`; the key itself, if it is no other spelling.
@@ -59,61 +48,39 @@ def other_spelling(key: str, path: Sequence[str | int]) -> str:
     >>> other_spelling("dynamic", ("global_quant_config", "weight")), other_spelling("dynamic", ())
     ('is_dynamic', 'dynamic')
     """
-    table = KEYS if path and path[-1] in _SPECS else TYPES if tuple(path) == ("layer_type_quant_config",) else {}
+    table = KEYS if path and path[-1] in ROLE_OF else TYPES if tuple(path) == ("layer_type_quant_config",) else {}
     return table.get(key, key)
 
 
 def canonical(document: Document) -> tuple[Document, tuple[Diagnostic, ...]]:
     """The document in the form's own words, every value still at its place, and a note for each word replaced."""
-    rewriting = _Rewriting(document)
-    value = rewriting.copy(document.value, (), ())
-    rewritten = Document(document.source, value, rewriting.values, rewriting.keys, rewriting.dotted)
-    return rewritten, tuple(rewriting.notes)
+    notes: list[Diagnostic] = []
+    moved: dict[str, str] = {}
 
-
-@dataclass
-class _Rewriting:
-    """One pass over a document; what it finds out about places goes into the new document."""
-
-    document: Document
-    values: dict[str, Span] = field(default_factory=dict)
-    keys: dict[str, Span] = field(default_factory=dict)
-    dotted: dict[str, str] = field(default_factory=dict)
-    notes: list[Diagnostic] = field(default_factory=list)
-
-    def copy(self, value: Any, old: Path, new: Path) -> Any:
-        """A copy of the value at the path `old`, which is at the path `new` afterwards."""
-        before, after = pointer_to(*old), pointer_to(*new)
-        self.values[after] = self.document.values[before]
-        if before in self.document.keys:
-            self.keys[after] = self.document.keys[before]
-        if before in self.document.dotted:
-            self.dotted[after] = self.document.dotted[before]
-        if isinstance(value, dict):
-            return {word: self.copy(value[key], (*old, key), (*new, word)) for key, word in self._words(value, old)}
-        if isinstance(value, list):
-            return [self.copy(item, (*old, at), (*new, at)) for at, item in enumerate(value)]
-        return self._value(value, old, after)
-
-    def _words(self, members: Mapping[str, Any], path: Path) -> Iterator[tuple[str, str]]:
-        """Each key, and the word for it; a key whose own word is there too is left as it is."""
-        for key in members:
-            word = other_spelling(key, path)
-            if word != key and word not in members:
-                self._note(key, word, pointer_to(*path, key), key=True)
-                yield key, word
-            else:
-                yield key, key
-
-    def _value(self, value: Any, path: Path, after: str) -> Any:
-        key = path[-1] if path else ""
-        word = VALUES.get(str(key), {}).get(value, value) if isinstance(value, str) else value
-        if word != value:
-            self._note(value, word, pointer_to(*path))
+    def replaced(spelling: str, word: str, *path: str | int, key: bool = False) -> str:
+        if spelling != word:
+            text, place = f"{quoted(spelling)} is read as {quoted(word)}", document.place(pointer_to(*path), key=key)
+            notes.append(Diagnostic("QZ116", text, place, "note", help=f"write {quoted(word)}"))
         return word
 
-    def _note(self, spelling: str, word: str, pointer: str, *, key: bool = False) -> None:
-        text = f"{quoted(spelling)} is read as {quoted(word)}"
-        self.notes.append(
-            Diagnostic("QZ116", text, self.document.place(pointer, key=key), "note", help=f"write {quoted(word)}")
-        )
+    def copy(value: Any, old: Path, new: Path) -> Any:
+        """A copy of the value at the path `old`, which is at the path `new` afterwards."""
+        moved[pointer_to(*new)] = pointer_to(*old)
+        if isinstance(value, dict):
+            words = {key: other_spelling(key, old) for key in value}
+            words = {key: key if word in value else word for key, word in words.items()}  # with both, each stays
+            return {
+                replaced(key, word, *old, key, key=True): copy(value[key], (*old, key), (*new, word))
+                for key, word in words.items()
+            }
+        if isinstance(value, list):
+            return [copy(item, (*old, at), (*new, at)) for at, item in enumerate(value)]
+        spellings = VALUES.get(str(old[-1]), {}) if old and isinstance(value, str) else {}
+        return replaced(value, spellings.get(value, value), *old)
+
+    def at_new(spans: Mapping[str, T]) -> dict[str, T]:
+        return {new: spans[old] for new, old in moved.items() if old in spans}
+
+    value = copy(document.value, (), ())
+    parts = (at_new(document.values), at_new(document.keys), at_new(document.dotted))
+    return Document(document.source, value, *parts), tuple(notes)

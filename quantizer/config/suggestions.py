@@ -11,8 +11,7 @@ from quantizer.config.algorithm_settings import settings_of
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.diagnostics import Edit, Fix
 from quantizer.config.document import Document, pointer_to, value_at
-from quantizer.config.form import HIERARCHICAL_KEYS, Form, form_of
-from quantizer.config.resources import load_resource
+from quantizer.config.form import HIERARCHICAL_KEYS, Form, block_of, form_of
 from quantizer.config.wording import closest, listed, misspelt, quoted
 
 Path = tuple[str | int, ...]
@@ -36,6 +35,22 @@ _COUNTERPARTS: Mapping[Form, Mapping[str, str]] = {
     "hierarchical": {"algorithms": "algo_config"},
 }
 """Keys of the other form that mean something in this one, and its key."""
+
+_BLOCKS: Mapping[Form, Mapping[str, str]] = {
+    "layered": {"the top level": "", "overall_quantize_config": "parameters"},
+    "hierarchical": {
+        "the top level": "",
+        "global_quant_config or a layer's configuration": "level",
+        "a tensor's specification, such as weight": "spec",
+    },
+}
+"""The blocks whose keys have values of their own, as messages call them, and their names in the schema."""
+
+_ENTRIES = {
+    "tensor_quantize_config": "tensor_quantize_config",
+    "an entry of layer_quantize_config": "layer_entry",
+}
+"""The other blocks of the layered form."""
 
 _SWITCHES = {"equalization": "include_cle", "cle": "include_cle", "bias_correction": "include_bias_corr"}
 """What other tools list among their algorithms."""
@@ -143,44 +158,21 @@ def _owner(key: str, value: Any, form: Form) -> str | None:
 def _owners(form: Form) -> Mapping[str, str]:
     """Each option word, and the key that it is an option of."""
     owners: dict[str, str] = {}
-    for keys in _blocks(form).values():
-        for key, entry in keys.items():
-            for word in filter(_is_word, entry.get("enum", ())):
-                owners.setdefault(word, key)
-    if form == "hierarchical":
-        return owners
-    roles = load_resource("schemas", "layered.schema.json")["definitions"]["quantizable_data_type"]["items"]["enum"]
+    for block in _BLOCKS[form].values():
+        for key, entry in block_of(form, block)["properties"].items():
+            for word in entry.get("enum", ()):
+                if isinstance(word, str):
+                    owners.setdefault(word, key)
+    roles = block_of("layered", "quantizable_data_type")["items"]["enum"] if form == "layered" else ()
     return {**owners, **dict.fromkeys(roles, "quantizable_data_type")}
-
-
-def _is_word(option: Any) -> bool:
-    return isinstance(option, str)
 
 
 def _homes(form: Form) -> Mapping[str, frozenset[str]]:
     """Each block of the form, and its keys; those of the other form are named as such."""
-    homes = {home: frozenset(keys) for home, keys in _blocks(form).items()}
+    homes = {home: frozenset(block_of(form, block)["properties"]) for home, block in _BLOCKS[form].items()}
     homes |= {f"the algorithm {name}": frozenset(settings_of(kind)) for name, kind in ALGORITHMS.items()}
-    if form == "layered":
-        blocks = load_resource("schemas", "layered.schema.json")["definitions"]
-        homes["tensor_quantize_config"] = frozenset(blocks["tensor_quantize_config"]["properties"])
-        homes["an entry of layer_quantize_config"] = frozenset(blocks["layer_entry"]["properties"])
-        return homes | {"the hierarchical form, and a file has one form": HIERARCHICAL_KEYS}
-    layered = frozenset(load_resource("schemas", "layered.schema.json")["properties"]) - {"target_device"}
-    return homes | {"the layered form, and a file has one form": layered}
-
-
-def _blocks(form: Form) -> Mapping[str, Mapping[str, Any]]:
-    """The blocks whose keys have values of their own."""
-    schema = load_resource("schemas", f"{form}.schema.json")
-    blocks = schema["definitions"]
-    if form == "layered":
-        return {
-            "the top level": schema["properties"],
-            "overall_quantize_config": blocks["parameters"]["properties"],
-        }
-    return {
-        "the top level": schema["properties"],
-        "global_quant_config or a layer's configuration": blocks["level"]["properties"],
-        "a tensor's specification, such as weight": blocks["spec"]["properties"],
-    }
+    if form == "hierarchical":
+        layered = frozenset(block_of("layered")["properties"]) - {"target_device"}
+        return homes | {"the layered form, and a file has one form": layered}
+    homes |= {home: frozenset(block_of(form, block)["properties"]) for home, block in _ENTRIES.items()}
+    return homes | {"the hierarchical form, and a file has one form": HIERARCHICAL_KEYS}

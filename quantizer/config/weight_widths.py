@@ -36,36 +36,22 @@ def patched(document: Mapping[str, Any], layers: Mapping[str, Specs]) -> dict[st
         return changed
     entries = changed.get("layer_quantize_config") or []
     old = {each.get("layer_name"): each for each in entries}
-    others = [each for each in entries if each.get("layer_name") not in layers]
-    changed["layer_quantize_config"] = [
-        *others,
-        *(_comments(old.get(name, {})) | _entry(name, specs) for name, specs in layers.items()),
-    ]
-    return changed
+    written = [each for each in entries if each.get("layer_name") not in layers]
+    for name, specs in layers.items():
+        comments = {key: value for key, value in old.get(name, {}).items() if key.startswith("//")}
+        complete = entry({"layer_type": None, "layer_name": name}, specs)
+        complete["overall_quantize_config"].setdefault("datatype", "int")  # whatever the top says
+        written.append(comments | complete)
+    return changed | {"layer_quantize_config": written}
 
 
 def _weight(own: Mapping[str, Any], spec: QuantizationSpec) -> dict[str, Any]:
     """What a level says of a weight already, with another dtype."""
     if spec.dtype in CAST_ONLY:
         return {"dtype": spec.dtype}
-    return {**own, "dtype": _dtype(spec), "symmetric": spec.symmetric}
-
-
-def _dtype(spec: QuantizationSpec) -> str:
     word = dtype_word(spec)
     if word is None:
         wanted = f"{'' if spec.signed and spec.symmetric else 'u'}int{spec.bit_width}"
         known = ", ".join(INTEGERS)
         raise UsageError(f"the hierarchical form has no dtype {wanted}", help=f"it has {known}: change --choices")
-    return word
-
-
-def _comments(own: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in own.items() if key.startswith("//")}
-
-
-def _entry(name: str, specs: Specs) -> dict[str, Any]:
-    """A complete entry of the layered form, which says of what kind its numbers are, whatever the top does."""
-    written = entry({"layer_type": None, "layer_name": name}, specs)
-    written["overall_quantize_config"].setdefault("datatype", "int")
-    return written
+    return {**own, "dtype": word, "symmetric": spec.symmetric}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
-from quantizer.config.structure_names import Names, ScalingLayer
+from quantizer.config.model import Names, ScalingLayer
 from quantizer.config.wording import closest, listed
 from quantizer.graph.edits import by_channel
 from quantizer.graph.folds import Folds

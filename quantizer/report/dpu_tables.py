@@ -9,9 +9,8 @@ from quantizer.engine.exact import ExactComparison
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.integer import HARDSWISH_POSITION, LEAKY_SLOPE, SIXTH
 from quantizer.plan.dpu_support import Verdict
-from quantizer.report.listing import Listing
 from quantizer.report.tables import shape_text
-from quantizer.report.view import View
+from quantizer.report.view import Listing, View
 
 
 def exact_table(found: ExactComparison, view: View) -> Listing:

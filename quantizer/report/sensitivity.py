@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quantizer.engine.analyze import Analysis
-from quantizer.report.listing import Listing
+from quantizer.engine.analyze import Analysis, Row
 from quantizer.report.summary import finite
-from quantizer.report.view import View
+from quantizer.report.view import Listing, View
 
 
 def table(found: Analysis, picked: Sequence[int] | None, view: View) -> Listing:
@@ -19,20 +18,12 @@ def table(found: Analysis, picked: Sequence[int] | None, view: View) -> Listing:
 def _sensitivity_table(found: Analysis, view: View) -> Listing:
     """At each width, how far the noise lies below the output, in dB."""
     total = sum(row.noise[0] for row in found.rows)
-    ordered = sorted(found.rows, key=lambda row: (-row.noise[0], row.name))
     rows = [
-        (
-            row.name,
-            str(row.values),
-            str(row.own),
-            *(f"{found.db(noise):.1f}" for noise in row.noise),
-            _percent(row.noise[0], total),
-        )
-        for row in ordered
+        (*_about(row), *(f"{found.db(noise):.1f}" for noise in row.noise), _percent(row.noise[0], total))
+        for row in sorted(found.rows, key=lambda row: (-row.noise[0], row.name))
     ]
     costs = (*(f"dB at {width}" for width in found.widths), f"share at {found.widths[0]}")
-    about = ("weights", "config bits")
-    layouts = tuple(("layer", *about[:count], *costs) for count in (2, 1, 0))
+    layouts = tuple((*_ABOUT[:count], *costs) for count in (3, 2, 1))
     return view.listing(layouts[0], rows, numbers=layouts[0][1:], layouts=layouts)
 
 
@@ -41,18 +32,18 @@ def _choice_table(found: Analysis, picked: Sequence[int], view: View) -> Listing
     total = found.total(picked)
     noises = [row.noise[at] for row, at in zip(found.rows, picked, strict=True)]
     rows = [
-        (
-            row.name,
-            str(row.values),
-            str(row.own),
-            str(found.widths[at]),
-            f"{found.db(noise):.1f}",
-            _percent(noise, total),
-        )
+        (*_about(row), str(found.widths[at]), f"{found.db(noise):.1f}", _percent(noise, total))
         for row, at, noise in zip(found.rows, picked, noises, strict=True)
     ]
-    titles = ("layer", "weights", "config bits", "bits", "dB", "share")
+    titles = (*_ABOUT, "bits", "dB", "share")
     return view.listing(titles, rows, [-noise for noise in noises], numbers=titles[1:])
+
+
+_ABOUT = ("layer", "weights", "config bits")
+
+
+def _about(row: Row) -> tuple[str, ...]:
+    return row.name, str(row.values), str(row.own)
 
 
 def kept_lines(found: Analysis, view: View) -> list[str]:

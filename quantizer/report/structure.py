@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import module_of, path_names
 from quantizer.graph.structure import InputGroup, Structure
-from quantizer.report.listing import Listing
-from quantizer.report.view import View
+from quantizer.report.view import Listing, View
 
 _TITLES = ("layers that read one value", "channels", "factors are folded into")
 
@@ -26,30 +23,19 @@ def structure_tables(graph: Graph, structure: Structure) -> Iterator[Listing | s
     for number, block in enumerate(structure.blocks):
         alike.setdefault(rows[number], []).append(block.path)
     for kind, paths in alike.items():
-        yield (
-            f"blocks: {paths[0]}" if len(paths) == 1 else f"blocks: {len(paths)}, {paths[0]} to {paths[-1]}, all alike"
-        )
+        several = f"{len(paths)}, {paths[0]} to {paths[-1]}, all alike"
+        yield f"blocks: {several if len(paths) > 1 else paths[0]}"
         yield Listing(_TITLES, kind, frozenset(_TITLES[1:2]))
     outside = [_row(graph, group, "") for group in structure.groups if group.block is None]
     if outside:
         yield "in no block:" if structure.blocks else "no blocks:"
         yield Listing(_TITLES, outside, frozenset(_TITLES[1:2]))
-    yield summary(structure)
-
-
-def summary(structure: Structure) -> str:
-    """Sums of blocks, groups and folds."""
     kinds = Counter("none" if group.fold is None else group.fold.kind for group in structure.groups)
     layers = sum(len(group.layers) for group in structure.groups)
-    return (
+    yield (
         f"{layers} layers read {len(structure.groups)} values; factors fold into a normalization for {kinds['norm']}, "
         f"into the layer before for {kinds['layer']}, into neither for {kinds['none']}"
     )
-
-
-def structure_json(structure: Structure) -> dict[str, Any]:
-    """All of it, by the names of layers."""
-    return dataclasses.asdict(structure)
 
 
 def _row(graph: Graph, group: InputGroup, block: str) -> tuple[str, ...]:

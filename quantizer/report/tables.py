@@ -8,9 +8,8 @@ from typing import Any
 
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Plan
-from quantizer.report.listing import Listing
 from quantizer.report.summary import describe_spec
-from quantizer.report.view import View
+from quantizer.report.view import Listing, View
 
 _BAR = 20
 """Characters of a full bar."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,27 +22,23 @@ from torch.utils.data import Dataset, IterableDataset
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, UsageError
 from quantizer.seeding import seed_everything
-from quantizer.sources.batches import Batch, as_batch, positional_inputs
-from quantizer.sources.find_files import FORMS, IMAGES, TENSORS, TEXTS, find_files
-from quantizer.sources.fingerprint import Fingerprint
-from quantizer.sources.images import EXAMPLE, find_images, image_batches, parse_preprocess
-from quantizer.sources.prefetch import prefetched
-from quantizer.sources.tensor_data import tensor_batches
+from quantizer.sources.batches import Batch, Fingerprint, as_batch, naming, not_finite, positional_inputs
+from quantizer.sources.images import EXAMPLE, IMAGE_SUFFIXES, find_images, image_batches, parse_preprocess
+from quantizer.sources.tensor_files import READERS, tensor_batches
 from quantizer.sources.text import TextData, Windows
 from quantizer.sources.user_code import import_user_module, split_spec, user_errors
 
+_END: Any = object()
 logger = logging.getLogger(__name__)
 
+TENSORS, IMAGES, TEXTS = "tensor files", "images", "texts"
+KINDS: Mapping[str, Sequence[str]] = {TENSORS: tuple(READERS), TEXTS: (".txt",), IMAGES: IMAGE_SUFFIXES}
+FORMS = (
+    "give FILE.py:factory, package.module:factory, a file, folder or glob of .npy, .npz, .safetensors or .pt tensors "
+    "or of .txt texts, a folder of images, or random:NxCxHxW"
+)
 DEFAULT_BATCH_SIZE = 32
 DEFAULT_TEXT_BATCH = 1  # a window has hundreds of tokens, and each a row of logits
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What files need beyond themselves to become samples: images how they are resized, texts how they are cut."""
-
-    preprocess: str | None = None
-    windows: Windows | None = None
 
 
 @dataclass
@@ -84,7 +83,10 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         seen = self._seen = Fingerprint()
         for batch in self._subset():
-            _check_finite(batch, f"batch {seen.batches} of {self.label}")
+            for name, tensor in batch.tensors():
+                if bad := not_finite(tensor):
+                    place = f"batch {seen.batches} of {self.label}"
+                    raise DataError(f"{place} holds NaN or Inf: {bad} of {tensor.numel()} values of {name}")
             if batch.target is not None and not self._told:
                 logger.info("%s gives inputs and targets: the targets go to the evaluation only", self.label)
                 self._told = True
@@ -116,7 +118,8 @@ def load_batches(
     batch_size: int | None = None,
     subset_len: int | None = None,
     seed: int = 0,
-    reading: Reading | None = None,
+    preprocess: str | None = None,
+    windows: Windows | None = None,
     label: str = "the data of the model's file",
 ) -> Batches:
     """The batches of `--data`, or of a callable or iterable of the user's.
@@ -124,42 +127,83 @@ def load_batches(
     The user's own batches stay as they are; files, images and random data are cut to `batch_size` (default 32, for
     texts 1). `subset_len` counts samples exactly and cuts the last batch. `seed` draws random data and the order of
     images, and seeds the global generators before each pass of the user's loader. `module` tells how many inputs a
-    tuple holds; `label` names data that come as values. Raises `DataError` or `UsageError`; what only shows in the
-    data itself is raised while iterating.
+    tuple holds; `preprocess` says how images are resized, `windows` how texts are cut; `label` names data that come as
+    values. Raises `DataError` or `UsageError`; what only shows in the data itself is raised while iterating.
     """
     for name, value in {"batch size": batch_size, "subset length": subset_len}.items():
         if value is not None and value < 1:
             raise UsageError(f"the {name} must be at least 1, not {value}")
     size = batch_size or DEFAULT_BATCH_SIZE
     kind, paths = find_files(source) if isinstance(source, str) else ("", [])
-    if reading and reading.preprocess is not None and kind != IMAGES:
+    if preprocess is not None and kind != IMAGES:
         raise UsageError("--preprocess is for folders of images, and the data are none")
     if kind == IMAGES:
-        return _image_data(str(source), paths, reading, size, seed, subset_len)
+        images = find_images(paths)
+        if preprocess is None:
+            remedy = f"--preprocess '{EXAMPLE}'"
+            raise UsageError(f"{source}: images need preprocessing, and none is given", help=remedy)
+        opened = partial(image_batches, images, parse_preprocess(preprocess), size, seed)
+        length = math.ceil(len(images) / size)
+        return Batches(partial(_prefetched, opened), str(source), subset_len, length=length)
     if kind == TENSORS:
-        return Batches(partial(prefetched, partial(tensor_batches, paths, size)), str(source), subset_len)
+        return Batches(partial(_prefetched, partial(tensor_batches, paths, size)), str(source), subset_len)
     if kind == TEXTS:
-        windows = reading.windows if reading and reading.windows else Windows()
-        text = TextData(paths, str(source), windows, module)
+        text = TextData(paths, str(source), windows or Windows(), module)
         return Batches(partial(text.batches, batch_size or DEFAULT_TEXT_BATCH), text.label, subset_len)
     if isinstance(source, str) and source.startswith("random:"):
         shape = _random_shape(source)
         draw = partial(_random_batches, shape, size, seed)
         return Batches(draw, source, subset_len, stamp="random data", length=math.ceil(shape[0] / size))
-    opened, label = _from_python(source) if isinstance(source, str) else (source, label)
+    items, label = _from_python(source) if isinstance(source, str) else (source, label)
     batches = Batches(lambda: iter(()), label, subset_len)
-    batches.open_pass = partial(_user_batches, opened, label, positional_inputs(module), seed, batches.note_length)
+    batches.open_pass = partial(_user_batches, items, label, positional_inputs(module), seed, batches.note_length)
     return batches
 
 
-def _image_data(
-    source: str, paths: list[Path], reading: Reading | None, size: int, seed: int, subset_len: int | None
-) -> Batches:
-    images = find_images(paths)
-    if reading is None or reading.preprocess is None:
-        raise UsageError(f"{source}: images need preprocessing, and none is given", help=f"--preprocess '{EXAMPLE}'")
-    opened = partial(image_batches, images, parse_preprocess(reading.preprocess), size, seed)
-    return Batches(partial(prefetched, opened), source, subset_len, length=math.ceil(len(images) / size))
+def find_files(spec: str) -> tuple[str, list[Path]]:
+    """The kind and the files in the order of their names; a folder of images stays a folder; ("", []) for no path.
+
+    Raises:
+        DataError: there is nothing of this name, or files of no kind or of several.
+    """
+    path = Path(spec)
+    if path.suffix == ".py" or spec.startswith("random:"):
+        return "", []
+    if path.is_dir():
+        found = sorted(path.iterdir())
+    elif path.is_file():
+        found = [path]
+    elif glob.has_magic(spec):
+        found = sorted(Path(name) for name in glob.glob(spec, recursive=True))
+    elif split_spec(spec)[1]:
+        return "", []
+    else:
+        raise DataError(f"there is no file or folder {spec}", help=FORMS)
+    sorts = {kind: [file for file in found if file.suffix.lower() in suffixes] for kind, suffixes in KINDS.items()}
+    present = [kind for kind, files in sorts.items() if files]
+    if path.is_dir() and not {TENSORS, TEXTS}.intersection(present):
+        return IMAGES, [path]
+    if not present:
+        raise DataError(f"{spec} gives no tensor file, no text and no image", help=FORMS)
+    if len(present) > 1:
+        pattern = path / f"*{sorts[present[0]][0].suffix}"
+        raise DataError(f"{spec} holds {' and '.join(present)}", help=f"name one kind, for example {pattern}")
+    return present[0], sorts[present[0]]
+
+
+def _prefetched(items: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
+    """The batches in order, made in a thread up to two of them ahead; an exception comes where its batch would.
+
+    The thread ends when the iterator is exhausted or closed.
+    """
+    source, thread = items(), ThreadPoolExecutor(1, "prefetch")
+    try:
+        coming = deque(thread.submit(next, source, _END) for _ in range(2))
+        while (batch := coming.popleft().result()) is not _END:
+            coming.append(thread.submit(next, source, _END))
+            yield batch
+    finally:
+        thread.shutdown(cancel_futures=True)
 
 
 def _random_shape(spec: str) -> tuple[int, ...]:
@@ -197,10 +241,9 @@ def _user_batches(
             item = next(items, items)
         if item is items:
             return
-        try:
-            yield as_batch(item, inputs)
-        except DataError as error:
-            raise DataError(f"{place} {error.message}", help=error.help) from error
+        with naming(f"{place} "):
+            batch = as_batch(item, inputs)
+        yield batch
 
 
 def _iterator(source: Any, label: str, tell: Callable[[object], None]) -> Iterator[Any]:
@@ -216,11 +259,3 @@ def _iterator(source: Any, label: str, tell: Callable[[object], None]) -> Iterat
         raise DataError(f"{label} is {a_kind(source)}, not an iterable of batches", help=remedy)
     tell(source)
     return iter(source)
-
-
-def _check_finite(batch: Batch, place: str) -> None:
-    for name, tensor in batch.tensors():
-        if tensor.is_floating_point() and not torch.isfinite(tensor.float().sum()):
-            bad = tensor.numel() - int(torch.isfinite(tensor.double()).sum())
-            if bad:
-                raise DataError(f"{place} holds NaN or Inf: {bad} of {tensor.numel()} values of {name}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantizer.errors import DataError, UsageError, pip_line
-from quantizer.sources.batches import Batch
+from quantizer.sources.batches import Batch, naming
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
@@ -40,25 +40,14 @@ class Preprocess:
         """A pillow image as float32 [channels, height, width]. Raises `DataError` if it is smaller than the crop."""
         image = image.convert("RGB" if len(self.mean) == 3 else "L")
         if self.resize:
-            image = image.resize(self._resized(*image.size), _pillow().Resampling[self.interpolation.upper()])
+            size = tuple(self.resize * side // min(image.size) for side in image.size)
+            image = image.resize(size, _pillow().Resampling[self.interpolation.upper()])
         if self.crop:
-            image = image.crop(self._centre(*image.size))
+            image = image.crop(_centre(image.size, self.crop))
         width, height = image.size
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(height, width, -1)
         mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
         return (pixels.permute(2, 0, 1).float() / 255 - mean) / std
-
-    def _resized(self, width: int, height: int) -> tuple[int, int]:
-        assert self.resize
-        short = min(width, height)
-        return self.resize * width // short, self.resize * height // short
-
-    def _centre(self, width: int, height: int) -> tuple[int, int, int, int]:
-        assert self.crop
-        if min(width, height) < self.crop:
-            raise DataError(f"is {width}x{height}, smaller than the crop of {self.crop}")
-        left, top = round((width - self.crop) / 2), round((height - self.crop) / 2)
-        return left, top, left + self.crop, top + self.crop
 
 
 def parse_preprocess(text: str) -> Preprocess:
@@ -119,6 +108,14 @@ def image_batches(
         yield Batch((x,), {}, target, x if target is None else (x, target))
 
 
+def _centre(size: tuple[int, int], crop: int) -> tuple[int, int, int, int]:
+    width, height = size
+    if min(width, height) < crop:
+        raise DataError(f"is {width}x{height}, smaller than the crop of {crop}")
+    left, top = round((width - crop) / 2), round((height - crop) / 2)
+    return left, top, left + crop, top + crop
+
+
 def _images_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
 
@@ -133,10 +130,8 @@ def _pillow() -> Any:
 def _decode(path: Path, preprocess: Preprocess) -> Tensor:
     pillow = _pillow()
     try:
-        with pillow.open(path) as image:
+        with naming(f"{path} "), pillow.open(path) as image:
             return preprocess(image)
-    except DataError as error:
-        raise DataError(f"{path} {error.message}", help=error.help) from error
     except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as cause:
         raise DataError(f"{path} cannot be read as an image: {cause}") from cause
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,8 +55,11 @@ def load_model(spec: str, weights: str | None = None, *, trust: bool = False) ->
     path = Path(spec)
     if path.is_dir():
         loaded = _from_folder(path)
-    elif reader := _FILES.get(path.suffix.lower()):
-        module = reader(path, trust)
+    elif path.suffix.lower() in _REFUSED:
+        why, remedy = (text.format(path=path) for text in _REFUSED[path.suffix.lower()])
+        raise ModelError(why, help=remedy)
+    elif path.suffix.lower() == ".pt2":
+        module = _from_pt2(path, trust)
         loaded = LoadedModel(module, type(module).__name__)
     else:
         loaded = _from_python(spec)
@@ -85,14 +88,10 @@ def try_first_batch(module: nn.Module, batch: Batch) -> None:
 
     Raises `DataError` if it cannot run at all: then the batch and the model do not fit.
     """
-    what = f"running the model on the first batch ({', '.join(_inputs(batch))})"
+    inputs = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for _, tensor in batch.tensors()]
+    what = f"running the model on the first batch ({', '.join(inputs)})"
     with torch.random.fork_rng(), torch.no_grad(), user_errors(what, DataError):
         module(*batch.args, **batch.kwargs)
-
-
-def _inputs(batch: Batch) -> list[str]:
-    """Each tensor's shape and dtype."""
-    return [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for _, tensor in batch.tensors()]
 
 
 def load_evaluate(spec: str) -> Evaluate:
@@ -111,22 +110,19 @@ def _from_python(spec: str) -> LoadedModel:
         raise ModelError(f"{spec!r} is neither a file, a folder nor module:factory", help=FORMS)
     user = import_user_module(location, ModelError)
     module = _build(user, "model" if name is None else name)
-    evaluate, example = user.find("evaluate"), _data(user, "example_input")
-    calibration_data = _data(user, "calibration_data")
+    with user_errors("eval() of the model", ModelError):
+        module.eval()
+    evaluate, calibration_data = user.find("evaluate"), _data(user, "calibration_data")
+    example, tokenizer = _data(user, "example_input"), _data(user, "tokenizer")
     return LoadedModel(
-        module=_in_eval_mode(module),
+        module=module,
         name=type(module).__name__,
         calibration_data=calibration_data,
         evaluation_data=_data(user, "evaluation_data") or calibration_data,
         evaluate=_checked_evaluate(user, evaluate) if evaluate is not None else None,
-        tokenizer=_tokenizer(user),
+        tokenizer=(lambda: as_encode(tokenizer(), f"tokenizer() of {user.label}")) if tokenizer is not None else None,
         example=(lambda seq_len: example()) if example is not None else None,
     )
-
-
-def _tokenizer(user: UserModule) -> Callable[[], Encode] | None:
-    make = _data(user, "tokenizer")
-    return (lambda: as_encode(make(), f"tokenizer() of {user.label}")) if make is not None else None
 
 
 def _build(user: UserModule, name: str) -> nn.Module:
@@ -136,8 +132,7 @@ def _build(user: UserModule, name: str) -> nn.Module:
     what = f"{name} of {user.label}"
     if not callable(factory):
         raise ModelError(f"{what} is {a_kind(factory)}, not a function that returns a torch.nn.Module")
-    required = _required_parameters(factory)
-    if required:
+    if required := _required_parameters(factory):
         remedy = f"give them defaults, or write a function without parameters that calls {name}"
         raise ModelError(f"{what} needs arguments: {', '.join(required)}", help=remedy)
     module = user.call(factory, ModelError)
@@ -153,11 +148,6 @@ def _required_parameters(function: Callable[..., Any]) -> list[str]:
         return []
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
-
-
-def _in_eval_mode(module: nn.Module) -> nn.Module:
-    with user_errors("eval() of the model", ModelError):
-        return module.eval()
 
 
 def _data(user: UserModule, name: str) -> Callable[[], Any] | None:
@@ -196,24 +186,15 @@ def _from_pt2(path: Path, trust: bool) -> nn.Module:
         raise ModelError(f"{path} cannot be read as an exported program: {cause}") from cause
 
 
-def _refuse_onnx(path: Path, trust: bool) -> nn.Module:
-    raise ModelError(
-        f"{path}: an ONNX graph is not a PyTorch model, and quantizer has no converter",
-        help="give the PyTorch model it was exported from, or convert it to a torch.nn.Module first",
-    )
-
-
-def _refuse_weights(path: Path, trust: bool) -> nn.Module:
-    raise ModelError(
-        f"{path} holds weights, not a model", help=f"give the Python that builds it: --model FILE.py --weights {path}"
-    )
-
-
-_FILES: dict[str, Callable[[Path, bool], nn.Module]] = {
-    ".pt2": _from_pt2,
-    ".onnx": _refuse_onnx,
-    **dict.fromkeys(WEIGHT_SUFFIXES, _refuse_weights),
+_WEIGHTS = "{path} holds weights, not a model", "give the Python that builds it: --model FILE.py --weights {path}"
+_REFUSED: Mapping[str, tuple[str, str]] = {
+    ".onnx": (
+        "{path}: an ONNX graph is not a PyTorch model, and quantizer has no converter",
+        "give the PyTorch model it was exported from, or convert it to a torch.nn.Module first",
+    ),
+    **dict.fromkeys(WEIGHT_SUFFIXES, _WEIGHTS),
 }
+"""Files that hold no model, by their suffix: why, and what to give instead."""
 
 
 def _from_folder(folder: Path) -> LoadedModel:

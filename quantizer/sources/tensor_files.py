@@ -1,6 +1,7 @@
-"""Reads named tensors from `.safetensors`, `.pt/.pth`, `.npy` and `.npz` files. Never unpickles code, never falls back.
+"""Named tensors of `.safetensors`, `.pt/.pth`, `.npy` and `.npz` files, also as batches. Never unpickles code.
 
-numpy is not needed. Unreadable files are told apart: empty, Git LFS pointer, HTML page, truncated, pickled code.
+Nothing falls back, and numpy is not needed. Unreadable files are told apart: empty, Git LFS pointer, HTML page,
+truncated, pickled code.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +23,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quantizer.errors import QuantizerError
+from quantizer.config.wording import a_kind
+from quantizer.errors import DataError, QuantizerError
+from quantizer.sources.batches import TARGET_NAMES, Batch
+
+INPUT_NAMES = ("x", "input", "images", "data")
+Named = dict[str, Tensor]
 
 _NPY_DTYPES = {
     "<f8": torch.float64,
@@ -41,13 +47,17 @@ _NPY_DTYPES = {
 _ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 
 
-class _UnreadableError(Exception):
-    """Why a file cannot be read, as the end of a sentence, and what to do."""
+_AGAIN = "copy or download it again"
+_NOT_DATA = {
+    b"version https://git-lfs": ("it is a Git LFS pointer, not the file itself", "run: git lfs pull"),
+    b"<!doctype html": ("it is an HTML page", "the download gave a web page; fetch the raw file"),
+    b"<html": ("it is an HTML page", "the download gave a web page; fetch the raw file"),
+}
+"""How files begin that hold something else, in small letters."""
 
-    def __init__(self, reason: str, remedy: str | None = None) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.remedy = remedy
+
+class _UnreadableError(Exception):
+    """Why a file cannot be read, as the end of a sentence, and what to do, or None."""
 
 
 def read_file(path: Path, error: type[QuantizerError]) -> Any:
@@ -59,7 +69,8 @@ def read_file(path: Path, error: type[QuantizerError]) -> Any:
         _check_is_data(path)
         return READERS[path.suffix.lower()](path)
     except _UnreadableError as cause:
-        raise error(f"{path} cannot be read: {cause.reason}", help=cause.remedy) from cause.__cause__
+        reason, remedy = cause.args
+        raise error(f"{path} cannot be read: {reason}", help=remedy) from cause.__cause__
     except OSError as cause:
         raise error(f"{path} cannot be read: {cause.strerror or cause}") from cause
 
@@ -68,20 +79,17 @@ def _check_is_data(path: Path) -> None:
     with path.open("rb") as file:
         start = file.read(256)
     if not start:
-        raise _UnreadableError("it is empty", "copy or download it again")
-    if start.startswith(b"version https://git-lfs"):
-        raise _UnreadableError("it is a Git LFS pointer, not the file itself", "run: git lfs pull")
-    if start.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
-        raise _UnreadableError("it is an HTML page", "the download gave a web page; fetch the raw file")
+        raise _UnreadableError("it is empty", _AGAIN)
+    for beginning, why in _NOT_DATA.items():
+        if start.lstrip().lower().startswith(beginning):
+            raise _UnreadableError(*why)
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as cause:
-        raise _UnreadableError(
-            f"it is truncated or not a safetensors file ({cause})", "copy or download it again"
-        ) from cause
+        raise _UnreadableError(f"it is truncated or not a safetensors file ({cause})", _AGAIN) from cause
 
 
 def _read_torch(path: Path) -> Any:
@@ -107,8 +115,8 @@ def _why_torch_failed(message: str) -> _UnreadableError:
             "it is a TorchScript archive, which is a program", "save the state_dict of the Python model"
         )
     if "pickle" in message.lower() or "Weights only load failed" in message:
-        return _UnreadableError("it is not a file that torch.save wrote, or it is damaged", "copy or download it again")
-    return _UnreadableError("it is truncated or damaged", "copy or download it again")
+        return _UnreadableError("it is not a file that torch.save wrote, or it is damaged", _AGAIN)
+    return _UnreadableError("it is truncated or damaged", _AGAIN)
 
 
 def _read_npy(path: Path) -> Tensor:
@@ -121,8 +129,7 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
         with zipfile.ZipFile(path) as archive:
             members = {name: archive.read(name) for name in archive.namelist()}
     except _ZIP_ERRORS as cause:
-        reason = f"it is truncated or not an npz archive ({cause})"
-        raise _UnreadableError(reason, "copy or download it again") from cause
+        raise _UnreadableError(f"it is truncated or not an npz archive ({cause})", _AGAIN) from cause
     return {name.removesuffix(".npy"): _parse_npy(io.BytesIO(content)) for name, content in members.items()}
 
 
@@ -132,7 +139,7 @@ def _parse_npy(file: IO[bytes]) -> Tensor:
     data = bytearray(file.read())
     expected = math.prod(shape) * dtype.itemsize
     if len(data) != expected:
-        raise _UnreadableError(f"it is truncated: {len(data)} bytes of data, {expected} expected")
+        raise _UnreadableError(f"it is truncated: {len(data)} bytes of data, {expected} expected", None)
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
     if fortran_order:
         return flat.reshape(shape[::-1]).permute(*range(len(shape) - 1, -1, -1)).contiguous()
@@ -143,16 +150,16 @@ def _npy_header(file: IO[bytes]) -> tuple[torch.dtype, bool, tuple[int, ...]]:
     """dtype, order and shape (numpy.lib.format, versions 1 to 3: magic, header length, a Python dict)."""
     magic = file.read(8)
     if magic[:6] != b"\x93NUMPY" or len(magic) < 8:
-        raise _UnreadableError("it is not a NumPy array file")
+        raise _UnreadableError("it is not a NumPy array file", None)
     length_format = "<H" if magic[6] == 1 else "<I"
     try:
         (length,) = struct.unpack(length_format, file.read(struct.calcsize(length_format)))
         header = ast.literal_eval(file.read(length).decode("utf-8").strip())
         descr, fortran_order, shape = str(header["descr"]), bool(header["fortran_order"]), tuple(header["shape"])
     except (struct.error, ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as cause:
-        raise _UnreadableError("its NumPy header is damaged") from cause
+        raise _UnreadableError("its NumPy header is damaged", None) from cause
     if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise _UnreadableError("its NumPy header is damaged")
+        raise _UnreadableError("its NumPy header is damaged", None)
     if descr not in _NPY_DTYPES:
         raise _UnreadableError(f"its dtype {descr!r} has no tensor", f"save it as one of {', '.join(_NPY_DTYPES)}")
     return _NPY_DTYPES[descr], fortran_order, shape
@@ -165,3 +172,63 @@ READERS: Mapping[str, Callable[[Path], Any]] = {
     ".npy": _read_npy,
     ".npz": _read_npz,
 }
+
+
+def tensor_batches(paths: Sequence[Path], size: int) -> Iterator[Batch]:
+    """Batches of `size` samples. In every tensor, dimension 0 counts the samples; the last batch may be smaller.
+
+    A tensor named x, input, images or data is the input, and so is an only one; several others are keyword arguments.
+    One named y, target, label or labels is the target.
+    """
+    pending: Named = {}
+    for path in paths:
+        named = _named_tensors(path)
+        pending = _joined(pending, named, path) if pending else named
+        while _count(pending) >= size:
+            yield _as_batch({name: tensor[:size] for name, tensor in pending.items()})
+            pending = {name: tensor[size:] for name, tensor in pending.items()}
+    if pending and _count(pending):
+        yield _as_batch(pending)
+
+
+def _named_tensors(path: Path) -> Named:
+    content: Any = read_file(path, DataError)
+    named = {"x": content} if isinstance(content, Tensor) else content
+    if not isinstance(named, Mapping) or not all(isinstance(tensor, Tensor) for tensor in named.values()):
+        raise DataError(f"{path} holds {a_kind(content)}, not a tensor or a dict of tensors")
+    if not set(named) - set(TARGET_NAMES):
+        raise DataError(
+            f"{path} holds no input tensor", help=f"name it {', '.join(INPUT_NAMES[:-1])} or {INPUT_NAMES[-1]}"
+        )
+    counts = {name: list(tensor.shape[:1]) for name, tensor in named.items()}
+    if [] in counts.values() or len({count[0] for count in counts.values()}) != 1:
+        listed = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
+        raise DataError(f"the tensors of {path} differ in dimension 0, the samples: {listed}")
+    return dict(named)
+
+
+def _joined(first: Named, second: Named, path: Path) -> Named:
+    kinds = [{name: (tensor.dtype, tensor.shape[1:]) for name, tensor in named.items()} for named in (first, second)]
+    if kinds[0] != kinds[1]:
+        raise DataError(f"{path} does not go with the files before it: {_listed(second)} after {_listed(first)}")
+    return {name: torch.cat([tensor, second[name]]) for name, tensor in first.items()}
+
+
+def _listed(named: Named) -> str:
+    return ", ".join(f"{name} {tensor.dtype} {list(tensor.shape[1:])}" for name, tensor in named.items())
+
+
+def _count(named: Named) -> int:
+    return next(iter(named.values())).shape[0]
+
+
+def _as_batch(named: Named) -> Batch:
+    inputs = {name: tensor for name, tensor in named.items() if name not in TARGET_NAMES}
+    target = next((named[name] for name in TARGET_NAMES if name in named), None)
+    chosen = next((name for name in INPUT_NAMES if name in inputs), None) or (
+        next(iter(inputs)) if len(inputs) == 1 else None
+    )
+    if chosen is None:
+        return Batch((), inputs, target, named)
+    x = inputs[chosen]
+    return Batch((x,), {}, target, x if target is None else (x, target))

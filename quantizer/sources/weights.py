@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from quantizer.config.wording import a_kind, shortened
 from quantizer.errors import ModelError
+from quantizer.sources.batches import not_finite
 from quantizer.sources.tensor_files import read_file
 
 logger = logging.getLogger(__name__)
@@ -39,21 +40,14 @@ def load_weights(module: nn.Module, path: str) -> None:
 
 def check_finite(module: nn.Module) -> None:
     """Raise `ModelError` naming the first parameter with NaN or Inf, or buffer with NaN (masks may hold -inf)."""
-    for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
             continue  # it has no values before the first batch
-        _check_tensor(name, parameter.detach(), "NaN or Inf", torch.isfinite)
-    for name, buffer in module.named_buffers():
-        _check_tensor(name, buffer, "NaN", lambda values: ~torch.isnan(values))
-
-
-def _check_tensor(name: str, tensor: Tensor, fault: str, is_sound: Callable[[Tensor], Tensor]) -> None:
-    # A finite sum proves all values finite and reads each once; only a sum that is not is worth the exact test.
-    if not tensor.is_floating_point() or torch.isfinite(tensor.float().sum()):
-        return
-    bad = tensor.numel() - int(is_sound(tensor.double()).sum())
-    if bad:
-        raise ModelError(f"the weights hold {fault}: {bad} of {tensor.numel()} values of {name}")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        bad = not_finite(tensor.detach(), torch.isfinite if is_parameter else lambda values: ~torch.isnan(values))
+        if bad:
+            fault = "NaN or Inf" if is_parameter else "NaN"
+            raise ModelError(f"the weights hold {fault}: {bad} of {tensor.numel()} values of {name}")
 
 
 def _state_dict(content: Any, path: str) -> dict[str, Tensor]:

@@ -232,7 +232,7 @@ def test_plans_results_and_comparisons_show_as_tables(network: nn.Module, data: 
 
 def test_text_in_tables_is_escaped() -> None:
     from quantizer.api.notebook import html_table
-    from quantizer.report.listing import Listing
+    from quantizer.report.view import Listing
 
     page = html_table(Listing(("a",), [("<script>",)]))
     assert "<script>" not in page

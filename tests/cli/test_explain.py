@@ -14,10 +14,10 @@ import pytest
 
 from configs import document
 from quantizer.cli.main import run_command
-from quantizer.cli.options import ModelOptions
+from quantizer.cli.options import Options
 from quantizer.config.algorithms import ALGORITHMS
-from quantizer.config.codes import all_codes
 from quantizer.config.pages import key_names, setting_names
+from quantizer.config.rules import all_codes
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -64,15 +64,15 @@ def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_layer_is_passed_on_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, ModelOptions]] = []
+    seen: list[tuple[str, Options]] = []
 
-    def explain_layer(layer: str, options: ModelOptions) -> int:
+    def explain_layer(layer: str, options: Options) -> int:
         seen.append((layer, options))
         return 0
 
     monkeypatch.setitem(sys.modules, "quantizer.cli.explain_layer", SimpleNamespace(explain_layer=explain_layer))
     assert run_command(["explain", "--config", "c.json", "--model", "m.py", "layer1.0.conv1"]) == 0
-    assert seen == [("layer1.0.conv1", ModelOptions(model="m.py", config_file="c.json"))]
+    assert seen == [("layer1.0.conv1", Options(model="m.py", config_file="c.json"))]
 
 
 LAYERED = document(tensor={"weights": {"per_channel": True}}, quantizable_data_type=["weights", "activation"])

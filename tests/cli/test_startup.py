@@ -17,7 +17,7 @@ import pytest
 from quantizer import __version__
 from quantizer.cli import main as entry
 from quantizer.cli.main import COMMANDS, run_command
-from quantizer.cli.options import RunOptions
+from quantizer.cli.options import Options
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
 from quantizer.errors import DataError, GateError, ModelError, QuantizerError, ResultError, UsageError
 
@@ -60,11 +60,11 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], told: str, capsys: pyt
     assert captured.out == ""
 
 
-def runner(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[RunOptions]:
+def runner(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Options]:
     """Put a stand-in for the run command in place: it notes its options, then returns or raises `outcome`."""
-    seen: list[RunOptions] = []
+    seen: list[Options] = []
 
-    def stand_in(options: RunOptions) -> int:
+    def stand_in(options: Options) -> int:
         seen.append(options)
         if isinstance(outcome, BaseException):
             raise outcome
@@ -79,7 +79,7 @@ def test_options_reach_the_run_in_both_spellings(monkeypatch: pytest.MonkeyPatch
     seen = runner(monkeypatch, 0)
     monkeypatch.setenv("QUANTIZER_SEED", "7")
     assert run_command(["--quant-mode", "calib", "--config_file", "c.json", "--subset-len", "9", "--gate", "a>=1"]) == 0
-    assert seen == [RunOptions("calib", config_file="c.json", subset_len=9, gate=("a>=1",), seed=7)]
+    assert seen == [Options("calib", config_file="c.json", subset_len=9, gate=("a>=1",), seed=7)]
 
 
 def test_variables_are_no_options_that_were_typed(
@@ -176,4 +176,4 @@ def test_every_command_in_the_table_has_an_import_path() -> None:
     assert all(
         target.startswith("quantizer.cli.") and help_text.endswith(".") for target, help_text in COMMANDS.values()
     )
-    assert entry.RUN == "quantizer.cli.run:run"
+    assert entry.MODES == "quantizer.cli.run:run"

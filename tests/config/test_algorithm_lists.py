@@ -22,15 +22,13 @@ from quantizer.config.algorithms import (
     RotationConfig,
     SmoothQuantConfig,
 )
+from quantizer.config.convert import to_hierarchical, to_layered
 from quantizer.config.document import Document, Text
 from quantizer.config.load import LoadResult, check_document
-from quantizer.config.model import Algorithm
+from quantizer.config.model import Algorithm, Names, ScalingLayer
 from quantizer.config.model import Config as ValidConfig
 from quantizer.config.read import parse_document
 from quantizer.config.resolved import resolved_document
-from quantizer.config.structure_names import Names, ScalingLayer
-from quantizer.config.to_hierarchical import to_hierarchical
-from quantizer.config.to_layered import to_layered
 
 GROUPS = {"dtype": "uint4", "qscheme": "per_group", "ch_axis": 1, "group_size": 128}
 CHANNELS = {"dtype": "int4", "qscheme": "per_channel", "ch_axis": 0}

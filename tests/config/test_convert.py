@@ -11,11 +11,10 @@ from toys import traced
 
 from configs import SETTINGS, document, layer
 from quantizer.cli.main import run_command
+from quantizer.config.convert import WEIGHTED, to_hierarchical, to_layered
 from quantizer.config.document import Document
 from quantizer.config.load import check_document, load_config
 from quantizer.config.model import Config
-from quantizer.config.to_hierarchical import to_hierarchical
-from quantizer.config.to_layered import WEIGHTED, to_layered
 from quantizer.graph.ops import OPS
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan

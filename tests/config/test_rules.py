@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from jsonschema import Draft7Validator
 
-from quantizer.config.codes import CODES, all_codes
 from quantizer.config.document import Text
 from quantizer.config.load import check_document
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.read import parse_document
-from quantizer.config.rules import conflicts, spec_rules
+from quantizer.config.resources import load_resource
+from quantizer.config.rules import all_codes, conflicts, spec_rules
 
 ROOT = Path(__file__).parents[2]
 LAYERED = json.loads((ROOT / "schemas" / "layered.schema.json").read_text("utf-8"))
@@ -37,7 +37,7 @@ def test_schema_is_draft_07_without_one_of(schema: dict[str, Any]) -> None:
 def test_codes_are_unique_and_complete() -> None:
     rules = [rule["code"] for rule in (*SPEC["then"]["allOf"], *SPEC["allOf"])]
     assert len(set(rules)) == len(rules)
-    assert not set(rules) & set(CODES)
+    assert not set(rules) & set(load_resource("schemas", "codes.json"))
     assert list(all_codes()) == sorted(all_codes())
 
 

@@ -11,7 +11,7 @@ from structures import Mixture, modules_of, prepared
 from torch import Tensor, nn
 
 from quantizer.config.diagnostics import ConfigError, Place
-from quantizer.config.structure_names import Names, ScalingLayer
+from quantizer.config.model import Names, ScalingLayer
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Structure

@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from quantizer.graph.ir import Graph, Node
-from quantizer.report.listing import Listing
 from quantizer.report.tables import damage_table, layer_table
-from quantizer.report.view import View
+from quantizer.report.view import Listing, View
 
 ROWS = [
     {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantizer.errors import DataError, UsageError
-from quantizer.sources.data import Reading, load_batches
+from quantizer.sources.data import load_batches
 from quantizer.sources.images import parse_preprocess
 
 Image = pytest.importorskip("PIL.Image", reason="needs quantizer-torch[images]")
@@ -33,13 +33,13 @@ def paint(path: str, colour: tuple[int, int, int] = (255, 0, 51), size: tuple[in
 
 def only(preprocess: dict[str, Any], spec: str = "d", **options: Any) -> Any:
     """The only batch of an image folder."""
-    (batch,) = load_batches(spec, reading=Reading(json.dumps(preprocess)), **options)
+    (batch,) = load_batches(spec, preprocess=json.dumps(preprocess), **options)
     return batch
 
 
 def refusal(preprocess: str | None, spec: str = "d") -> DataError | UsageError:
     with pytest.raises((DataError, UsageError)) as caught:
-        list(load_batches(spec, reading=Reading(preprocess)))
+        list(load_batches(spec, preprocess=preprocess))
     return caught.value
 
 
@@ -160,7 +160,7 @@ def test_stopping_early_ends_the_reading_thread() -> None:
     for number in range(20):
         paint(f"d/{number}.png")
     before = threading.active_count()
-    reading = iter(load_batches("d", reading=Reading(json.dumps(PLAIN)), batch_size=1))
+    reading = iter(load_batches("d", preprocess=json.dumps(PLAIN), batch_size=1))
     next(reading)
     assert threading.active_count() == before + 1
     reading.close()  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantizer.errors import DataError, UsageError
-from quantizer.sources.data import Reading, load_batches
+from quantizer.sources.data import load_batches
 
 X = torch.arange(30, dtype=torch.float32).reshape(5, 3, 2)
 Y = torch.arange(5)
@@ -82,7 +82,7 @@ def test_numpy_files_need_no_numpy() -> None:
     numpy.savez_compressed("a.npz", x=numpy.ones((3, 2), "f4"))
     code = (
         "import sys; sys.modules['numpy'] = None\n"
-        "from quantizer.sources.data import Reading, load_batches\n"
+        "from quantizer.sources.data import load_batches\n"
         "print(sum(batch.size for batch in load_batches('a.npz')))"
     )
     root = Path(__file__).parents[2]
@@ -185,4 +185,4 @@ def test_places_that_hold_no_data() -> None:
         (Path("mixed") / name).touch()
     assert "mixed holds tensor files and images" in refusal("mixed")
     torch.save(X, "a.pt")
-    assert "--preprocess is for folders of images" in refusal("a.pt", reading=Reading("{}"))
+    assert "--preprocess is for folders of images" in refusal("a.pt", preprocess="{}")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quantizer.errors import DataError, QuantizerError, UsageError
 from quantizer.sources.batches import Batch
-from quantizer.sources.data import Reading, load_batches
+from quantizer.sources.data import load_batches
 from quantizer.sources.text import TextData, Windows
 from quantizer.sources.tokenizer import as_encode, load_tokenizer
 
@@ -42,17 +42,17 @@ class LanguageModel(nn.Module):
         return input_ids
 
 
-def by_bytes(seq_len: int, stride: int | None = None) -> Reading:
-    return Reading(windows=Windows(lambda: as_encode(Bytes(), "bytes"), seq_len, stride))
+def by_bytes(seq_len: int, stride: int | None = None) -> Windows:
+    return Windows(lambda: as_encode(Bytes(), "bytes"), seq_len, stride)
 
 
 def batches(spec: str, seq_len: int, stride: int | None = None, **options: Any) -> list[Batch]:
-    return list(load_batches(spec, reading=by_bytes(seq_len, stride), **options))
+    return list(load_batches(spec, windows=by_bytes(seq_len, stride), **options))
 
 
-def refusal(spec: str, reading: Reading | None = None, **options: Any) -> str:
+def refusal(spec: str, windows: Windows | None = None, **options: Any) -> str:
     with pytest.raises(QuantizerError) as caught:
-        list(load_batches(spec, reading=reading or by_bytes(4), **options))
+        list(load_batches(spec, windows=windows or by_bytes(4), **options))
     assert isinstance(caught.value, DataError | UsageError)
     return f"{caught.value.message} | {caught.value.help}"
 
@@ -122,7 +122,7 @@ def test_texts_that_cannot_be_used() -> None:
 
 def test_a_tokenizer_is_never_guessed_and_must_be_the_models() -> None:
     Path("a.txt").write_text("abcd")
-    assert "a.txt is text, and there is no tokenizer" in refusal("a.txt", Reading())
+    assert "a.txt is text, and there is no tokenizer" in refusal("a.txt", Windows())
     Path("a.txt").write_text("abcé")
     module = LanguageModel()
     module.config = SimpleNamespace(vocab_size=128)
