@@ -28,13 +28,14 @@ import quantizer
 from quantizer.api.result import Result
 from quantizer.cli.main import COMMANDS, cli, run_command
 from quantizer.config.algorithms import ALGORITHMS
-from quantizer.config.load import load_config
+from quantizer.config.document import Document
+from quantizer.config.load import check_document, load_config
 from quantizer.config.resources import load_resource
 
 ROOT = Path(__file__).parents[2]
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("from_vai_q_pytorch", "from_quark")}
 FENCE = re.compile(r"^(?:As `(?P<file>[\w.]+)`:\n\n)?```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-FREE = {"layer1.0.conv1", "re:", "config", "data", "evaluate", "folder", "model", "path", "index"}
+FREE = {"layer1.0.conv1", "re:", "model()", "config", "data", "evaluate", "folder", "model", "path", "index"}
 """Words that a user chooses."""
 
 
@@ -109,12 +110,21 @@ def _exists(word: str) -> bool:
     if word.startswith("quantizer ") or word.startswith("--"):
         return _is_command(word)
     if word.startswith("{"):
-        json.loads(word)
-        return set(re.findall(r'"(\w+)"', word)) <= _words()
+        return _is_part_of_a_config(json.loads(word))
     if '"' in word and "(" not in word:
         return set(re.findall(r'"([^"]+)"', word)) <= _words() | FREE
     name = re.sub(r"<Model>", "ResNet", word)
     return word in FREE or word in _words() or word in _files() or name in _files() or _is_name(word)
+
+
+def _is_part_of_a_config(part: dict[str, Any]) -> bool:
+    """Whether an algorithm, or the spec of a weight or of an input, is read without an error."""
+    weight = {"dtype": "int8"}
+    levels: list[dict[str, Any]] = [{"weight": part}, {"weight": weight, "input_tensors": part}]
+    documents = [{"global_quant_config": level} for level in levels]
+    if "name" in part:
+        documents = [{"global_quant_config": {"weight": weight}, "algo_config": part}]
+    return any(check_document(Document.of(each, "part")).config is not None for each in documents)
 
 
 def _is_command(word: str) -> bool:
