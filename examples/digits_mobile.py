@@ -1,12 +1,12 @@
-"""A depthwise network that reads digits, and the same function with skewed channels, which plain quantization destroys.
+"""A depthwise network that reads digits, and the same function with skewed channels, which int8 per tensor destroys.
 
     quantizer --quant_mode calib --config_file configs/cpu_int8.json --model examples/digits_mobile.py
     quantizer --quant_mode calib --config_file configs/dpu.json --model examples/digits_mobile.py:skewed
 
-`skewed()` scales channel i of every layer by 2^U(-6, 6) and the next layer's input by its inverse: no float output
-changes, but no 8-bit grid per tensor can hold the weights any more, until `include_cle` balances them (Nagel et al.,
-"Data-Free Quantization Through Weight Equalization and Bias Correction", section 3.1, 2019). The weights come from
-`train_digits.py mobile`.
+`skewed()` scales channel i of every layer by 2^U(-6, 6) and the next layer's input by its inverse: the float outputs
+stay the same, but 8 bits with one scale per tensor cannot represent the weights until `include_cle` balances them
+(Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", section 3.1, 2019). The weights
+come from `train_digits.py mobile`.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ def model() -> MobileNet:
     return network
 
 
-def skewed(reach: float = 6.0) -> MobileNet:
-    """The trained network with channel i of each convolution scaled by 2^U(-reach, reach), undone by the next layer."""
+def skewed(octaves: float = 6.0) -> MobileNet:
+    """The trained network with channel i of each convolution scaled by 2^U(-octaves, octaves), undone in the next."""
     network = model()
     draw = torch.Generator().manual_seed(0)
     layers = [layer for layer in network.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
     norms = [layer for layer in network.modules() if isinstance(layer, nn.BatchNorm2d)]
     with torch.no_grad():
         for norm, after in zip(norms, layers[1:], strict=True):
-            factor = 2 ** ((torch.rand(norm.num_features, generator=draw) * 2 - 1) * reach)
+            factor = 2 ** ((torch.rand(norm.num_features, generator=draw) * 2 - 1) * octaves)
             norm.weight.mul_(factor)
             norm.bias.mul_(factor)
             depthwise = isinstance(after, nn.Conv2d) and after.groups > 1

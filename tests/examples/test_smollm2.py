@@ -91,15 +91,15 @@ def test_perplexity_of_a_setting(
 
 
 def test_perplexity_of_round_to_nearest_in_four_bits(rise: Callable[[str, str], float]) -> None:
-    assert rise(GROUPS, "plain") <= 1.6
+    assert rise(GROUPS, "rtn") <= 1.6
 
 
 @pytest.mark.parametrize(("width", "name"), LEAST)
 def test_the_gap_to_the_float_model_closes(
     width: str, name: str, rise: Callable[[str, str], float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain, found = rise(width, "plain"), rise(width, name)
-    closed = (plain - found) / (plain - 1)
+    rtn, found = rise(width, "rtn"), rise(width, name)
+    closed = (rtn - found) / (rtn - 1)
     with capsys.disabled():
         print(f"\nSmolLM2-135M, {width}, {name}: perplexity {found:.2f} times the float model's, {closed:.0%} closed")
     assert math.isfinite(found)
