@@ -1,4 +1,4 @@
-"""Calibrated toys to deploy: each floating-point value on a grid of its own range, weights per channel."""
+"""Calibrated toys to deploy: each floating-point value on a code_range of its own range, weights per channel."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def calibrated(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> S
 
 def fitted(value: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
     """With the scale and zero point that cover a tensor."""
-    grid = IntegerRange(spec.quant_min, spec.quant_max, spec.symmetric, spec.scale_type)
+    code_range = IntegerRange(spec.quant_min, spec.quant_max, spec.symmetric, spec.scale_type)
     if spec.ch_axis is None:
         low, high = value.min(), value.max()
     else:
         rest = [axis for axis in range(value.ndim) if axis != spec.ch_axis]
         low, high = (value.amin(rest), value.amax(rest)) if rest else (value, value)  # no axes would mean all
-    return QuantizedTensor(spec).at(qparams_from_range(low, high, grid))
+    return QuantizedTensor(spec).at(qparams_from_range(low, high, code_range))

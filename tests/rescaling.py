@@ -69,11 +69,11 @@ def quantized_error(task: Task, found: Adjustment, inputs: Sequence[Any], *, rou
             network.observe((x,), {}, watch)
         for (name, role), spec in task.specs.items():
             layer = network.layers[name]
-            grid = (
+            qparams = (
                 observers[name].qparams() if role == "input" else nearest_qparams(spec, layer.get_parameter("weight"))
             )
             if role == "input" or not (rounded and name in found.rounded):
-                layer.attach(role, TensorQuantizer(spec, grid.scale, grid.zero_point))
+                layer.attach(role, TensorQuantizer(spec, qparams.scale, qparams.zero_point))
         wrong = energy = 0.0
         for x in inputs:
             want, have = (pytree.tree_leaves(net(x))[0] for net in (Network(task.graph), network))

@@ -54,7 +54,7 @@ def independent(tokens: int, depth: int, seed: int) -> Tensor:
 
 
 def task_of(model: nn.Module, batches: Sequence[Tensor], spec: QuantizationSpec) -> Task:
-    """The weights of all its linear and convolution layers on one kind of grid."""
+    """The weights of all its linear and convolution layers in one specification."""
     graph = trace(model.eval(), (batches[0],))
     specs = {(name, "weights"): spec for name in layer_names(graph)}
     return Task(graph, specs, find_structure(graph), lambda: [Batch((x,), {}, None, x) for x in batches])
@@ -86,14 +86,14 @@ def solved(
     return found.rounded[layer_names(task.graph)[0]], found
 
 
-def plainly(weight: Tensor, spec: QuantizationSpec) -> Tensor:
+def to_nearest(weight: Tensor, spec: QuantizationSpec) -> Tensor:
     """The weight, each value rounded on its own."""
     return nearest(weight, spec, nearest_qparams(spec, weight))
 
 
 def gain(weight: Tensor, rounded: Tensor, x: Tensor, spec: QuantizationSpec) -> float:
     """How many times smaller the squared error of the outputs is than with round-to-nearest."""
-    plain, left = (((weight - other) @ x.T).square().sum() for other in (plainly(weight, spec), rounded))
+    plain, left = (((weight - other) @ x.T).square().sum() for other in (to_nearest(weight, spec), rounded))
     return float(plain / left)
 
 

@@ -14,7 +14,7 @@ from quantizer.graph.edits import Insertion
 from quantizer.nn.network import Network
 
 SOLVED: list[str] = []
-"""Layers that `coarse` has settled since a test cleared it."""
+"""Layers that `coarse` has rounded since a test cleared it."""
 
 
 def doubled(task: Task, settings: AlgoConfig, found: Adjustment) -> Adjustment:
@@ -60,6 +60,6 @@ def coarse(task: Task, settings: AlgoConfig, found: Adjustment) -> Adjustment:
 
 def _rounded(task: Task, name: str, runner: SequentialRunner) -> Rounded:
     spec, weight = task.specs[name, "weights"], runner.network.layers[name].get_parameter("weight").detach()
-    grid = nearest_qparams(spec, weight)
-    grid = replace(grid, scale=grid.scale * 2)
-    return Rounded(nearest(weight, spec, grid), grid, 0.5, 0.25)
+    qparams = nearest_qparams(spec, weight)
+    qparams = replace(qparams, scale=qparams.scale * 2)
+    return Rounded(nearest(weight, spec, qparams), qparams, 0.5, 0.25)

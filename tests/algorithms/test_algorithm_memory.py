@@ -67,7 +67,7 @@ def found_bytes(found: Adjustment) -> int:
     tensors = [value for own in found.parameters.values() for value in own.values()]
     for rounded in found.rounded.values():
         tensors += [rounded.weight, rounded.qparams.scale, rounded.qparams.zero_point]
-    tensors += [value for grid in found.qparams.values() for value in (grid.scale, grid.zero_point)]
+    tensors += [value for qparams in found.qparams.values() for value in (qparams.scale, qparams.zero_point)]
     return sum(each.nbytes for each in {id(each): each for each in tensors}.values())
 
 

@@ -12,11 +12,11 @@ from roundings import (
     decaying,
     layer_names,
     linear,
-    plainly,
     remarks,
     resumed,
     solved,
     task_of,
+    to_nearest,
     weight_of,
 )
 from torch import Tensor, nn
@@ -84,8 +84,8 @@ def mismatched(depth: int, seed: int, tokens: int = 256) -> tuple[Tensor, Tensor
     return f, f + 0.5 * f @ mixing
 
 
-def settled(weight: Tensor, f: Tensor, x: Tensor, aim: GptqTarget, spec: QuantizationSpec = CHANNELS) -> Tensor:
-    """One linear layer rounded for these inputs; plainly where nothing is gained."""
+def rounded_weight(weight: Tensor, f: Tensor, x: Tensor, aim: GptqTarget, spec: QuantizationSpec = CHANNELS) -> Tensor:
+    """One linear layer rounded for these inputs; to nearest where nothing is gained."""
     layer = linear(weight)
     gram, drift = Gram(layer), Drift(layer)
     gram.add(x)
@@ -95,13 +95,13 @@ def settled(weight: Tensor, f: Tensor, x: Tensor, aim: GptqTarget, spec: Quantiz
     return found["layer"].weight
 
 
-def rounded_column(column: Tensor, grid: QParams) -> Tensor:
+def rounded_column(column: Tensor, qparams: QParams) -> Tensor:
     """Symmetric, half to even, [rows]."""
-    scale = grid.scale.flatten().double()
+    scale = qparams.scale.flatten().double()
     return (column / scale).round().clamp(-4, 3) * scale
 
 
-def gptaq_by_definition(weight: Tensor, f: Tensor, x: Tensor, settings: GPTAQConfig, grid: QParams) -> Tensor:
+def gptaq_by_definition(weight: Tensor, f: Tensor, x: Tensor, settings: GPTAQConfig, qparams: QParams) -> Tensor:
     """Column by column, each with least squares of its own over the columns that are left (arXiv 2504.02692)."""
     w, gram = weight.double(), x.T.double() @ x.double()
     h = gram + settings.damp_percent * gram.diagonal().mean() * torch.eye(len(gram))
@@ -111,7 +111,7 @@ def gptaq_by_definition(weight: Tensor, f: Tensor, x: Tensor, settings: GPTAQCon
         w[:, i + 1 :] += settings.alpha * torch.outer(weight[:, i].double(), made_up)
     target = w.clone()
     for j in range(len(h)):
-        q = rounded_column(w[:, j], grid)
+        q = rounded_column(w[:, j], qparams)
         if j + 1 < len(h):
             w[:, j + 1 :] += torch.outer(w[:, j] - q, torch.linalg.solve(h[j + 1 :, j + 1 :], h[j + 1 :, j]))
         w[:, j] = q
@@ -119,7 +119,7 @@ def gptaq_by_definition(weight: Tensor, f: Tensor, x: Tensor, settings: GPTAQCon
     return w.float()
 
 
-def qronos_by_definition(weight: Tensor, f: Tensor, x: Tensor, damping: float, grid: QParams) -> Tensor:
+def qronos_by_definition(weight: Tensor, f: Tensor, x: Tensor, damping: float, qparams: QParams) -> Tensor:
     """Each column the best for all others as they are, then those that are left fitted anew (arXiv 2505.11695)."""
     w, depth = weight.double(), weight.shape[1]
     pull = torch.eye(depth).double() * damping**0.5
@@ -128,7 +128,7 @@ def qronos_by_definition(weight: Tensor, f: Tensor, x: Tensor, damping: float, g
     q = w.clone()
     for j in range(depth):
         left = outputs - a @ q.T + a[:, [j]] * q[:, j]
-        q[:, j] = rounded_column(a[:, j] @ left / a[:, j].square().sum(), grid)
+        q[:, j] = rounded_column(a[:, j] @ left / a[:, j].square().sum(), qparams)
         if j + 1 < depth:
             q[:, j + 1 :] = torch.linalg.lstsq(a[:, j + 1 :], outputs - a[:, : j + 1] @ q[:, : j + 1].T).solution.T
     return q.float()
@@ -139,14 +139,14 @@ def test_both_do_what_their_papers_define(seed: int) -> None:
     """Their fast forms against the definitions, in float64 on the data itself."""
     weight = torch.randn(16, 24, generator=torch.Generator().manual_seed(seed))
     f, x = mismatched(24, seed)
-    grid = nearest_qparams(CHANNELS, weight)
+    qparams = nearest_qparams(CHANNELS, weight)
     asymmetric, fitted = GPTAQConfig(desc_act=False), QronosConfig(alpha=1e-3, desc_act=False)
-    expected = gptaq_by_definition(weight, f, x, asymmetric, grid)
-    assert torch.allclose(settled(weight, f, x, FloatOutputs(asymmetric)), expected, atol=1e-5)
+    expected = gptaq_by_definition(weight, f, x, asymmetric, qparams)
+    assert torch.allclose(rounded_weight(weight, f, x, FloatOutputs(asymmetric)), expected, atol=1e-5)
     largest = float(torch.linalg.eigvalsh(x.T.double() @ x.double())[-1])
     assert FittedOutputs(fitted).damping(x.T @ x) == pytest.approx(1e-3 * largest, rel=1e-2)
-    expected = qronos_by_definition(weight, f, x, FittedOutputs(fitted).damping(x.T @ x), grid)
-    assert torch.allclose(settled(weight, f, x, FittedOutputs(fitted)), expected, atol=1e-5)
+    expected = qronos_by_definition(weight, f, x, FittedOutputs(fitted).damping(x.T @ x), qparams)
+    assert torch.allclose(rounded_weight(weight, f, x, FittedOutputs(fitted)), expected, atol=1e-5)
 
 
 def test_four_weights_come_near_to_the_best_of_all_choices() -> None:
@@ -161,7 +161,7 @@ def test_four_weights_come_near_to_the_best_of_all_choices() -> None:
     for seed in range(40):
         weight = torch.randn(1, 4, generator=torch.Generator().manual_seed(seed))
         f, x = mismatched(4, seed)
-        choices = {name: settled(weight, f, x, aim) for name, aim in aims.items()}
+        choices = {name: rounded_weight(weight, f, x, aim) for name, aim in aims.items()}
         choices["best"] = codes * nearest_qparams(CHANNELS, weight).scale
         for name, choice in choices.items():
             errors[name].append(float((choice @ x.T - weight @ f.T).square().sum(1).min()))
@@ -181,7 +181,7 @@ def test_no_share_of_the_inputs_errors_is_gptq() -> None:
 @pytest.mark.parametrize("name", ASYMMETRIC)
 @pytest.mark.parametrize("true_sequential", [True, False])
 def test_an_interrupted_run_goes_on_beside_the_float_network(name: str, true_sequential: bool) -> None:
-    """After two of five groups; and all weights are on their grids."""
+    """After two of five groups; and each weight is one of its scale."""
     run, settings = RUNS[name]
     settings = replace(settings, true_sequential=true_sequential)
     states: list[Adjustment] = []
@@ -203,7 +203,7 @@ def test_dead_inputs_and_few_tokens_leave_finite_weights(name: str) -> None:
     task = replace(stack(3), batches=task_of(nn.Linear(96, 96), [x], CHANNELS).batches)
     found = run(task, settings, Adjustment())
     first = layer_names(task.graph)[0]
-    plain = plainly(weight_of(task.graph, first), task.specs[first, "weights"])
+    plain = to_nearest(weight_of(task.graph, first), task.specs[first, "weights"])
     assert all(each.weight.isfinite().all() and each.after <= each.before for each in found.rounded.values())
     assert torch.equal(found.rounded[first].weight[:, 5], plain[:, 5])
 

@@ -37,7 +37,7 @@ SPECS = {
 }
 
 
-def settled(task: Task, found: Adjustment | None = None, **changes: bool) -> Adjustment:
+def solved(task: Task, found: Adjustment | None = None, **changes: bool) -> Adjustment:
     return awq(task, AWQConfig(**changes), found or Adjustment())  # type: ignore[arg-type]
 
 
@@ -65,7 +65,7 @@ def test_gains_of_the_paper() -> None:
     for kind, gain in inputs_by_kind.items():
         model, inputs = model_with(gain)
         task = task_of(model, inputs, W4)
-        found = settled(task, clip_search=False)
+        found = solved(task, clip_search=False)
         gains[kind] = errors(task, found, inputs)
         factors = gain / next((own["weight"] for own in found.parameters.values() if "bias" in own), gain)
         exponents[kind] = float((factors[few > 1].median() / factors[few == 1].median()).log()) / math.log(60)
@@ -79,7 +79,7 @@ def test_clipping_helps_by_itself_and_with_factors() -> None:
     model, inputs = model_with(torch.exp(torch.randn(256, generator=torch.Generator().manual_seed(0))))
     task = task_of(model, inputs, dataclasses.replace(W4, bit_width=3))
     both, clip, scale = (
-        errors(task, settled(task, **off), inputs) for off in ({}, {"scale_search": False}, {"clip_search": False})
+        errors(task, solved(task, **off), inputs) for off in ({}, {"scale_search": False}, {"clip_search": False})
     )
     assert clip > 1.1
     assert scale > 1.1
@@ -90,7 +90,7 @@ def test_clipping_helps_by_itself_and_with_factors() -> None:
 @pytest.mark.parametrize("signed", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("scheme", ["per_channel", "per_group"])
 def test_one_large_channel(bits: int, signed: bool, scheme: str) -> None:
-    """Factors pay on each grid, so does clipping, and both together are no worse than one of them."""
+    """Factors pay on each qparams, so does clipping, and both together are no worse than one of them."""
     gain = torch.ones(128)
     gain[17] = 60.0
     model, inputs = model_with(gain)
@@ -98,7 +98,7 @@ def test_one_large_channel(bits: int, signed: bool, scheme: str) -> None:
     spec = QuantizationSpec(bit_width=bits, signed=signed, symmetric=signed, qscheme=scheme, **axis)
     task, left = task_of(model, inputs, spec), []
     for off in ({}, {"clip_search": False}, {"scale_search": False}):
-        found = settled(task, **off)
+        found = solved(task, **off)
         assert errors(task, found, inputs) >= 2.5
         assert difference(task, found, inputs) < 1e-5
         assert bool(found.parameters) is ("scale_search" not in off)
@@ -108,12 +108,12 @@ def test_one_large_channel(bits: int, signed: bool, scheme: str) -> None:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("name", ["outliers", "grouped"])
-def test_any_grid(name: str, spec: QuantizationSpec) -> None:
+def test_any_spec(name: str, spec: QuantizationSpec) -> None:
     model, inputs = built(name)
     if name == "grouped" and spec.qscheme == "per_group":
         spec = dataclasses.replace(spec, group_size=-1)
     task = task_of(model, inputs, spec)
-    found = settled(task)
+    found = solved(task)
     assert set(found.rounded) == set(found.qparams) == {layer for layer, _ in task.specs}
     graph = adjusted(task.graph, found)
     for layer, rounded in found.rounded.items():
@@ -132,7 +132,7 @@ def test_the_float_function_stays(name: str) -> None:
     """Also of grouped-query attention: Llama, Qwen2 and others share a head of values between two of queries."""
     model, inputs = built(name)
     task = task_of(model, inputs, INT4)
-    found = settled(task)
+    found = solved(task)
     assert found.rounded
     assert bool(found.parameters) is (name != "gated")  # its inputs are alike in size
     assert difference(task, found, inputs) < 1e-5
@@ -141,7 +141,7 @@ def test_the_float_function_stays(name: str) -> None:
 def test_a_group_is_never_worse_than_plain_rounding() -> None:
     model, inputs = built("outliers")
     task = task_of(model, inputs, dataclasses.replace(W4, group_size=16))
-    found = settled(task, clip_search=False)
+    found = solved(task, clip_search=False)
     assert len(found.rounded) == 2
     assert sum(row.after for row in found.rounded.values()) <= sum(row.before for row in found.rounded.values())
 
@@ -153,14 +153,14 @@ def test_a_convolution_of_correlated_inputs_is_never_worse(spec: QuantizationSpe
         torch.manual_seed(seed)
         layer, images = nn.Conv2d(8, 16, 3, padding=1, bias=False), torch.randn(2, 2, 8, 24, 24)
         task = task_of(layer, list(images.cumsum(-1).cumsum(-2) / 8), spec)
-        [rounded] = settled(task).rounded.values()
+        [rounded] = solved(task).rounded.values()
         assert rounded.after <= rounded.before
 
 
 def test_errors_before_and_after_are_those_of_the_layers_outputs() -> None:
     model, inputs = model_with(torch.exp(torch.linspace(-2, 2, 256)))
     task = task_of(model, inputs, W4)
-    found = settled(task)
+    found = solved(task)
     [(layer, rounded)] = found.rounded.items()
     with torch.no_grad():
         x = torch.cat([model.norm(x).flatten(0, 1) for x in inputs])
@@ -178,7 +178,7 @@ def test_after_smoothquant() -> None:
     model, inputs = built("gated")
     task = task_of(model, inputs, INT4, A8)
     found = smoothquant(task, SmoothQuantConfig(alpha="auto"), Adjustment())
-    both = settled(task, found)
+    both = solved(task, found)
     assert difference(task, both, inputs) < 1e-5
     assert len(both.insertions) == len(found.insertions) == 1, "one multiplication takes both factors"
     assert set(both.rounded) == {layer for layer, role in task.specs if role == "weights"}
@@ -187,7 +187,7 @@ def test_after_smoothquant() -> None:
 def test_what_is_rescaled_later_is_not_rounded_any_more() -> None:
     model, inputs = built("outliers")
     task = task_of(model, inputs, INT4)
-    found = smoothquant(task, SmoothQuantConfig(alpha=0.5), settled(task))
+    found = smoothquant(task, SmoothQuantConfig(alpha=0.5), solved(task))
     assert not found.rounded
     assert not found.qparams
 
@@ -196,11 +196,11 @@ def test_two_runs_and_a_resumed_one_leave_the_same_bits() -> None:
     model, inputs = built("Llama")
     states: list[tuple[Adjustment, int]] = []
     task = task_of(model, inputs, INT4, after_group=lambda found, done: states.append((found, done)))
-    whole = settled(task)
+    whole = solved(task)
     assert states[-1] == (whole, len(task.structure.groups))
     assert len(states) > 3
     for found, done in states:
-        resumed = settled(dataclasses.replace(task, done=done, after_group=lambda found, done: None), found)
+        resumed = solved(dataclasses.replace(task, done=done, after_group=lambda found, done: None), found)
         assert resumed.rounded.keys() == whole.rounded.keys()
         for layer, rounded in whole.rounded.items():
             assert torch.equal(resumed.rounded[layer].weight, rounded.weight)
@@ -226,7 +226,7 @@ def test_an_expert_that_no_token_reaches_is_rounded_plainly() -> None:
     torch.manual_seed(0)
     inputs = list(torch.randn(2, 5, 8))
     task = task_of(Routed(), inputs, INT4)
-    found = settled(task)
+    found = solved(task)
     [layer] = found.rounded
     assert "always" in layer
     [remark] = found.remarks
@@ -239,7 +239,7 @@ def test_dead_channels_are_told_and_keep_their_weights() -> None:
     model, inputs = built("outliers")
     model.norm.weight.data[3] = model.norm.bias.data[3] = 0
     task = task_of(model, inputs, INT4)
-    found = settled(task)
+    found = solved(task)
     assert all("1 input channel was zero" in remark.text for remark in found.remarks if remark.is_warning)
     assert any(remark.is_warning for remark in found.remarks)
     weights = [found.parameters[layer]["weight"] for layer in found.rounded if layer in found.parameters]
@@ -252,10 +252,10 @@ def test_what_is_not_finite_is_an_error_that_names_it() -> None:
     task = task_of(model, inputs, INT4)
     inputs[1] = torch.full_like(inputs[1], float("inf"))
     with pytest.raises(DataError, match=r"batch 1: the input of .* has \d+ NaN"):
-        settled(task)
+        solved(task)
     model.layers[1].weight.data[0, 0] = float("nan")
     with pytest.raises(DataError, match=r"weight of .*1.* has no range"):
-        settled(task_of(model, inputs[:1], INT4))
+        solved(task_of(model, inputs[:1], INT4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -263,7 +263,7 @@ def test_half_precision_keeps_its_bits(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model, inputs = Outliers(64, layers=2).to(dtype), list(torch.randn(2, 4, 64).to(dtype))
     task = task_of(model, inputs, INT4)
-    found = settled(task)
+    found = solved(task)
     assert found.parameters
     assert difference(task, found, inputs) == 0
     assert all(rounded.weight.dtype == dtype for rounded in found.rounded.values())
@@ -290,10 +290,10 @@ def test_a_clipped_grid_is_the_best_of_its_candidates() -> None:
     gram = Gram(layer)
     gram.add(x)
     weight = layer.weight.detach()
-    found, grid = clipped_qparams(layer, INT4, weight, gram.matrix), nearest_qparams(INT4, weight)
+    found, qparams = clipped_qparams(layer, INT4, weight, gram.matrix), nearest_qparams(INT4, weight)
     best = torch.full((6,), float("inf"))
     for step in range(11):
-        tried = nearest(weight, INT4, QParams(grid.scale * (1 - step / 20), grid.zero_point))
+        tried = nearest(weight, INT4, QParams(qparams.scale * (1 - step / 20), qparams.zero_point))
         best = torch.minimum(best, (x @ (tried - weight).T).square().sum(0))
     have = (x @ (nearest(weight, INT4, found) - weight).T).square().sum(0)
     assert torch.allclose(have, best, rtol=1e-3)

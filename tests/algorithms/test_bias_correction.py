@@ -1,4 +1,4 @@
-"""Bias correction gives every layer its float mean back, exactly, or to half a step on the DPU's grids."""
+"""Bias correction gives every layer its float mean back, exactly, or to half a step of the DPU's scales."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def weights(bit_width: int, *layers: dict[str, Any], per_channel: bool = False) 
 
 def dpu(*roles: str) -> dict[str, Any]:
     """A config of the DPU."""
-    grid = {"narrow_range": True, "scale_type": "poweroftwo", "method": "diffs", "calib_statistic_method": "modal"}
+    keys = {"narrow_range": True, "scale_type": "poweroftwo", "method": "diffs", "calib_statistic_method": "modal"}
     half_up = {"activation": {"round_mode": "half_up"}}
     given = list(roles or ROLES)
     return document(
-        overall={**grid, "round_mode": "std_round"},
+        overall={**keys, "round_mode": "std_round"},
         tensor=half_up if "activation" in given else {},
         target_device="DPU",
         include_bias_corr=True,

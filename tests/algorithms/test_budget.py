@@ -79,7 +79,7 @@ def test_where_states_are_a_sample_the_choice_is_close_to_the_best() -> None:
 
 
 def lower_bound(items: list[list[Option]], limit: int) -> float:
-    """What no choice within the budget can go below: the largest value of the Lagrangian dual on a fine grid."""
+    """What no choice within the budget can go below: the largest value of the Lagrangian dual over many multipliers."""
     prices = [10 ** (exponent / 50) for exponent in range(-600, 100)]
     return max(
         sum(min(option.error + price * option.size for option in item) for item in items) - price * limit

@@ -1,4 +1,4 @@
-"""Fast finetuning: the least squares of a layer, what it promises on every grid, and E3 on a trained network."""
+"""Fast finetuning: a layer's least squares, what it promises for every spec, and what a trained network wins."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def of_toy(name: str, folder: Path, mode: str, content: dict[str, Any]) -> Any:
     return run(traced(name), folder, batches, mode, content)
 
 
-def assert_on_the_grid(graph: Graph, before: Solution, made: Finetuned) -> None:
-    """Quantizing again changes nothing, and each code is next to that of round-to-nearest on the same grid."""
+def assert_on_the_codes(graph: Graph, before: Solution, made: Finetuned) -> None:
+    """Quantizing again changes nothing, and each code is next to that of round-to-nearest with the same scales."""
     nodes = [node for node in graph.nodes if node.row.is_linear_or_convolution]
     assert nodes
     assert set(made.layers) == {node.name for node in nodes}
@@ -174,17 +174,17 @@ def assert_on_the_grid(graph: Graph, before: Solution, made: Finetuned) -> None:
 def test_every_kind_of_layer_ends_on_its_grid_and_not_worse(name: str, mode: str, tmp_path: Path) -> None:
     content = document(tensor={"weights": {"bit_width": 3, "per_channel": True}})
     graph, before, made = of_toy(name, tmp_path, mode, content)
-    assert_on_the_grid(graph, before, made)
+    assert_on_the_codes(graph, before, made)
 
 
 @pytest.mark.parametrize(
     ("round_mode", "per_channel", "symmetry"), list(product(sorted(NEAREST), (False, True), (False, True)))
 )
-def test_every_grid(round_mode: str, per_channel: bool, symmetry: bool, tmp_path: Path) -> None:
+def test_every_spec(round_mode: str, per_channel: bool, symmetry: bool, tmp_path: Path) -> None:
     weights = {"bit_width": 4, "per_channel": per_channel, "symmetry": symmetry, "round_mode": round_mode}
     content = document(tensor={"weights": {**weights, "signed": symmetry}})
     for mode, name in product(SOLVERS, ("transposed", "mobile")):
-        assert_on_the_grid(*of_toy(name, tmp_path, mode, content))
+        assert_on_the_codes(*of_toy(name, tmp_path, mode, content))
 
 
 @pytest.mark.parametrize("mode", list(SOLVERS))
@@ -282,7 +282,7 @@ def mobile_digits() -> Any:
 
 
 @pytest.mark.parametrize(("mode", "gain_db"), [("adaround", 8.0), ("adaquant", 10.0)])
-def test_e3_learned_rounding_beats_nearest_in_three_bits(
+def test_learned_rounding_beats_nearest_in_three_bits(
     mobile_digits: Any, mode: str, gain_db: float, tmp_path: Path
 ) -> None:
     """W3A8 per channel: 80.8 % with round-to-nearest, 99.6 % (adaround) and 99.4 % (adaquant) with fast finetuning."""
@@ -291,7 +291,7 @@ def test_e3_learned_rounding_beats_nearest_in_three_bits(
     tensor = {"weights": {"bit_width": 3, "per_channel": True}, "activation": unsigned, "input": unsigned}
     content = document(tensor={**tensor, "bias": {"bit_width": 32}})
     graph, before, made = run(original, tmp_path, calibration, mode, content)
-    assert_on_the_grid(graph, before, made)
+    assert_on_the_codes(graph, before, made)
     assert not made.undone
     ratios = [layer.after / layer.before for layer in made.layers.values()]
     assert len(ratios) == 10

@@ -1,4 +1,4 @@
-"""GPTQ: what the paper promises on inputs of known statistics, every grid, and what it does where the data fail."""
+"""GPTQ: what the paper promises on inputs of known statistics, every qparams, and what it does where the data fail."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from roundings import (
     layer_names,
     linear,
     low_rank,
-    plainly,
     remarks,
     resumed,
     solved,
     task_of,
+    to_nearest,
     weight_of,
 )
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ from quantizer.sources.batches import Batch
 
 PLAIN_ORDER = GPTQConfig(desc_act=False)
 WEIGHT = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
-EVERY_GRID = {
+EVERY_SPEC = {
     "tensor": QuantizationSpec(bit_width=4),
     "channel": CHANNELS,
     "channel, asymmetric": replace(CHANNELS, symmetric=False),
@@ -61,20 +61,20 @@ EVERY_GRID = {
 }
 
 
-@pytest.mark.parametrize("spec", EVERY_GRID.values(), ids=EVERY_GRID)
+@pytest.mark.parametrize("spec", EVERY_SPEC.values(), ids=EVERY_SPEC)
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_uncorrelated_inputs_give_plain_rounding_bit_by_bit(spec: QuantizationSpec, scale: float) -> None:
-    """E4a: with H a multiple of I there is no error that another column could make up for."""
+    """With H a multiple of I there is no error that another column could make up for."""
     x = scale * torch.eye(256)
     for damping in (0.0, 0.01):
         rounded, found = solved(WEIGHT, x, spec, GPTQConfig(damp_percent=damping))
-        assert torch.equal(rounded.weight, plainly(WEIGHT, spec))
+        assert torch.equal(rounded.weight, to_nearest(WEIGHT, spec))
         assert rounded.before == rounded.after and not found.remarks
 
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_the_gain_grows_with_the_correlation_of_the_inputs(bits: int) -> None:
-    """E4b, on other inputs of the same statistics; the gates of experiments with the paper's algorithm (section 3)."""
+    """On other inputs of the same statistics; the gates of experiments with the paper's algorithm (section 3)."""
     spec = replace(CHANNELS, bit_width=bits)
     for inputs, least in ((autoregressive, 3.0), (low_rank, 8.0), (decaying, 1.7)):
         rounded, _ = solved(WEIGHT, inputs(2048, 256, seed=1), spec, PLAIN_ORDER)
@@ -82,9 +82,9 @@ def test_the_gain_grows_with_the_correlation_of_the_inputs(bits: int) -> None:
 
 
 def test_independent_inputs_keep_plain_rounding() -> None:
-    """E4b: there the errors on calibration data are smaller by chance, and on other data larger."""
+    """There the errors on calibration data are smaller by chance, and on other data larger."""
     rounded, found = solved(WEIGHT, independent(2048, 256, seed=1), settings=PLAIN_ORDER)
-    assert torch.equal(rounded.weight, plainly(WEIGHT, CHANNELS)) and rounded.after == rounded.before
+    assert torch.equal(rounded.weight, to_nearest(WEIGHT, CHANNELS)) and rounded.after == rounded.before
     (remark,) = found.remarks
     assert "promises no smaller errors" in remark.text and not remark.is_warning
 
@@ -102,7 +102,7 @@ def test_large_inputs_first_pays_on_few_sources_and_costs_on_neighbours() -> Non
 
 
 def test_six_weights_come_near_to_the_best_of_all_choices() -> None:
-    """E4d: all ways to round six weights up or down, in the mean of 40 draws."""
+    """All ways to round six weights up or down, in the mean of 40 draws."""
     spec, errors = replace(CHANNELS, bit_width=4), []
     for seed in range(40):
         draw = torch.Generator().manual_seed(seed)
@@ -114,15 +114,15 @@ def test_six_weights_come_near_to_the_best_of_all_choices() -> None:
         best = (((low + choices) * scale - weight) @ x.T).square().sum(1).min()
         found, _ = solved(weight, x, spec, replace(PLAIN_ORDER, damp_percent=0.0))
         left = ((found.weight - weight) @ x.T).square().sum()
-        errors.append(torch.stack([left, best, ((plainly(weight, spec) - weight) @ x.T).square().sum()]))
+        errors.append(torch.stack([left, best, ((to_nearest(weight, spec) - weight) @ x.T).square().sum()]))
     left, best, plain = torch.stack(errors).mean(0)
     assert left <= 1.25 * best
     assert left <= 0.5 * plain
 
 
-@pytest.mark.parametrize("spec", EVERY_GRID.values(), ids=EVERY_GRID)
-def test_every_grid_gains_and_keeps_its_values(spec: QuantizationSpec) -> None:
-    """A column with one scale of its own is a grid like any other."""
+@pytest.mark.parametrize("spec", EVERY_SPEC.values(), ids=EVERY_SPEC)
+def test_every_spec_gains_and_keeps_its_values(spec: QuantizationSpec) -> None:
+    """A column with one scale of its own is a qparams like any other."""
     x = autoregressive(2048, 64, seed=1)
     rounded, found = solved(WEIGHT[:32, :64], x, spec)
     assert not found.remarks
@@ -162,9 +162,9 @@ def test_scales_found_on_the_way_are_those_of_the_papers_algorithm() -> None:
     for column in range(64):
         group = slice(column // size * size, column // size * size + size)
         if column % size == 0:
-            grid = nearest_qparams(replace(spec, group_size=size), left[:, group].float())
-            expected.append(grid.scale)
-        on = nearest(left[:, group].float(), replace(spec, group_size=size), grid)[:, column % size].double()
+            qparams = nearest_qparams(replace(spec, group_size=size), left[:, group].float())
+            expected.append(qparams.scale)
+        on = nearest(left[:, group].float(), replace(spec, group_size=size), qparams)[:, column % size].double()
         error = (left[:, column] - on) / inverse[column, column]
         left[:, column:] -= error[:, None] * inverse[column, column:]
     moving, _ = solved(weight, x, replace(spec, group_size=size), GPTQConfig(desc_act=False, static_groups=False))
@@ -176,11 +176,11 @@ def test_grids_that_were_found_before_are_used_as_they_are() -> None:
     x, weight = autoregressive(2048, 64, seed=1), WEIGHT[:32, :64]
     task = task_of(linear(weight), torch.split(x, 512), GROUPS)
     (name,) = layer_names(task.graph)
-    grid = nearest_qparams(GROUPS, 0.8 * weight)
+    qparams = nearest_qparams(GROUPS, 0.8 * weight)
     for each in (GPTQConfig(), GPTQConfig(desc_act=False, static_groups=False)):
-        found = gptq(task, each, Adjustment(qparams={name: grid})).rounded[name]
-        assert torch.equal(found.qparams.scale, grid.scale)
-        assert torch.equal(nearest(found.weight, GROUPS, grid), found.weight)
+        found = gptq(task, each, Adjustment(qparams={name: qparams})).rounded[name]
+        assert torch.equal(found.qparams.scale, qparams.scale)
+        assert torch.equal(nearest(found.weight, GROUPS, qparams), found.weight)
 
 
 def test_block_size_decides_on_speed_alone() -> None:
@@ -327,7 +327,7 @@ def test_channels_that_were_zero_are_rounded_plainly(zero: list[int], said: str)
     x[:, zero] = 0
     weight = WEIGHT[:32, :64]
     rounded, found = solved(weight, x)
-    assert torch.equal(rounded.weight[:, zero], plainly(weight, CHANNELS)[:, zero])
+    assert torch.equal(rounded.weight[:, zero], to_nearest(weight, CHANNELS)[:, zero])
     assert gain(weight, rounded.weight, x, CHANNELS) > 2
     assert [remark.text for remark in found.remarks] == [said]
 
@@ -335,7 +335,7 @@ def test_channels_that_were_zero_are_rounded_plainly(zero: list[int], said: str)
 def test_all_zeros_give_plain_rounding() -> None:
     """And no NaN."""
     rounded, found = solved(WEIGHT, torch.zeros(512, 256))
-    assert torch.equal(rounded.weight, plainly(WEIGHT, CHANNELS))
+    assert torch.equal(rounded.weight, to_nearest(WEIGHT, CHANNELS))
     assert (rounded.before, rounded.after) == (0.0, 0.0)
     assert "256 input channels were zero" in found.remarks[0].text
 
@@ -360,12 +360,12 @@ def test_what_no_damping_helps_is_rounded_plainly(monkeypatch: pytest.MonkeyPatc
     negative[0, :2, :2] = torch.tensor([[1.0, 9.0], [9.0, 1.0]])
     monkeypatch.setattr(Gram, "matrix", property(lambda gram: negative))
     rounded, found = solved(WEIGHT, independent(64, 256, seed=0))
-    assert torch.equal(rounded.weight, plainly(WEIGHT, CHANNELS))
+    assert torch.equal(rounded.weight, to_nearest(WEIGHT, CHANNELS))
     assert "not positive definite even with damping 1; it stays at round-to-nearest" in found.remarks[0].text
 
 
 def test_a_layer_that_no_token_reached_is_left_out() -> None:
-    """As an expert may be; calibration then rounds it plainly."""
+    """As an expert may be; calibration then rounds it to nearest."""
     task = task_of(linear(WEIGHT), [torch.zeros(2, 256)], CHANNELS)
     nothing = torch.zeros(0, 256)
     task = replace(task, batches=lambda: [Batch((nothing,), {}, None, nothing)])
@@ -416,14 +416,14 @@ def test_half_precision_weights_stay_on_their_grid() -> None:
 
 
 def test_weights_without_a_scale_are_no_business_of_it() -> None:
-    """A cast has no grid that errors could be moved on."""
+    """A cast has no qparams that errors could be moved on."""
     task = task_of(linear(WEIGHT), [independent(64, 256, seed=0)], QuantizationSpec("float16"))
     assert gptq(task, GPTQConfig(), Adjustment()) == Adjustment()
 
 
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[Tensor, Tensor, QuantizationSpec, GPTQConfig]:
-    """A weight with rows of any size, inputs with zeros and repetitions, a grid and settings."""
+    """A weight with rows of any size, inputs with zeros and repetitions, a qparams and settings."""
     rows, depth = draw(st.integers(1, 5)), draw(st.sampled_from([4, 8, 36, 40]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     weight = torch.randn(rows, depth, generator=generator) * 10.0 ** draw(st.integers(-6, 6))
@@ -431,8 +431,8 @@ def layers(draw: st.DrawFn) -> tuple[Tensor, Tensor, QuantizationSpec, GPTQConfi
     rank, tokens = draw(st.integers(1, depth)), draw(st.sampled_from([1, 3, 200]))
     x = torch.randn(tokens, rank, generator=generator) @ torch.randn(rank, depth, generator=generator)
     x[:, draw(st.integers(0, depth - 1))] *= draw(st.sampled_from([0.0, 1.0, 1e3]))
-    grids = [spec if spec.group_size is None else replace(spec, group_size=4) for spec in EVERY_GRID.values()]
-    spec = draw(st.sampled_from([spec for spec in grids if (spec.qscheme, spec.ch_axis) != ("per_group", 0)]))
+    specs = [spec if spec.group_size is None else replace(spec, group_size=4) for spec in EVERY_SPEC.values()]
+    spec = draw(st.sampled_from([spec for spec in specs if (spec.qscheme, spec.ch_axis) != ("per_group", 0)]))
     dynamic = draw(st.booleans())
     damping = draw(st.sampled_from([0.0, 0.01, 1.0]))
     size = draw(st.sampled_from([1, 7, 128]))
@@ -458,7 +458,9 @@ def test_whatever_comes_in_results_are_finite_on_the_grid_and_no_worse(
     assert 0 <= rounded.after <= rounded.before
     gram = Gram(linear(weight))
     gram.add(x)
-    left, plain = (output_error(gram.matrix, (weight - each)[None]) for each in (rounded.weight, plainly(weight, spec)))
+    left, plain = (
+        output_error(gram.matrix, (weight - each)[None]) for each in (rounded.weight, to_nearest(weight, spec))
+    )
     assert left <= plain * (1 + 1e-3) + 1e-12 * output_error(gram.matrix, weight[None])
 
 
@@ -467,6 +469,6 @@ def test_a_group_that_is_given_scales_needs_no_range() -> None:
     spec = replace(CHANNELS, bit_width=8)
     task = task_of(linear(WEIGHT), [decaying(512, 256, seed=0)], spec)
     (name,) = layer_names(task.graph)
-    grid = QParams(torch.full((128,), 0.05), torch.zeros(128, dtype=torch.int32))
-    found = gptq(task, GPTQConfig(), Adjustment(qparams={name: grid})).rounded[name]
-    assert found.qparams is grid and remarks(gptq(task, GPTQConfig(), Adjustment())) == {}
+    qparams = QParams(torch.full((128,), 0.05), torch.zeros(128, dtype=torch.int32))
+    found = gptq(task, GPTQConfig(), Adjustment(qparams={name: qparams})).rounded[name]
+    assert found.qparams is qparams and remarks(gptq(task, GPTQConfig(), Adjustment())) == {}

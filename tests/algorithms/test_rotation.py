@@ -257,8 +257,8 @@ def test_what_was_found_before_is_turned_and_grids_of_other_weights_are_dropped(
     given_task, inputs = task("Llama")
     first = rotation(given_task, RotationConfig(seed=1), Adjustment())
     reader = first.insertions[0].readers[0]
-    settled = Rounded(first.parameters[reader]["weight"], None, 0.0, 0.0)  # type: ignore[arg-type]
-    second = rotation(given_task, RotationConfig(online=False), first.with_rounded({reader: settled}))
+    rounded = Rounded(first.parameters[reader]["weight"], None, 0.0, 0.0)  # type: ignore[arg-type]
+    second = rotation(given_task, RotationConfig(online=False), first.with_rounded({reader: rounded}))
     assert difference(given_task, second, inputs) < 1e-5
     assert second.insertions == first.insertions
     assert reader not in second.rounded  # its rows write the residual stream

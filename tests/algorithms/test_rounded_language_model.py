@@ -1,4 +1,4 @@
-"""E12: what GPTQ and its kin leave of round-to-nearest's harm to a trained language model, on text it has not seen."""
+"""What GPTQ and its kin leave of round-to-nearest's harm to a trained language model, on text it has not seen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from character_model import HELD_OUT, TRAINED_ON, sequences, trained
-from roundings import CHANNELS, layer_names, plainly, task_of, weight_of
+from roundings import CHANNELS, layer_names, task_of, to_nearest, weight_of
 from torch.nn import functional as F
 
 from quantizer.algorithms.adjustment import Adjustment, adjusted
@@ -50,7 +50,9 @@ def test_most_of_the_gap_is_closed(bits: int) -> None:
     calibration = torch.split(sequences(TRAINED_ON, learned, seed=7), 16)
     task = task_of(trained(), calibration, replace(CHANNELS, bit_width=bits))
     weights = {name: weight_of(task.graph, name) for name in layer_names(task.graph)}
-    plain_weights = {name: {"weight": plainly(weight, task.specs[name, "weights"])} for name, weight in weights.items()}
+    plain_weights = {
+        name: {"weight": to_nearest(weight, task.specs[name, "weights"])} for name, weight in weights.items()
+    }
     float_, plain = float_perplexity(scored), perplexity(with_weights(task.graph, plain_weights), scored)
     assert len(weights) == 19
     for names in ALGORITHMS_IN_ORDER:

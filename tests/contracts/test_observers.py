@@ -1,4 +1,4 @@
-"""What every range method promises, on every grid a config can ask for."""
+"""What every range method promises, for every specification that a config can ask for."""
 
 import math
 from dataclasses import replace

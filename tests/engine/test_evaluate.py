@@ -49,7 +49,7 @@ def test_noise_of_a_graph_input() -> None:
 
 
 def test_a_layers_own_input_grid_leaves_other_readers_alone() -> None:
-    """`x + x` with a grid on its second argument only."""
+    """`x + x` with its second argument alone quantized."""
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     graph = trace(Doubled(), (x,))
     quantized = quantized_network(graph, Solution({("Doubled::Doubled/add", "input_1"): COARSE}))

@@ -56,7 +56,7 @@ def test_efficientnet_lite_in_eight_bits(
 
 
 @pytest.mark.slow
-def test_the_seeds_own_commands(tmp_path: Path) -> None:
+def test_the_commands_of_the_published_example(tmp_path: Path) -> None:
     """`python resnet18_quant.py --quant_mode calib|test --config_file …`, with our ResNet-18 and an image folder."""
     image = pytest.importorskip("PIL.Image", reason="image folders need pillow (extra: images)")
     for index in range(4):

@@ -1,4 +1,4 @@
-"""Deployed files carry bias corrections, exactly: codes where the corrected bias is on its grid, else floats."""
+"""Deployed files carry bias corrections, exactly: codes where the bias is a multiple of its scale, else floats."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def linear(correction: torch.Tensor) -> Deployment:
     return Deployment(trace(module, (x,)), Solution(tensors, corrections={LAYER: correction}), (x,), {})
 
 
-@pytest.mark.parametrize("correction", [0.0, 0.3], ids=["on its grid", "between its steps"])
+@pytest.mark.parametrize("correction", [0.0, 0.3], ids=["a multiple of the scale", "between its steps"])
 def test_onnx_holds_the_values_of_a_bias(correction: float, tmp_path: Path) -> None:
     """Not its codes: ONNX Runtime reads those of a convolution as if their scale were that of its sums."""
     onnx = pytest.importorskip("onnx")

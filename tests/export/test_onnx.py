@@ -1,4 +1,4 @@
-"""ONNX says what test mode does, for every grid, or it says what it cannot."""
+"""ONNX says what test mode does, for every specification, or it says what it cannot."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from quantizer.numerics.rounding import ROUND_MODES
 
 
 class Shifts(nn.Module):
-    """As many values as there are grids, each exact in any runtime."""
+    """As many values as there are specifications, each exact in any runtime."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Shifts(nn.Module):
 
 
 class Tables(nn.Module):
-    """As many weights as there are grids, each read out as it is."""
+    """As many weights as there are specifications, each read out as it is."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Tables(nn.Module):
         return [table(rows) for table in self.tables]
 
 
-def integer_grids(widths: tuple[int, ...]) -> Iterator[QuantizationSpec]:
+def integer_specs(widths: tuple[int, ...]) -> Iterator[QuantizationSpec]:
     kinds: tuple[dict[str, Any], ...] = (
         {},
         {"narrow_range": True},
@@ -76,10 +76,10 @@ def on_nodes(module: nn.Module, example: Tensor, role: str, specs: list[Quantiza
 
 
 @pytest.mark.slow
-def test_every_grid_and_rounding_of_activations(tmp_path: Path) -> None:
+def test_every_spec_and_rounding_of_activations(tmp_path: Path) -> None:
     specs = [
         replace(spec, round_mode=mode)
-        for spec, mode in product(integer_grids((2, 3, 4, 5, 8, 13, 16)), ROUND_MODES)
+        for spec, mode in product(integer_specs((2, 3, 4, 5, 8, 13, 16)), ROUND_MODES)
         if spec.bit_width in (4, 5, 8) or mode in ("half_even", "half_up")
     ]
     specs += [QuantizationSpec(dtype=dtype) for dtype in ("float16", "bfloat16", "float32")]
@@ -99,10 +99,10 @@ def test_ties_at_scales_that_are_no_power_of_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_grid_of_weights(tmp_path: Path) -> None:
+def test_every_spec_of_weights(tmp_path: Path) -> None:
     specs = [
         replace(spec, qscheme="per_tensor" if axis is None else "per_channel", ch_axis=axis)
-        for spec, axis in product(integer_grids((2, 3, 4, 5, 8, 12, 16, 20, 32)), (None, 0, 1))
+        for spec, axis in product(integer_specs((2, 3, 4, 5, 8, 12, 16, 20, 32)), (None, 0, 1))
     ]
     specs += [QuantizationSpec(dtype=dtype) for dtype in ("float16", "bfloat16")]
     torch.manual_seed(0)

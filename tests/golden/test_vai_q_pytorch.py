@@ -52,7 +52,7 @@ def test_float_scales(method, randn, relu, ramp):
 
 
 def test_mse_scales_on_the_grid_the_ancestor_searches():
-    """It scores magnitudes on 0..127: that is our grid when its range is narrow or the data are positive."""
+    """It scores magnitudes on 0..127: those are our codes when their range is narrow or the data are positive."""
     assert scale(replace(NARROW, method="mse"), TENSORS["randn"]) == pytest.approx(0.03058919381, rel=1e-6)
     assert scale(replace(FLOAT, method="mse"), TENSORS["relu"]) == pytest.approx(0.0297158046, rel=1e-6)
 

@@ -22,8 +22,8 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def scale_of(amax, *grid):
-    return qparams_from_range(torch.tensor(-amax), torch.tensor(0.0), FloatRange(*grid)).scale.item()
+def scale_of(amax, *code_range):
+    return qparams_from_range(torch.tensor(-amax), torch.tensor(0.0), FloatRange(*code_range)).scale.item()
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,13 @@ def test_values_equal_the_definition(name, ch_axis):
 @settings(derandomize=True, max_examples=200, deadline=None)
 def test_twice_is_once_and_powers_of_two_pass_through(x, name, kind, shift):
     values, factor = torch.tensor(x), 2.0**shift
-    grid = FloatRange(name, *kind)
-    scale = qparams_from_range(values.min(), values.max(), grid).scale
+    code_range = FloatRange(name, *kind)
+    scale = qparams_from_range(values.min(), values.max(), code_range).scale
     y = fake_cast(values, scale, name)
     if kind[0] != "float":  # y / scale is exact for powers of two only
         assert torch.equal(fake_cast(y, scale, name), y)
     if (values.abs().max() > 2.0**-80) and (values.abs() >= 2.0**-80).logical_or(values == 0).all():
-        moved = qparams_from_range(values.min() * factor, values.max() * factor, grid).scale
+        moved = qparams_from_range(values.min() * factor, values.max() * factor, code_range).scale
         assert moved == scale * factor
         assert torch.equal(fake_cast(values * factor, moved, name), y * factor)
 

@@ -1,4 +1,4 @@
-"""Onto the grid and back, against the definition in float64 and against ONNX Runtime."""
+"""To codes and back, against the definition in float64 and against ONNX Runtime."""
 
 import math
 
@@ -206,7 +206,7 @@ def test_every_value_comes_back_within_half_a_step_or_one_of_its_clipped_self(x,
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_equal_onnx_runtime(signed):
-    """E13: the division of the definition, not a product with 1 / scale, gives ONNX Runtime's codes, ties included."""
+    """The division of the definition, not a product with 1 / scale, gives ONNX Runtime's codes, ties included."""
     onnx = pytest.importorskip("onnx")
     onnxruntime = pytest.importorskip("onnxruntime")
     helper, tensor_type = onnx.helper, onnx.TensorProto

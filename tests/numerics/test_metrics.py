@@ -11,9 +11,9 @@ from quantizer.numerics.metrics import BLOCK, cosine, decibel, energy, sqnr_db, 
 from quantizer.numerics.qparams import IntegerRange, qparams_from_range
 
 
-def quantized(x, grid):
-    qparams = qparams_from_range(x.min(), x.max(), grid)
-    return fake_quantize(x, qparams.scale, qparams.zero_point, grid.quant_min, grid.quant_max, "half_even")
+def quantized(x, code_range):
+    qparams = qparams_from_range(x.min(), x.max(), code_range)
+    return fake_quantize(x, qparams.scale, qparams.zero_point, code_range.quant_min, code_range.quant_max, "half_even")
 
 
 def test_energy_adds_up_over_blocks_layouts_and_dtypes():
@@ -60,7 +60,7 @@ def test_different_shapes_are_an_error():
 
 @pytest.mark.parametrize("bits", range(2, 17))
 def test_uniform_data_follow_six_decibel_per_bit(bits):
-    """E8: min-max quantization of U(-1, 1) has 20 log10(2^b - 1) dB; an off-by-one in grid or scale shows."""
+    """Min-max quantization of U(-1, 1) has 20 log10(2^b - 1) dB; an off-by-one in code_range or scale shows."""
     x = torch.rand(1_000_000, generator=torch.Generator().manual_seed(bits), dtype=torch.float64) * 2 - 1
     expected = 20 * math.log10(2**bits - 1)
     assert sqnr_db(x, quantized(x, IntegerRange(0, 2**bits - 1, symmetric=False))) == pytest.approx(expected, abs=0.1)
@@ -83,7 +83,7 @@ DATA = samples()
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize(("name", "expected"), [("fp8_e4m3", 31.5), ("fp8_e5m2", 25.6)])
 def test_fp8_does_not_care_for_the_distribution(data, name, expected):
-    """E9: with scale = absmax / largest value. Source: FP8 Formats for Deep Learning, arXiv 2209.05433."""
+    """With scale = absmax / largest value. Source: FP8 Formats for Deep Learning, arXiv 2209.05433."""
     x = DATA[data]
     scale = x.abs().max() / FLOAT_FORMATS[name].largest
     assert sqnr_db(x, cast_round_trip_(x / scale, name) * scale) == pytest.approx(expected, abs=0.3)

@@ -1,4 +1,4 @@
-"""Scales and zero points: the ends of the grid, powers of two, and ranges at the edge of float32."""
+"""Scales and zero points: the ends of the code_range, powers of two, and ranges at the edge of float32."""
 
 import math
 
@@ -25,7 +25,7 @@ SIGNED, UNSIGNED, ASYMMETRIC = IntegerRange(-128, 127), IntegerRange(0, 255), In
 POWER_OF_TWO = IntegerRange(-128, 127, scale_type="poweroftwo", finest_position=12)
 
 reals = st.floats(-(2.0**120), 2.0**120, width=32)
-grids = st.builds(
+code_ranges = st.builds(
     lambda bits, signed, narrow, symmetric, scale_type: IntegerRange(
         -(2 ** (bits - 1)) + narrow if signed and symmetric else 0,
         2 ** (bits - 1) - 1 if signed and symmetric else 2**bits - 1,
@@ -40,12 +40,12 @@ grids = st.builds(
 )
 
 
-def qparams(low, high, grid):
-    return qparams_from_range(torch.tensor(low), torch.tensor(high), grid)
+def qparams(low, high, code_range):
+    return qparams_from_range(torch.tensor(low), torch.tensor(high), code_range)
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "grid", "scale", "zero_point"),
+    ("low", "high", "code_range", "scale", "zero_point"),
     [
         (-1.0, 2.54, SIGNED, 0.02, 0),
         (-2.54, 1.0, SIGNED, 0.02, 0),
@@ -58,27 +58,27 @@ def qparams(low, high, grid):
         (0.0, 0.0, ASYMMETRIC, 1.0, 0),
     ],
 )
-def test_the_range_fills_the_grid(low, high, grid, scale, zero_point):
-    found = qparams(low, high, grid)
+def test_the_range_fills_the_grid(low, high, code_range, scale, zero_point):
+    found = qparams(low, high, code_range)
     assert found.scale.item() == pytest.approx(scale, rel=1e-6)
     assert found.zero_point.item() == zero_point
 
 
-def step_by_definition(low, high, grid):
+def step_by_definition(low, high, code_range):
     """The distance of two codes in Python's own float64; e8m0 in the mode "floor"."""
     low, high = min(low, 0.0), max(high, 0.0)
-    if grid.scale_type == "e8m0":
+    if code_range.scale_type == "e8m0":
         amax = max(-low, high)
-        return 2.0 ** (math.frexp(amax)[1] - 1 - grid.row.emax) if amax else 0.0
-    if isinstance(grid, FloatRange):
-        step = max(-low, high) / grid.row.largest
-    elif not grid.symmetric:
-        step = (high - low) / (grid.quant_max - grid.quant_min)
-    elif grid.scale_type == "float":
-        step = max(-low, high) / grid.quant_max
+        return 2.0 ** (math.frexp(amax)[1] - 1 - code_range.row.emax) if amax else 0.0
+    if isinstance(code_range, FloatRange):
+        step = max(-low, high) / code_range.row.largest
+    elif not code_range.symmetric:
+        step = (high - low) / (code_range.quant_max - code_range.quant_min)
+    elif code_range.scale_type == "float":
+        step = max(-low, high) / code_range.quant_max
     else:
-        step = max(low / (grid.quant_min - 0.5), high / (grid.quant_max + 0.5))
-    if grid.scale_type == "float" or not step:
+        step = max(low / (code_range.quant_min - 0.5), high / (code_range.quant_max + 0.5))
+    if code_range.scale_type == "float" or not step:
         return step
     mantissa, exponent = math.frexp(step)
     return 2.0 ** (exponent - (mantissa == 0.5))
@@ -86,7 +86,7 @@ def step_by_definition(low, high, grid):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    "grid",
+    "code_range",
     [
         *(IntegerRange(-128, 127, scale_type=kind) for kind in ("float", "poweroftwo")),
         *(IntegerRange(0, 15, symmetric=False, scale_type=kind) for kind in ("float", "poweroftwo")),
@@ -96,23 +96,23 @@ def step_by_definition(low, high, grid):
     ],
     ids=str,
 )
-def test_the_steps_of_many_rows_equal_the_definition(grid, dtype):
+def test_the_steps_of_many_rows_equal_the_definition(code_range, dtype):
     """Ranges of any width and on either side of 0, subnormal ones too; the arguments stay as they are."""
     generator = torch.Generator().manual_seed(0)
     ends = torch.randn(2, 1001, generator=generator, dtype=torch.float64)
     ends *= 10.0 ** torch.linspace(-42, 38, 1001, dtype=torch.float64)
     low, high = ends.to(dtype).nan_to_num().sort(0).values
     kept = low.clone(), high.clone()
-    expected = [step_by_definition(*pair, grid) for pair in zip(low.tolist(), high.tolist(), strict=True)]
-    assert step_from_range(low, high, grid).tolist() == expected
-    qparams_from_range(low, high, grid)
+    expected = [step_by_definition(*pair, code_range) for pair in zip(low.tolist(), high.tolist(), strict=True)]
+    assert step_from_range(low, high, code_range).tolist() == expected
+    qparams_from_range(low, high, code_range)
     assert torch.equal(low, kept[0]) and torch.equal(high, kept[1])
 
 
 def test_a_step_stays_as_it_is():
     step = torch.tensor([0.0, 0.3, 5.0], dtype=torch.float64)
-    for grid in (SIGNED, POWER_OF_TWO, FloatRange("fp4", "e8m0")):
-        qparams_from_step(step, step, grid)
+    for code_range in (SIGNED, POWER_OF_TWO, FloatRange("fp4", "e8m0")):
+        qparams_from_step(step, step, code_range)
     assert step.tolist() == [0.0, 0.3, 5.0]
 
 
@@ -139,12 +139,12 @@ def test_a_32_bit_grid_is_scaled_in_float64():
     assert found.scale.item() == pytest.approx(1 / (2**31 - 1), rel=1e-7)
 
 
-@pytest.mark.parametrize("grid", [SIGNED, UNSIGNED, ASYMMETRIC, POWER_OF_TWO])
+@pytest.mark.parametrize("code_range", [SIGNED, UNSIGNED, ASYMMETRIC, POWER_OF_TWO])
 @pytest.mark.parametrize("high", [1e-45, 1e-38, 3.4e38])
-def test_extreme_ranges_give_normal_scales_and_finite_values(grid, high):
-    scale = qparams(0.0, high, grid).scale
+def test_extreme_ranges_give_normal_scales_and_finite_values(code_range, high):
+    scale = qparams(0.0, high, code_range).scale
     assert scale >= 2.0**-126
-    assert (scale * max(-grid.quant_min, grid.quant_max)).isfinite()
+    assert (scale * max(-code_range.quant_min, code_range.quant_max)).isfinite()
 
 
 def test_channels_are_scaled_each_by_itself():
@@ -164,20 +164,20 @@ def test_an_unknown_scale_type_is_refused():
         IntegerRange(-8, 7, scale_type="pow2")
 
 
-@given(ends=st.lists(reals, min_size=2, max_size=2), grid=grids)
+@given(ends=st.lists(reals, min_size=2, max_size=2), code_range=code_ranges)
 @settings(derandomize=True, max_examples=300, deadline=None)
-def test_any_range_and_grid(ends, grid):
+def test_any_range_and_grid(ends, code_range):
     low, high = min(ends), max(ends)
-    if grid.symmetric and grid.quant_min == 0:
+    if code_range.symmetric and code_range.quant_min == 0:
         low, high = 0.0, abs(high)
-    found = qparams(low, high, grid)
+    found = qparams(low, high, code_range)
     scale, zero_point = found.scale.double().item(), found.zero_point.item()
     assert 2.0**-126 <= scale < float("inf")
-    assert grid.quant_min <= zero_point <= grid.quant_max
+    assert code_range.quant_min <= zero_point <= code_range.quant_max
     # Nothing of the range is cut off but half a step, or a few roundings of float32.
-    assert (grid.quant_min - zero_point - 0.5) * scale <= low * (1 - 1e-6) + 1e-40 or low >= 0
-    assert (grid.quant_max - zero_point + 0.5) * scale >= high * (1 - 1e-6) or high <= 0
-    if grid.scale_type == "poweroftwo":
+    assert (code_range.quant_min - zero_point - 0.5) * scale <= low * (1 - 1e-6) + 1e-40 or low >= 0
+    assert (code_range.quant_max - zero_point + 0.5) * scale >= high * (1 - 1e-6) or high <= 0
+    if code_range.scale_type == "poweroftwo":
         assert power_of_two(found.scale.double()).item() == scale
 
 
@@ -191,8 +191,11 @@ BITS = st.integers(0, 0x7F7FFFFF) | st.integers(0, 0x01000000) | st.sampled_from
 @given(st.lists(st.tuples(BITS, BITS), min_size=1, max_size=20))
 def test_shared_exponents_are_read_off_float32_as_float64_has_them(dtype, mode, bits):
     low, high = torch.tensor(bits, dtype=torch.int32).view(torch.float32).unbind(1)
-    grid = FloatRange(dtype, "e8m0", mode)
-    found, exact = qparams_from_range(-low, high, grid), qparams_from_range(-low.double(), high.double(), grid)
+    code_range = FloatRange(dtype, "e8m0", mode)
+    found, exact = (
+        qparams_from_range(-low, high, code_range),
+        qparams_from_range(-low.double(), high.double(), code_range),
+    )
     assert torch.equal(found.scale, exact.scale)
     assert torch.equal(found.zero_point, exact.zero_point)
     assert found.scale.dtype == torch.float32

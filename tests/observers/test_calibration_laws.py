@@ -33,7 +33,7 @@ def sqnr(x, step, bits=8):
     ("bits", "clip", "decibel"), [(2, 1.03, 8.26), (3, 1.83, 13.90), (4, 2.37, 19.24), (8, 3.86, 40.74)]
 )
 def test_mse_finds_the_best_clip_of_gaussian_data(bits, clip, decibel):
-    """E7: clip = scale * (2^(b-1) - 1) in sigma. Max (1960) has 19.4 dB for the best uniform 16-level quantizer."""
+    """Clip = scale * (2^(b-1) - 1) in sigma. Max (1960) has 19.4 dB for the best uniform 16-level quantizer."""
     x = torch.special.ndtri(probabilities(100_000)).float()
     step = scale(x, method="mse", bit_width=bits)
     assert step.item() * (2 ** (bits - 1) - 1) == pytest.approx(clip, rel=0.05)
@@ -66,7 +66,7 @@ def test_no_scale_is_much_better_than_that_of_mse(bits, round_mode):
 
 
 def test_percentile_keeps_the_bulk_when_there_are_outliers():
-    """E14: a fraction 1e-4 at 50 to 60 sigma."""
+    """A fraction 1e-4 at 50 to 60 sigma."""
     bulk = gauss(1_000_000)
     x = torch.cat([bulk, 50 + 10 * torch.rand(100, generator=torch.Generator().manual_seed(1))])
     x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(2))]

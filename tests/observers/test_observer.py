@@ -55,7 +55,7 @@ def test_asymmetric_ranges_are_reduced_at_either_end(statistic, low, high):
 
 
 def test_maxmin_with_max_does_not_depend_on_how_the_data_are_cut_into_batches():
-    """E15: 1 x 256 and 4 x 64 images."""
+    """1 x 256 and 4 x 64 images."""
     images = torch.randn(256, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     for symmetric in (True, False):
         spec = replace(SPEC, symmetric=symmetric)
