@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from quantizer.cli import runlog, session
-from quantizer.cli.after_test import deploy, require_dpu, require_one, run_exact
+from quantizer.cli.exact_and_deploy import deploy, require_dpu, require_one, run_exact
 from quantizer.cli.follow import followed, progress
 from quantizer.cli.gates import MEASURED, names_in_test, parse_gate, require_known
 from quantizer.cli.options import Options

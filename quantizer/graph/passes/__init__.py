@@ -1,4 +1,4 @@
-"""Rewrites between tracing and planning: one file each, registered by name, run in the order of `PASSES`.
+"""Rewrites between tracing and planning, registered by name, run in the order of `PASSES`.
 
 A pass keeps the names of the layers that survive and, unless its row says otherwise, the float function to rounding;
 it never sees a scale.
