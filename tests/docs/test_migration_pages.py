@@ -107,7 +107,7 @@ def _cells(page: str) -> Iterator[str]:
 
 def _exists(word: str) -> bool:
     """Whether a word of ours is one."""
-    if word.startswith("quantizer ") or word.startswith("--"):
+    if word.startswith(("quantizer ", "--")):
         return _is_command(word)
     if word.startswith("{"):
         return _is_part_of_a_config(json.loads(word))
