@@ -35,7 +35,19 @@ from quantizer.config.resources import load_resource
 ROOT = Path(__file__).parents[2]
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("from_vai_q_pytorch", "from_quark")}
 FENCE = re.compile(r"^(?:As `(?P<file>[\w.]+)`:\n\n)?```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-FREE = {"layer1.0.conv1", "re:", "model()", "config", "data", "evaluate", "folder", "model", "path", "index"}
+FREE = {
+    "layer1.0.conv1",
+    "re:",
+    "model()",
+    "evaluate(model, data)",
+    "config",
+    "data",
+    "evaluate",
+    "folder",
+    "model",
+    "path",
+    "index",
+}
 """Words that a user chooses."""
 
 
