@@ -2,7 +2,8 @@
 
 A block ```py is code of the other tool, which does not run. Blocks ```python run one after the other, as in a notebook;
 those below "As `file`:" are files first, like ```json. Blocks that begin with `$ quantizer` print the lines below each
-command. In tables, what stands as code in a column "here" is an option, a key, a value, a name or a file of ours.
+command. In tables, what stands as code in a column "here" or "for the same as there" is an option, a key, a value, a
+name or a file of ours.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def _cells(page: str) -> Iterator[str]:
         head, _, *rows = ([cell.strip() for cell in line.strip("|\n").split(" | ")] for line in table.splitlines())
         for row in rows:
             assert len(row) == len(head), row
-            yield from (cell for name, cell in zip(head, row, strict=True) if name.startswith("here"))
+            yield from (cell for name, cell in zip(head, row, strict=True) if name.startswith(("here", "for")))
 
 
 def _exists(word: str) -> bool:
