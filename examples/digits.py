@@ -4,7 +4,7 @@
     quantizer --quant_mode test --config_file configs/example.json --model examples/digits.py
 
 The data are the 1797 digits that scikit-learn ships (Alpaydin and Kaynak 1998, UCI): 1297 to train and calibrate on,
-500 held out. The weights beside this file come from `train_digits.py`.
+500 held out. The weights next to this file come from `train_digits.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ResNet-18 for ImageNet, with the flags of the example that the layered config form comes with.
+"""ResNet-18 for ImageNet, with the flags of the example script that comes with vai_q_pytorch.
 
     cd examples
     python imagenet_resnet18.py --quant_mode calib --config_file ../configs/example.json --data_dir DIR --model_dir DIR
