@@ -75,7 +75,7 @@ def analyze(options: AnalyzeOptions) -> None:
     widths, budget = parse_choices(options.choices), parse_budget(options)
     if budget and options.config_file is None:
         raise UsageError("Missing option '--config_file'", help="a budget changes the widths that a config states")
-    with session.told_notes(options.json), redirect_stdout(sys.stderr):
+    with session.notes_on_stderr(options.json), redirect_stdout(sys.stderr):
         result = _run(options, widths, budget)
     if options.file:
         write_text(options.file, result.text)

@@ -29,7 +29,7 @@ def explain_layer(name: str, options: Options) -> None:
     Raises:
         UsageError: no layer has this name.
     """
-    with session.told_notes(options.json):
+    with session.notes_on_stderr(options.json):
         read = session.read_config(options.config_file)
         loaded = session.open_model(options)
         original = session.trace_model(options, loaded, session.open_data(options, loaded))

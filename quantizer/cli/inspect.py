@@ -63,7 +63,7 @@ def inspect(options: Options, target: str | None, algorithms: bool, gate: tuple[
     if for_dpu:
         settings = dataclasses.replace(settings, target_device="DPU")
         read = dataclasses.replace(read, config=dataclasses.replace(read.config, settings=settings))
-    with session.told_notes(options.json):
+    with session.notes_on_stderr(options.json):
         loaded = session.open_model(options)
         original = session.trace_model(options, loaded, session.open_data(options, loaded))
     if algorithms:

@@ -28,7 +28,7 @@ def plan(options: Options) -> None:
     \b
     quantizer plan --config_file net.json --model my_model.py
     """
-    with session.told_notes(options.json):
+    with session.notes_on_stderr(options.json):
         read = session.read_config(options.config_file)
         loaded = session.open_model(options)
         batches = session.open_data(options, loaded)

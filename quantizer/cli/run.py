@@ -55,7 +55,7 @@ def run(options: Options) -> int:
     require_extras(options.deploy)
     seed_everything(options.seed)
     # With --json, stdout is for the result alone: what the user's own code prints goes to stderr.
-    with session.told_notes(options.quiet), redirect_stdout(sys.stderr if options.json else sys.stdout):
+    with session.notes_on_stderr(options.quiet), redirect_stdout(sys.stderr if options.json else sys.stdout):
         outcome = MODES[options.quant_mode](options)
     session.show(outcome, options)
     metrics = outcome.metrics

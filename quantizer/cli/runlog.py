@@ -1,4 +1,4 @@
-"""run.json and run.log: how a run began, what it told, how it ended; the only files that differ between equal runs."""
+"""run.json and run.log: how a run began, what it reported, how it ended; the only files that differ between equal runs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def recorded(folder: Path, options: Options) -> Iterator[None]:
     """Write both files when the body ends, in whatever way it ends."""
     started = time.time()
     outcome, log = "done", ""
-    told = _Told()
-    logging.getLogger("quantizer").addHandler(told)
+    messages = _Messages()
+    logging.getLogger("quantizer").addHandler(messages)
     try:
         yield
     except QuantizerError as error:
@@ -36,7 +36,7 @@ def recorded(folder: Path, options: Options) -> Iterator[None]:
         outcome, log = type(error).__name__, traceback.format_exc()
         raise
     finally:
-        logging.getLogger("quantizer").removeHandler(told)
+        logging.getLogger("quantizer").removeHandler(messages)
         facts = {
             "options": {name: getattr(options, name) for name in RUN},
             "argv": sys.argv[1:],
@@ -52,10 +52,10 @@ def recorded(folder: Path, options: Options) -> Iterator[None]:
         }
         write_json(folder / "run.json", facts)
         began = f"{facts['started']} quantizer {' '.join(sys.argv[1:])}\n"
-        write_bytes(folder / "run.log", "".join([began, *told.lines, log, outcome, "\n"]).encode())
+        write_bytes(folder / "run.log", "".join([began, *messages.lines, log, outcome, "\n"]).encode())
 
 
-class _Told(logging.Handler):
+class _Messages(logging.Handler):
     """Keeps what the package logs, one line each."""
 
     def __init__(self) -> None:

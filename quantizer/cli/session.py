@@ -139,7 +139,7 @@ def read_windows(options: Options, loaded: LoadedModel, given: str | None, calib
     if given is None and loaded.calibration_data is None and loaded.example is not None:
         named = [name for name in named if name != "seq_len"]  # the example input has a length, too
     if named and (given is None or find_files(given)[0] != TEXTS):
-        raise UsageError(f"--{named[0]} is for texts, and the data are none", help="give --data FILE.txt")
+        raise UsageError(f"--{named[0]} is for texts, and the data are not texts", help="give --data FILE.txt")
     longest = longest_window(loaded.module)
     if options.seq_len and longest and options.seq_len > longest:
         raise UsageError(f"--seq_len {options.seq_len}: the model was made for at most {longest} positions")
@@ -221,7 +221,7 @@ def on_device(options: Options, batches: Batches) -> Iterator[Batch]:
 
 
 @contextmanager
-def told_notes(quiet: bool) -> Iterator[None]:
+def notes_on_stderr(quiet: bool) -> Iterator[None]:
     """Show the package's own log records (which file was imported, which column was taken) on stderr."""
     logger = logging.getLogger("quantizer")
     handler = logging.StreamHandler(sys.stderr)

@@ -65,7 +65,7 @@ def _scopes(levels: Hierarchical) -> Iterator[_Scope]:
 
 
 def _broken_rules(levels: Hierarchical, scope: _Scope) -> Iterator[Diagnostic]:
-    """What is missing is told at the value that asks for it."""
+    """What is missing is reported at the value that asks for it."""
 
     def broken(fields: Fields) -> tuple[Conflict, ...]:
         spec, device = QuantizationSpec.of(fields), levels.config.settings.target_device

@@ -65,13 +65,15 @@ def misspelt(word: str, known: Iterable[str]) -> str | None:
     """The one known word that differs from `word` in case and punctuation, or in a slip of typing; None if none does.
 
     A slip is a letter added, left out, replaced or swapped with its neighbour; a long word may have two. Another digit
-    is another word.
+    is another word, and so is an unsigned format.
 
     >>> misspelt("bit_widht", ["bit_width"]), misspelt("cpu", ["CPU", "GPU"]), misspelt("int7", ["int8"])
     ('bit_width', 'CPU', None)
+    >>> misspelt("uint2", ["int2"]) is None
+    True
     """
     letters = _letters(word[:100])
-    slips = {name: _slips(letters, _letters(name)) for name in known if _digits(name) == _digits(word)}
+    slips = {name: _slips(letters, _letters(name)) for name in known if _format(name) == _format(word)}
     least = min(slips.values(), default=math.inf)
     near = [name for name, count in slips.items() if count == least]
     may_have = (len(letters) >= _SHORT) + (len(letters) >= _LONG)
@@ -86,8 +88,9 @@ def _letters(word: str) -> str:
     return "".join(filter(str.isalnum, word)).lower()
 
 
-def _digits(word: str) -> str:
-    return "".join(filter(str.isdigit, word))
+def _format(word: str) -> tuple[str, bool]:
+    """What makes another number format of a word: its digits, and whether it begins with the u of unsigned."""
+    return "".join(filter(str.isdigit, word)), word[:1] in "uU"
 
 
 def _slips(word: str, known: str) -> int:

@@ -123,7 +123,7 @@ class Finetuned:
         if self.undone:
             return f"finetuning undone, as the output became worse: {figures}"
         changed = [layer.after / layer.before for layer in self.layers.values() if layer.after < layer.before]
-        left = f"the median layer keeps {statistics.median(changed):.0%} of its error; " if changed else ""
+        left = f"median output error {statistics.median(changed):.0%} of round-to-nearest; " if changed else ""
         rest = f"{self.plain} with weights in groups or other formats keep round-to-nearest; " if self.plain else ""
         return f"{len(changed)} of {len(self.layers)} layers finetuned; {rest}{left}{figures}"
 

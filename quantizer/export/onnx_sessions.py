@@ -41,7 +41,7 @@ def verify_sessions(content: bytes, deployment: Deployment, name: str) -> Verifi
         with torch.no_grad():
             expected = tensor_leaves(network(*args, **kwargs))
         for label, session in sessions.items():
-            with _told(label, name):
+            with _failures_named(label, name):
                 found = _outputs(session, args, kwargs)
             agreements[label].add(expected, found)
     verified = {label: agreement.result() for label, agreement in agreements.items()}
@@ -72,12 +72,12 @@ def _session(content: bytes, label: str, name: str) -> onnxruntime.InferenceSess
     options.log_severity_level = 4  # what goes wrong is an exception
     if label == PLAIN:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    with _told(label, name):
+    with _failures_named(label, name):
         return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
 @contextmanager
-def _told(label: str, name: str) -> Iterator[None]:
+def _failures_named(label: str, name: str) -> Iterator[None]:
     """ONNX Runtime's own exceptions, which have no class in common, as a sentence about the file."""
     try:
         yield

@@ -58,7 +58,7 @@ class Batches:
     length: int | None = None
     first_size: int | None = None
     stands_in: bool = False
-    _told: bool = field(default=False, repr=False)
+    _reported: bool = field(default=False, repr=False)
     _seen: Fingerprint = field(default_factory=Fingerprint, repr=False)
 
     @property
@@ -87,9 +87,9 @@ class Batches:
                 if bad := not_finite(tensor):
                     place = f"batch {seen.batches} of {self.label}"
                     raise DataError(f"{place} holds NaN or Inf: {bad} of {tensor.numel()} values of {name}")
-            if batch.target is not None and not self._told:
-                logger.info("%s gives inputs and targets: the targets go to the evaluation only", self.label)
-                self._told = True
+            if batch.target is not None and not self._reported:
+                logger.info("%s: (input, target) pairs; calibration ignores the targets", self.label)
+                self._reported = True
             self.first_size = self.first_size or batch.size
             seen.update(batch)
             yield batch
@@ -136,7 +136,7 @@ def load_batches(
     size = batch_size or DEFAULT_BATCH_SIZE
     kind, paths = find_files(source) if isinstance(source, str) else ("", [])
     if preprocess is not None and kind != IMAGES:
-        raise UsageError("--preprocess is for folders of images, and the data are none")
+        raise UsageError("--preprocess is for folders of images, and the data are not images")
     if kind == IMAGES:
         images = find_images(paths)
         if preprocess is None:

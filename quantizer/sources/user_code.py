@@ -1,4 +1,4 @@
-"""Imports the user's Python and calls it, so that what goes wrong there is told in the user's own lines.
+"""Imports the user's Python and calls it, so that what goes wrong there is reported with the user's own lines.
 
 The only place that runs foreign code by name: `FILE.py:NAME` or `package.module:NAME`. Leaves `sys.path` as it was.
 """

@@ -109,9 +109,9 @@ def test_random_data_give_the_shape_and_no_stamp(folder: Path, capsys: pytest.Ca
         ((*TEXT_DATA, "--stride", "17"), 2, "--stride must be from 1 to --seq_len, 16, not 17"),
         ((*TEXT_DATA, "--seq_len", "1"), 2, "--seq_len"),
         ((*TEXT_DATA, "--tokenizer", "missing"), 4, "there is no file or folder missing"),
-        (("--data", "random:2x3", "--stride", "2"), 2, "--stride is for texts, and the data are none"),
-        (("--data", "random:2x3", "--seq_len", "3"), 2, "--seq_len is for texts, and the data are none"),
-        (("--data", "random:2x3", "--tokenizer", "."), 2, "--tokenizer is for texts, and the data are none"),
+        (("--data", "random:2x3", "--stride", "2"), 2, "--stride is for texts, and the data are not texts"),
+        (("--data", "random:2x3", "--seq_len", "3"), 2, "--seq_len is for texts, and the data are not texts"),
+        (("--data", "random:2x3", "--tokenizer", "."), 2, "--tokenizer is for texts, and the data are not texts"),
     ],
 )
 def test_options_that_do_not_go(

@@ -61,7 +61,7 @@ def test_of_a_pair_the_model_gets_the_first(pair: Any, caplog: pytest.LogCapture
         next(iter(batches))
         batch, _ = batches
     assert (batch.args, batch.target, batch.raw) == ((X,), Y, pair)
-    assert caplog.text.count("the targets go to the evaluation only") == 1
+    assert caplog.text.count("calibration ignores the targets") == 1
 
 
 def test_the_model_tells_how_many_inputs_a_tuple_holds() -> None:
