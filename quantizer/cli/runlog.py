@@ -1,4 +1,4 @@
-"""run.json and run.log: how a run began, what it reported, how it ended; the only files that differ between equal runs."""
+"""run.json and run.log: how a run began, what it reported, how it ended; alone they differ between equal runs."""
 
 from __future__ import annotations
 
