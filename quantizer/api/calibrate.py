@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from quantizer.api.config import AnyConfig, read_config
 from quantizer.api.notebook import follower
-from quantizer.api.read_config import AnyConfig, read_config
 from quantizer.api.result import Result
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import Any
 
-from quantizer.api.dataloader import batches_of
-from quantizer.api.read_config import AnyConfig, read_config
+import torch
+from torch import nn
+
+from quantizer.api.config import AnyConfig, read_config
+from quantizer.config.wording import a_kind
 from quantizer.engine import pipeline
 from quantizer.engine.job import Job
 from quantizer.engine.module_target import ModuleTarget
 from quantizer.errors import DataError
 from quantizer.nn.inplace import check_float
 from quantizer.nn.transaction import all_or_nothing
+from quantizer.sources.batches import Batch, as_batch, positional_inputs
+from quantizer.sources.data import Batches
 
 
 def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) -> None:
@@ -28,10 +34,11 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
             why, remedy = _wants_data(job)
             raise DataError(f"no dataloader, but {why}", help=f"give quantize_model(model, dataloader) {remedy}")
 
-    batches = batches_of(() if dataloader is None else dataloader, model, several_passes=bool(rules.algorithms))
-    job = Job(target, rules, batches, findings=read.diagnostics, confirm=confirm)
+    items = _items(() if dataloader is None else dataloader, model)
+    kept = _Kept(items) if rules.algorithms else items  # which alone take several passes
+    job = Job(target, rules, Batches(lambda: iter(kept), "the dataloader"), findings=read.diagnostics, confirm=confirm)
     with all_or_nothing(model):
-        target.apply(pipeline.run(job))
+        pipeline.run(job)
 
 
 def _wants_data(job: Job) -> tuple[str, str]:
@@ -46,3 +53,39 @@ def _wants_data(job: Job) -> tuple[str, str]:
         why = f"the {found.role} of {found.layer} has a static scale, which is found on data"
         return why, f"some batches{instead}"
     return f"{algorithms[0].name} works on a trace of the model, which runs it on one batch", "one batch"
+
+
+class _Kept:
+    """The batches of an iterator for several passes; each is read when a pass first comes to it."""
+
+    def __init__(self, rest: Iterator[Batch]) -> None:
+        self._rest, self._read = rest, list[Batch]()
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number in count():
+            if number == len(self._read):
+                if (batch := next(self._rest, None)) is None:
+                    return
+                self._read.append(batch)
+            yield self._read[number]
+
+
+def _items(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
+    """The user's items (tensors, tuples, lists or dicts) as batches on the model's device."""
+    try:
+        items = iter(dataloader)
+    except TypeError:
+        raise DataError(f"dataloader is {a_kind(dataloader)}, which gives no batches") from None
+    inputs = positional_inputs(model)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    index = -1
+    for index, item in enumerate(items):
+        try:
+            yield as_batch(item, inputs).to(device)
+        except DataError as error:
+            raise DataError(f"batch {index} {error.message}", help=error.help) from error
+    if index < 0:
+        raise DataError(
+            "the dataloader gave no batches",
+            help="give quantize_model a dataloader that gives batches; a generator gives its batches only once",
+        )

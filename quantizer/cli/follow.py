@@ -21,7 +21,7 @@ EVERY_S = 10.0
 def progress(*, quiet: bool) -> Events:
     """Who shows how far a run is: a bar, lines, or nobody."""
     if quiet:
-        return Forked()
+        return Events()
     return Bars(session.console(stderr=True)) if session.shows_bars() else Lines()
 
 
@@ -30,17 +30,11 @@ def followed(sources: Mapping[str, str], *, quiet: bool) -> Forked:
     return Forked(progress(quiet=quiet), Messages(sources, quiet=quiet))
 
 
-class Messages:
+class Messages(Events):
     """Prints findings with the lines of the config that they are about; logs the rest, which prints it, too."""
 
     def __init__(self, sources: Mapping[str, str], *, quiet: bool) -> None:
         self._sources, self._quiet = sources, quiet
-
-    def started(self, stage: Stage) -> None:
-        """Says nothing."""
-
-    def advanced(self, stage: Stage) -> None:
-        """Says nothing."""
 
     def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
         """Print or log it."""
@@ -49,11 +43,8 @@ class Messages:
         elif not self._quiet:
             print_diagnostics((finding,), self._sources)
 
-    def stopped(self, stage: Stage, error: BaseException | None) -> None:
-        """Says nothing."""
 
-
-class Lines:
+class Lines(Events):
     """Prints `calib 120/500 batches 24 % eta 63 s`, now and then."""
 
     def __init__(self) -> None:
@@ -68,12 +59,6 @@ class Lines:
         if time.monotonic() - self._printed >= EVERY_S:
             self._printed = time.monotonic()
             print(self._line(stage), file=sys.stderr, flush=True)
-
-    def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
-        """Left to others."""
-
-    def stopped(self, stage: Stage, error: BaseException | None) -> None:
-        """Says nothing."""
 
     def _line(self, stage: Stage) -> str:
         if not stage.total:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
 from torch import nn
 
 from quantizer.config.model import Settings
@@ -43,14 +42,9 @@ class Calibrated:
         graph = inserted(run_passes(self.original, self.settings, device=False), self.solution.insertions)
         return with_weights(graph, self.solution.rescaled)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return next((tensor.device for tensor in self.original.tensors.values()), torch.device("cpu"))
-
     def network(self) -> Network:
         """The quantized network, a new one."""
-        return quantized_network(self.graph, self.solution).to(self.device)
+        return quantized_network(self.graph, self.solution).to(self.original.device)
 
 
 def traced(module: nn.Module, batch: Batch) -> Graph:

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quantizer.config.diagnostics import Diagnostic
-from quantizer.engine.events import Snapshot, Stage
+from quantizer.engine.events import Events, Snapshot, Stage
 from quantizer.engine.result_files import read_json, read_tensors, write_json, write_tensors
 from quantizer.errors import DataError, QuantizerError, ResultError
 
@@ -96,7 +95,7 @@ class Checkpoint:
         return read_tensors(path)
 
 
-class Checkpoints:
+class Checkpoints(Events):
     """The checkpoints of a run's stages in one folder. Follows the run's events: saves at boundaries and when it stops.
 
     Args:
@@ -135,7 +134,6 @@ class Checkpoints:
             path.unlink(missing_ok=True)
 
     def started(self, stage: Stage) -> None:
-        """Nothing is new yet."""
         self._news = False
 
     def advanced(self, stage: Stage) -> None:
@@ -143,9 +141,6 @@ class Checkpoints:
         self._news = stage.snapshot is not None
         if self._news and (stage.at_boundary or time.monotonic() - self._saved >= EVERY_S):
             self._save(stage)
-
-    def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
-        """Nothing to save."""
 
     def stopped(self, stage: Stage, error: BaseException | None) -> None:
         """Save what a stop would lose. Where the data are the reason, a run with other data cannot go on from it."""

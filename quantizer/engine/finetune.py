@@ -48,7 +48,7 @@ def finetune_weights(job: Job) -> None:
     if (samples := data.get("samples", 0)) < FEW_SAMPLES:
         text = f"finetuning on {samples} samples: weights fit these and not others; give it at least {FEW_SAMPLES}"
         job.events.message(logging.WARNING, text)
-    scales = fingerprint.combined({"|".join(key): _digest(tensor) for key, tensor in found.tensors.items()})
+    scales = fingerprint.digest({"|".join(key): _digest(tensor) for key, tensor in found.tensors.items()})
     restored = job.restored("finetune", mode=mode, data=data, scales=scales)
     layers: Mapping[str, FinetunedLayer] = _layers_of(restored) if restored else {}
     if layers:
@@ -191,11 +191,11 @@ def finetune(
     `batches` opens a pass over the calibration data, on the graph's device; there are two. `done` holds what an
     interrupted run had found. The errors are those of `fast_finetune`.
     """
-    store, device = ActivationStore(), next((tensor.device for tensor in graph.tensors.values()), torch.device("cpu"))
-    plain, outputs = quantized_network(graph, found).to(device), list[Any]()
+    store, outputs = ActivationStore(), list[Any]()
+    plain = quantized_network(graph, found).to(graph.device)
     with torch.no_grad():
         reference = SequentialRunner(Network(graph), _with_outputs(plain, batches(), outputs, store), store)
-        quantized = SequentialRunner(quantized_network(graph, found).to(device), batches(), store)
+        quantized = SequentialRunner(quantized_network(graph, found).to(graph.device), batches(), store)
     layers = fast_finetune(reference, quantized, mode, seed=seed, done=done, after_layer=after_layer)
     targets = list(reference.outputs())
     before, after = _noise(targets, outputs), _noise(targets, quantized.outputs())

@@ -85,8 +85,8 @@ class Job:
     def key(self) -> Mapping[str, Any]:
         """What every checkpoint of this run belongs to."""
         return {
-            "weights": fingerprint.combined(fingerprint.weights(self.target.original)),
-            "layers": fingerprint.combined(fingerprint.layers(self.target.original)),
+            "weights": fingerprint.digest(fingerprint.weights(self.target.original)),
+            "layers": fingerprint.digest(fingerprint.layers(self.target.original)),
             "config": fingerprint.config(self.config),
             **self.facts,
         }
@@ -108,11 +108,11 @@ class Job:
         first = next(iter(self.batches), None)
         if first is None:
             raise DataError("the data has no batches", help="check --data")
-        return first.to(self.target.device)
+        return first.to(self.target.original.device)
 
     def read(self) -> Iterator[Batch]:
         """A pass over the calibration data, on the target's device."""
-        device = self.target.device
+        device = self.target.original.device
         return (batch.to(device) for batch in self.batches)
 
     def read_again(self, step: str, remedy: str) -> Iterator[Batch]:

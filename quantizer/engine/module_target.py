@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from quantizer.algorithms.adjustment import Adjustment, Rounded
@@ -17,7 +16,7 @@ from quantizer.engine.calibrate import Observable
 from quantizer.engine.module_algorithms import TracedModules, write_rounded
 from quantizer.engine.module_attach import attach
 from quantizer.engine.solution import Solution
-from quantizer.engine.target import AlgorithmScope
+from quantizer.engine.target import AlgorithmScope, Target
 from quantizer.errors import UsageError
 from quantizer.graph.modules import left_out, module_graph
 from quantizer.nn.inplace import ModuleTree, check_float, check_quantizable
@@ -35,7 +34,7 @@ NEEDS_TRACE = {
 """Settings that no single module can follow, and what each does."""
 
 
-class ModuleTarget:
+class ModuleTarget(Target):
     """A model whose layers become quantized layers of the same classes. Whoever calls undoes a failure.
 
     Raises:
@@ -49,11 +48,6 @@ class ModuleTarget:
         self._tree = ModuleTree(model, self.graph)
         self._traced: TracedModules | None = None
         self._rounded: dict[str, Rounded] = {}
-
-    @property
-    def device(self) -> torch.device:
-        """Where its first parameter is."""
-        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
 
     def prepare(self, config: Config) -> None:
         """Refuse what only a trace can do.
@@ -77,7 +71,6 @@ class ModuleTarget:
                 )
 
     def plan(self, config: Config) -> Plan:
-        """Resolve the config on single layers."""
         return resolve(config, self.graph, self.graph)
 
     def check(self, plan: Plan) -> None:
@@ -121,12 +114,10 @@ class ModuleTarget:
 
     @contextmanager
     def observed(self) -> Iterator[Observable]:
-        """The model in evaluation mode, watched by hooks."""
         with evaluating(self.model):
             yield self._tree
 
     def unreached(self) -> Collection[str]:
-        """Layers that no batch has come to."""
         return self._tree.layers.keys() - self._tree.reached
 
     def solved(self, found: Solution, adjustment: Adjustment, report: Mapping[str, Any]) -> Solution:
@@ -134,15 +125,11 @@ class ModuleTarget:
         made = found.with_qparams({name: layer.qparams for name, layer in self._rounded.items()})
         return made.with_weights({name: {"weight": layer.weight} for name, layer in self._rounded.items()})
 
-    def encoded(self, solution: Solution) -> Solution:
-        """As it is: the modules hold their parameters, rounded, and codes are made of them when they are saved."""
-        return solution
-
-    def apply(self, solution: Solution) -> nn.Module:
-        """The same model, its layers quantized."""
+    def finished(self, solution: Solution) -> Solution:
+        """Codes are made of the modules' parameters, when they are saved."""
         write_rounded(self.model, self.graph, solution.weights)
         attach(self.model, self.graph, solution)
-        return self.model
+        return solution
 
 
 @contextmanager

@@ -34,6 +34,12 @@ class Solution:
     rescaled: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     algorithms: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def positions(self) -> dict[Key, int]:
+        """The fix positions of symmetric tensors that have one."""
+        known = {key: tensor.position for key, tensor in self.tensors.items() if tensor.spec.symmetric}
+        return {key: at for key, at in known.items() if at is not None}
+
     def parameters(self) -> dict[str, dict[str, Tensor]]:
         """The parameters by layer and name that are not the model's: those replaced, and those that have codes."""
         found = {name: dict(own) for name, own in self.weights.items()}

@@ -9,15 +9,12 @@ import torch
 from onnx import NodeProto, TensorProto, helper
 from torch import Tensor
 
-from quantizer.config.model import QuantizationSpec
 from quantizer.export.onnx_tensors import Carrier, activation_carrier, codes_tensor, float_tensor
 from quantizer.graph.ir import Graph
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import FLOAT_FORMATS
 
-_CASTS = {
-    "float16": TensorProto.FLOAT16,
-    "bfloat16": TensorProto.BFLOAT16,
-}
+_CASTS = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 FLOATS = {"fp8_e4m3": TensorProto.FLOAT8E4M3FN, "fp8_e5m2": TensorProto.FLOAT8E5M2}
 """The scaled formats that QuantizeLinear has."""
 FLOATS_FROM = 19
@@ -62,19 +59,16 @@ class Emission:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the values of a layer in a role are quantized, and the codes of a parameter."""
+    """How the tensor of a layer in a role is quantized."""
 
     layer: str
     role: str
-    spec: QuantizationSpec
-    scale: Tensor
-    zero_point: Tensor
-    codes: Tensor | None = None
+    tensor: QuantizedTensor
 
 
 def refusal(wanted: Quantization, graph: Graph, opset: int) -> tuple[str, str] | None:
     """Why ONNX cannot quantize an activation as test mode does, and what to change; None if it can."""
-    spec, dtype = wanted.spec, graph.by_name[wanted.layer].dtype
+    spec, dtype = wanted.tensor.spec, graph.by_name[wanted.layer].dtype
     if dtype is not None and dtype.is_floating_point and dtype != torch.float32:
         return f"is {dtype}", "compute it in float32, or leave it float"
     if not spec.is_scaled:
@@ -101,39 +95,40 @@ def quantize_activation(wanted: Quantization, x: str, y: str, opset: int) -> Emi
     Integers become QuantizeLinear and DequantizeLinear. Codes that end before those of their integer type are clipped
     before; a rounding mode other than half_even is applied before, after which QuantizeLinear meets no half-way point.
     """
-    spec, emission = wanted.spec, Emission(f"{wanted.layer}.{wanted.role}")
+    tensor, emission = wanted.tensor, Emission(f"{wanted.layer}.{wanted.role}")
+    spec = tensor.spec
     if not spec.is_scaled:
         _cast(emission, spec.dtype, x, y)
         return emission
     if spec.dtype != "int":
-        _float(emission, wanted, x, y)
+        _float(emission, tensor, x, y)
         return emission
     found = activation_carrier(spec, opset)
     assert found is not None  # `refusal` saw to it
     carrier, offset = found
-    scale = emission.constant("scale", wanted.scale)
-    low, high = spec.quant_min - int(wanted.zero_point), spec.quant_max - int(wanted.zero_point)
+    scale = emission.constant("scale", tensor.scale)
+    low, high = spec.quant_min - int(tensor.zero_point), spec.quant_max - int(tensor.zero_point)
     if spec.round_mode != "half_even":
         x = emission.add("Div", x, scale)
         x = emission.add("Clip", x, emission.constant("low", low), emission.constant("high", high))
         x = emission.add("Mul", _rounded(emission, spec.round_mode, x), scale)
     elif (spec.quant_min + offset, spec.quant_max + offset) != (carrier.low, carrier.high):
-        bounds = emission.constant("low", low * wanted.scale), emission.constant("high", high * wanted.scale)
+        bounds = emission.constant("low", low * tensor.scale), emission.constant("high", high * tensor.scale)
         x = emission.add("Clip", x, *bounds)
-    zero_point = emission.codes("zero_point", wanted.zero_point + offset, carrier)
+    zero_point = emission.codes("zero_point", tensor.zero_point + offset, carrier)
     codes = emission.add("QuantizeLinear", x, scale, zero_point)
     emission.add("DequantizeLinear", codes, scale, zero_point, output=y)
     return emission
 
 
-def _float(emission: Emission, wanted: Quantization, x: str, y: str) -> None:
+def _float(emission: Emission, tensor: QuantizedTensor, x: str, y: str) -> None:
     """QuantizeLinear to an 8-bit format; what lies outside is cut off before, as runtimes differ in what they make of
     it, and not by Clip, which ONNX Runtime's optimizer cannot take before these formats.
     """
-    data_type, largest = FLOATS[wanted.spec.dtype], FLOAT_FORMATS[wanted.spec.dtype].largest
-    scale = emission.constant("scale", wanted.scale)
-    x = emission.add("Max", x, emission.constant("low", -largest * wanted.scale))
-    x = emission.add("Min", x, emission.constant("high", largest * wanted.scale))
+    data_type, largest = FLOATS[tensor.spec.dtype], FLOAT_FORMATS[tensor.spec.dtype].largest
+    scale = emission.constant("scale", tensor.scale)
+    x = emission.add("Max", x, emission.constant("low", -largest * tensor.scale))
+    x = emission.add("Min", x, emission.constant("high", largest * tensor.scale))
     zero = TensorProto(name=f"{emission.name}.zero_point", data_type=data_type, dims=[], raw_data=b"\0")
     emission.initializers.append(zero)
     codes = emission.add("QuantizeLinear", x, scale, zero.name)

@@ -24,11 +24,10 @@ from quantizer.engine.solution import Solution
 from quantizer.errors import ModelError, UsageError
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.onnx_guards import keep_float_weights
 from quantizer.export.onnx_nodes import Emission, Quantization, quantize_activation, refusal
 from quantizer.export.onnx_sessions import verify_sessions
 from quantizer.export.onnx_tensors import activation_carrier, carrier_of
-from quantizer.export.onnx_weights import BLOCKS, quantize_weights
+from quantizer.export.onnx_weights import BLOCKS, keep_float_weights, quantize_weights
 from quantizer.export.program import exported
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import quiet
@@ -99,12 +98,12 @@ def check(graph: Graph, solution: Solution, opset: int) -> None:
 
 def operator_set(wanted: Sequence[Quantization]) -> int:
     """20, which every optimization of ONNX Runtime knows; 21 if a type or the blocks of a weight came only with it."""
-    return max([20, *(_oldest(each) for each in wanted if each.spec.dtype == "int")])
+    return max([20, *(_oldest(each) for each in wanted if each.tensor.spec.dtype == "int")])
 
 
 def _oldest(wanted: Quantization) -> int:
     """The first operator set with the type of a tensor's codes; floats, as biases are, need none."""
-    spec, newest = wanted.spec, OPSETS[-1]
+    spec, newest = wanted.tensor.spec, OPSETS[-1]
     if base_role(wanted.role) == "bias":
         return 0
     if not is_parameter(wanted.role):
@@ -115,10 +114,7 @@ def _oldest(wanted: Quantization) -> int:
 
 
 def _quantizations(solution: Solution) -> list[Quantization]:
-    return [
-        Quantization(layer, role, found.spec, found.scale, found.zero_point, found.codes)
-        for (layer, role), found in solution.tensors.items()
-    ]
+    return [Quantization(*key, tensor) for key, tensor in solution.tensors.items()]
 
 
 class _Mark(nn.Module):

@@ -48,6 +48,10 @@ class Layer(nn.Module):
         """The output quantized, if it is to be."""
         return output if self._output_quantizer is None else self._output_quantizer(output)
 
+    def quantize_input(self, value: Any) -> Any:
+        """The layer's own view of its first input."""
+        return self.quantizers["input"](value) if "input" in self.quantizers else value
+
     def quantize_inputs(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The layer's own view of its inputs, for layers whose config quantizes "input" on its own."""
         values = list(args) + list(inputs.values())

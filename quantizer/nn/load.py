@@ -20,6 +20,7 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.codes import unpack
 
+WEIGHTS, CORRECTIONS = "weights.safetensors", "bias_corr.safetensors"
 GROUP_SCALES = "qparams.safetensors"
 """The file with scales and zero points of groups, by `<module>.<role>.scale` and `.zero_point`."""
 
@@ -33,14 +34,13 @@ def load(network: nn.Module, file: str) -> None:
     folder = Path(file).parent
     try:
         info = json.loads((folder / "quant_info.json").read_text(encoding="utf-8"))
-        weights = load_file(folder / "weights.safetensors")
-        corrections = "bias_corr.safetensors" in info["header"]["files"]
-        biases = load_file(folder / "bias_corr.safetensors") if corrections else {}
-        stored = weights | (load_file(folder / GROUP_SCALES) if GROUP_SCALES in info["header"]["files"] else {})
+        known = (WEIGHTS, CORRECTIONS, GROUP_SCALES)
+        files = {name: load_file(folder / name) if name in info["header"]["files"] else {} for name in known}
     except FileNotFoundError as error:
         raise ResultError(f"{error.filename or folder} does not exist", help="run --quant_mode calib first") from None
-    tensors = info["tensors"].values()
-    found = [(entry, role, quantized_tensor(entry, role, stored)) for own in tensors for role, entry in own.items()]
+    weights, entries = files[WEIGHTS], [row for own in info["tensors"].values() for row in own.items()]
+    stored = weights | files[GROUP_SCALES]
+    found = [(entry, role, quantized_tensor(entry, role, stored)) for role, entry in entries]
     for entry, role, tensor in found:
         if tensor.codes is not None:
             weights[f"{entry['module']}.{parameter_name(role)}"] = tensor.decoded()
@@ -56,7 +56,7 @@ def load(network: nn.Module, file: str) -> None:
         layer = modules[entry["module"]]
         assert isinstance(layer, Layer)  # the generated constructor made it
         attach(layer, role, tensor, inplace=entry["inplace"])
-    for name, correction in biases.items():
+    for name, correction in files[CORRECTIONS].items():
         layer = modules[next(iter(info["tensors"][name].values()))["module"]]
         assert isinstance(layer, Layer)
         layer.correct_bias(correction)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Network(nn.Module):
             layer = build_layer(graph, node)
             self.layers[node.name] = layer
             self.add_module(self.module_names[node.name], layer)
-        self.last_uses = _last_uses(graph)
+        self.last_uses: Mapping[str, Sequence[str]] = _last_uses(graph)
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

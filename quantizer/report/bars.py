@@ -5,11 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from quantizer.config.diagnostics import Diagnostic
-from quantizer.engine.events import Stage
+from quantizer.engine.events import Events, Stage
 
 
-class Bars:
+class Bars(Events):
     """Follows a run with one bar for each stage, which vanishes at its end."""
 
     def __init__(self, console: Console) -> None:
@@ -27,9 +26,6 @@ class Bars:
         """Move it."""
         bar, task = self._bars[id(stage)]
         bar.update(task, completed=stage.done)
-
-    def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
-        """Left to others."""
 
     def stopped(self, stage: Stage, error: BaseException | None) -> None:
         """Take it away."""
