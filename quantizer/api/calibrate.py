@@ -75,7 +75,7 @@ def calibrate(
     checkpoints = Checkpoints(Path(folder), resume=resume) if folder is not None else None
     watching = events or follower()
     job = Job(
-        TracedTarget(_traced(model, batches := _batches(model, data, seed=seed, **cut))),
+        TracedTarget(_traced(model, batches := _batches(model, data, seed=seed, **cut))[0]),
         read.require(),
         batches,
         Forked(*filter(None, (watching, checkpoints))),
@@ -110,7 +110,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data) -> Result
     place = Path(folder)
     info = results.read_info(place)
     batches = _batches(model, data, seed=info.header["seed"])
-    original, batch = _traced(model, batches), _first(batches)
+    original, batch = _traced(model, batches)
     with evaluating(model), without_cache(model):
         calibrated = reopened(model, batch, original, info)
     rules = _stored_rules(place)
@@ -127,18 +127,15 @@ def _batches(
     return load_batches(data, module=model, batch_size=batch_size, subset_len=subset_len, seed=seed, label="data")
 
 
-def _first(batches: Batches) -> Batch:
-    first = next(iter(batches), None)
-    if first is None:
+def _traced(model: nn.Module, batches: Batches) -> tuple[Graph, Batch]:
+    """The model's graph, and the batch that it was traced on."""
+    batch = next(iter(batches), None)
+    if batch is None:
         raise DataError("data gives no batch", help="give at least one")
-    return first
-
-
-def _traced(model: nn.Module, batches: Batches) -> Graph:
     device = next((parameter.device for parameter in model.parameters()), None)
-    batch = _first(batches)
+    batch = batch if device is None else batch.to(device)
     with evaluating(model), without_cache(model):
-        return traced(model, batch if device is None else batch.to(device))
+        return traced(model, batch), batch
 
 
 def _stored_rules(folder: Path) -> Rules:

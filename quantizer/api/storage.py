@@ -56,7 +56,14 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     described = {
         "format": FORMAT,
         "model": type(model).__name__,
-        "layers": {path: _described(module) for path, module in layers.items()},
+        "layers": {
+            path: {
+                "class": type(layer).__name__,
+                "operator": operator_of(layer),
+                "tensors": {role: quantizer.spec.to_json() for role, quantizer in _quantizers(layer)},
+            }
+            for path, layer in layers.items()
+        },
         "shared": {path: owner for path, owner in again.items() if owner in layers},
         "codes": codes,
         "ties": ties,
@@ -100,12 +107,6 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         for (path, role), own in quantized.items():
             put(modules[path], path, role, own)
         keep_layers_called(model)
-
-
-def _described(layer: InPlace) -> dict[str, Any]:
-    """What tells the layer from others, and its specs."""
-    specs = {role: quantizer.spec.to_json() for role, quantizer in _quantizers(layer)}
-    return {"class": type(layer).__name__, "operator": operator_of(layer), "tensors": specs}
 
 
 def _inserted(module: InPlace) -> list[dict[str, Any]]:

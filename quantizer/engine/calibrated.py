@@ -10,7 +10,7 @@ from torch import nn
 from quantizer.config.model import Settings
 from quantizer.engine import results
 from quantizer.engine.attach import quantized_network
-from quantizer.engine.inputs import OtherSizes, call_of_shapes, input_shapes
+from quantizer.engine.inputs import call_of_shapes, check_sizes, input_shapes
 from quantizer.engine.results import QuantInfo
 from quantizer.engine.solution import Solution
 from quantizer.errors import DataError, ModelError
@@ -81,5 +81,5 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
         results.check_model(info, original)  # this model cannot have been calibrated with them
         raise
     results.check_model(info, calibrated)
-    OtherSizes(calibrated, original).check(info.solution)
+    check_sizes(calibrated, original, info.solution)
     return Calibrated(original, info.settings, info.solution)

@@ -41,16 +41,12 @@ class Checkpoint:
         if new:
             number = max(self._files, default=-1) + 1
             self._files[number] = write_tensors(self._path(number), new)
-            for name, tensor in new.items():
-                self._stored[id(tensor)] = (tensor, number, name)
-        kept = {id(tensor) for tensor in snapshot.tensors.values()}
-        self._stored = {at: row for at, row in self._stored.items() if at in kept}
+            self._stored |= {id(tensor): (tensor, number, name) for name, tensor in new.items()}
+        self._stored = {id(tensor): self._stored[id(tensor)] for tensor in snapshot.tensors.values()}
         used = {number for _, number, _ in self._stored.values()}
         unused, self._files = self._files.keys() - used, {at: self._files[at] for at in sorted(used)}
-        places = {}
-        for name, tensor in snapshot.tensors.items():
-            _, number, stored = self._stored[id(tensor)]
-            places[name] = [number, stored, str(tensor.device)]
+        tensors = snapshot.tensors.items()
+        places = {name: [*self._stored[id(tensor)][1:], str(tensor.device)] for name, tensor in tensors}
         content = {"key": self._key, "state": snapshot.state, "files": self._files, "tensors": places}
         write_json(self._info, content)
         for number in unused:

@@ -7,6 +7,7 @@ import logging
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,15 +64,8 @@ def finetune_weights(job: Job) -> None:
     saved = {"saved_as": "finetune", "snapshot": lambda: _snapshot_of(layers)}
     with job.stage("fast finetune", len(graph.nodes), "layers", **saved) as stage:
         stage.advance(0, at_boundary=True)  # from now on, this run can be resumed in this mode alone
-        made = finetune(
-            graph,
-            found,
-            lambda: job.read_again("fast finetuning", "leave --fast_finetune out"),
-            mode,
-            seed=job.seed,
-            done=begun,
-            after_layer=after_layer,
-        )
+        read = partial(job.read_again, "fast finetuning", "leave --fast_finetune out")
+        made = finetune(graph, found, read, mode, seed=job.seed, done=begun, after_layer=after_layer)
     job.events.message(logging.WARNING if made.undone or not made.layers else logging.INFO, made.summary)
     job.solution, job.is_finetuned = made.solution, bool(made.layers) and not made.undone
 
@@ -86,12 +80,9 @@ def _snapshot_of(layers: Mapping[str, FinetunedLayer]) -> Snapshot:
 
 
 def _layers_of(snapshot: Snapshot) -> dict[str, FinetunedLayer]:
-    """The inverse of `_snapshot_of`."""
-    tensors = snapshot.tensors
-    return {
-        name: FinetunedLayer(tensors[f"{name}|weight"], tensors[f"{name}|scale"], *errors)
-        for name, errors in snapshot.state.items()
-    }
+    t = snapshot.tensors
+    state = snapshot.state.items()
+    return {name: FinetunedLayer(t[f"{name}|weight"], t[f"{name}|scale"], *errors) for name, errors in state}
 
 
 @dataclass(frozen=True)
@@ -193,8 +184,15 @@ def finetune(
     """
     store, outputs = ActivationStore(), list[Any]()
     plain = quantized_network(graph, found).to(graph.device)
+
+    def with_outputs() -> Iterator[Batch]:
+        """Each batch, after keeping what the network returns for it."""
+        for batch in batches():
+            outputs.append(store.keep(float_leaves(plain(*batch.args, **batch.kwargs))))
+            yield batch
+
     with torch.no_grad():
-        reference = SequentialRunner(Network(graph), _with_outputs(plain, batches(), outputs, store), store)
+        reference = SequentialRunner(Network(graph), with_outputs(), store)
         quantized = SequentialRunner(quantized_network(graph, found).to(graph.device), batches(), store)
     layers = fast_finetune(reference, quantized, mode, seed=seed, done=done, after_layer=after_layer)
     targets = list(reference.outputs())
@@ -211,15 +209,6 @@ def finetuned(found: Solution, layers: Mapping[str, FinetunedLayer]) -> Solution
     zero_points = {name: found.tensors[name, "weights"].zero_point for name in layers}
     qparams = {name: QParams(layer.scale, zero_points[name]) for name, layer in layers.items()}
     return found.with_qparams(qparams).with_weights({name: {"weight": layer.weight} for name, layer in layers.items()})
-
-
-def _with_outputs(
-    network: Network, batches: Iterable[Batch], outputs: list[Any], store: ActivationStore
-) -> Iterator[Batch]:
-    """Hand on each batch, after keeping what the network returns for it."""
-    for batch in batches:
-        outputs.append(store.keep(float_leaves(network(*batch.args, **batch.kwargs))))
-        yield batch
 
 
 def _noise(targets: Iterable[Any], outputs: Iterable[Any]) -> Noise:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch.utils import _pytree as pytree
 from quantizer.config.roles import is_parameter
 from quantizer.engine.solution import Solution
 from quantizer.errors import ResultError
-from quantizer.graph.ir import Graph, Node
+from quantizer.graph.ir import Graph
 
 Shapes = Sequence[Sequence[int | None] | None]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -45,40 +44,32 @@ def _zeros(value: Any, shape: Sequence[int | None] | None) -> Any:
     return value.new_zeros([len(value) if size is None else size for size in shape])
 
 
-@dataclass(frozen=True)
-class OtherSizes:
-    """One model traced with the calibration's sizes of inputs and with those of this run."""
+def check_sizes(calibrated: Graph, now: Graph, solution: Solution) -> None:
+    """Refuse sizes of inputs that a calibration does not hold for, of one model traced with both.
 
-    calibrated: Graph
-    now: Graph
-
-    def check(self, solution: Solution) -> None:
-        """Refuse sizes that the calibration does not hold for.
-
-        Raises:
-            ResultError: they change more than sizes, or there is a scale for each of those that differ.
-        """
-        before, after = _structure(self.calibrated), _structure(self.now)
-        changed = next((name for name in (*before, *after) if before.get(name) != after.get(name)), None)
-        if changed is not None:
-            raise self._refusal(f"then layer {changed} is another")
-        for (layer, role), tensor in solution.tensors.items():
-            axis, channels = tensor.spec.ch_axis, tensor.scale.numel()
-            if not is_parameter(role) and axis is not None and channels > 1:
-                size = self._read_by(layer, role).shape
-                if size is not None and size[axis] != channels:
-                    raise self._refusal(f"then {role} of layer {layer} has {size[axis]} channels")
-
-    def _read_by(self, layer: str, role: str) -> Node:
-        node = self.now.by_name[layer]
-        return node if role == "activation" or node.op == "input" else self.now.by_name[node.input_roles()[role]]
-
-    def _refusal(self, why: str) -> ResultError:
-        shapes = [input_shapes(graph) for graph in (self.calibrated, self.now)]
-        said, now = (" and ".join(_text(shape) for shape in some if shape is not None) for some in shapes)
+    Raises:
+        ResultError: they change more than sizes, or there is a scale for each of those that differ.
+    """
+    for why in _differences(calibrated, now, solution):
+        shapes = [input_shapes(graph) for graph in (calibrated, now)]
+        said, here = (" and ".join(_text(shape) for shape in some if shape is not None) for some in shapes)
         length = window_length(shapes[0])
         remedy = f"give --seq_len {length}, or data of that shape" if length else f"give data of the shape {said}"
-        return ResultError(f"calibrated with inputs of the shape {said}, this run has {now}: {why}", help=remedy)
+        raise ResultError(f"calibrated with inputs of the shape {said}, this run has {here}: then {why}", help=remedy)
+
+
+def _differences(calibrated: Graph, now: Graph, solution: Solution) -> Iterator[str]:
+    before, after = _structure(calibrated), _structure(now)
+    for name in (*before, *after):
+        if before.get(name) != after.get(name):
+            yield f"layer {name} is another"
+    for (layer, role), tensor in solution.tensors.items():
+        axis, channels, node = tensor.spec.ch_axis, tensor.scale.numel(), now.by_name[layer]
+        if not is_parameter(role) and axis is not None and channels > 1:
+            is_own = role == "activation" or node.op == "input"
+            size = (node if is_own else now.by_name[node.input_roles()[role]]).shape
+            if size is not None and size[axis] != channels:
+                yield f"{role} of layer {layer} has {size[axis]} channels"
 
 
 def _structure(graph: Graph) -> dict[str, tuple[Any, ...]]:

@@ -102,12 +102,6 @@ class TracedModules:
             return None
         return module if is_called(module) and home.path == self.graph.by_name[name].scope else None
 
-    def home_of_bias(self, name: str) -> Home | None:
-        """Where a layer without a bias could have one."""
-        module = self.module_of(name)
-        has_room = module is not None and lacks_bias(module)
-        return Home(self.homes[name, "weight"].path, "bias", is_new=True) if has_room else None
-
     @cached_property
     def names(self) -> dict[str, str]:
         """The plan's layer for each node of the trace that multiplies by its weight."""
@@ -180,7 +174,9 @@ class TracedModules:
         """In float; one that is tied leaves the tie, unless all that hold it change alike."""
         values: dict[Home, list[Tensor]] = defaultdict(list)
         for name, key, tensor in ((name, *each) for name, own in found.parameters.items() for each in own.items()):
-            home = self.homes.get((name, key)) or (self.home_of_bias(name) if key == "bias" else None)
+            home, module = self.homes.get((name, key)), self.module_of(name)
+            if key == "bias" and home is None and module is not None and lacks_bias(module):
+                home = Home(self.homes[name, "weight"].path, key, is_new=True)
             if home is None or (name in self.shared and values[home]):
                 raise ModelError(
                     f"{name} has no {key} of its own in the model, and an algorithm would change it",

@@ -122,8 +122,7 @@ class ModuleTarget(Target):
 
     def solved(self, found: Solution, adjustment: Adjustment, report: Mapping[str, Any]) -> Solution:
         """With rounded weights on their scales; the modules hold all else already."""
-        made = found.with_qparams({name: layer.qparams for name, layer in self._rounded.items()})
-        return made.with_weights({name: {"weight": layer.weight} for name, layer in self._rounded.items()})
+        return found.with_rounded(self._rounded)
 
     def finished(self, solution: Solution) -> Solution:
         """Codes are made of the modules' parameters, when they are saved."""

@@ -82,7 +82,7 @@ def run_algorithms(job: Job) -> None:
             job.events.message(level, line)
     found = progress.found
     if found.parameters or found.insertions:
-        job.events.message(*_difference_line(difference(scope.graph, found, job.first_batch())))
+        job.events.message(*_difference_line(scope.graph, found, job.first_batch()))
     job.target.adjust(found)
     job.adjustment, job.report = found, report(algorithms, found)
 
@@ -173,18 +173,6 @@ def _check_weights(graph: Graph) -> None:
                 raise ModelError(f"weights of {node.name}: {error}", help="check the checkpoint") from error
 
 
-def difference(graph: Graph, found: Adjustment, batch: Batch) -> float:
-    """How far the outputs of the adjusted float network are from the model's, as a share of the largest; 0 if equal."""
-    with torch.no_grad():
-        want = Network(graph).start(batch.args, batch.kwargs).advance().float_outputs()
-        have = Network(adjusted(graph, found)).start(batch.args, batch.kwargs).advance().float_outputs()
-    shares = [0.0]
-    for x, y in zip(want, have, strict=True):
-        if x.numel():
-            shares.append(float((x - y).abs().max() / x.abs().max().clamp_min(torch.finfo(x.dtype).tiny)))
-    return max(shares)
-
-
 def _summary_lines(algorithm: Algorithm, before: Adjustment, after: Adjustment) -> Iterator[tuple[int, str]]:
     """What an algorithm did, and what it remarked, each text once: lines with their logging levels."""
     yield logging.INFO, f"{algorithm.name}: {'; '.join(_done(algorithm, before, after)) or 'nothing to quantize'}"
@@ -214,8 +202,14 @@ def _layers(count: int) -> str:
     return "1 layer" if count == 1 else f"{count} layers"
 
 
-def _difference_line(share: float) -> tuple[int, str]:
-    """How well the float function was kept, as `difference` found."""
+def _difference_line(graph: Graph, found: Adjustment, batch: Batch) -> tuple[int, str]:
+    """How far the outputs of the adjusted float network are from the model's, with a logging level."""
+    with torch.no_grad():
+        want = Network(graph).start(batch.args, batch.kwargs).advance().float_outputs()
+        have = Network(adjusted(graph, found)).start(batch.args, batch.kwargs).advance().float_outputs()
+    pairs = [(x, y) for x, y in zip(want, have, strict=True) if x.numel()]
+    shares = [(x - y).abs().max() / x.abs().max().clamp_min(torch.finfo(x.dtype).tiny) for x, y in pairs]
+    share = max([0.0, *map(float, shares)])
     text = f"the rescaled float network's outputs differ by {share:.1e} of the largest"
     if share <= KEPT:
         return logging.INFO, text

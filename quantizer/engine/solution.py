@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import Adjustment
+from quantizer.algorithms.adjustment import Rounded
 from quantizer.config.roles import parameter_name
 from quantizer.graph.edits import Insertion
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -58,9 +58,7 @@ class Solution:
         changed = {(name, "weights"): self.tensors[name, "weights"].at(own) for name, own in qparams.items()}
         return replace(self, tensors={**self.tensors, **changed})
 
-    def adjusted_by(self, found: Adjustment, report: Mapping[str, Any]) -> Solution:
-        """With what algorithms found: their parameters, and rounded weights; `report` is algorithms.json."""
-        qparams = {**found.qparams, **{name: layer.qparams for name, layer in found.rounded.items()}}
-        weights = {name: {"weight": layer.weight} for name, layer in found.rounded.items()}
-        made = replace(self, insertions=found.insertions, rescaled=found.parameters, algorithms=report)
-        return made.with_qparams(qparams).with_weights(found.parameters).with_weights(weights)
+    def with_rounded(self, layers: Mapping[str, Rounded]) -> Solution:
+        """With weights that are rounded, on their scales."""
+        made = self.with_qparams({name: layer.qparams for name, layer in layers.items()})
+        return made.with_weights({name: {"weight": layer.weight} for name, layer in layers.items()})

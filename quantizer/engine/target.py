@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from quantizer.algorithms.adjustment import Adjustment, adjusted
@@ -100,7 +100,9 @@ class TracedTarget(Target):
 
     def solved(self, found: Solution, adjustment: Adjustment, report: Mapping[str, Any]) -> Solution:
         """With rounded weights on their scales, and with all that the float network was changed by."""
-        return found.adjusted_by(adjustment, report)
+        insertions, rescaled = adjustment.insertions, adjustment.parameters
+        made = replace(found, insertions=insertions, rescaled=rescaled, algorithms=report)
+        return made.with_qparams(adjustment.qparams).with_weights(rescaled).with_rounded(adjustment.rounded)
 
     def finished(self, solution: Solution) -> Solution:
         return encoded(self.graph, solution)

@@ -12,7 +12,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError
-from quantizer.graph.ir import Graph, Node
+from quantizer.graph.ir import Graph
 from quantizer.graph.trace import quiet
 
 _PLACES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
@@ -55,13 +55,10 @@ def _by_name(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 def _open_batch(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """For each tensor of the call the dimension that follows the batch, in the shape of the call."""
-    batch = Dim("batch", min=1)
-    inputs = (node for node in graph.nodes if node.op == "input" and node.shape is not None)
+    batch = {0: Dim("batch", min=1)}
+    inputs = (node.shape for node in graph.nodes if node.op == "input" and node.shape is not None)
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    shapes = [_batch_first(next(inputs), batch) if isinstance(leaf, Tensor) else None for leaf in leaves]
+    tensors = (next(inputs) if isinstance(leaf, Tensor) else () for leaf in leaves)
+    shapes = [batch if shape and shape[0] is None else None for shape in tensors]
     args_shapes, kwargs_shapes = pytree.tree_unflatten(shapes, spec)
     return (*args_shapes, *kwargs_shapes.values()) if kwargs else (args_shapes,)
-
-
-def _batch_first(node: Node, batch: Dim) -> dict[int, Dim] | None:
-    return {0: batch} if node.shape and node.shape[0] is None else None

@@ -15,11 +15,11 @@ from quantizer.nn.function import QuantStub as QuantStub
 from quantizer.nn.layer import Layer as Layer
 from quantizer.nn.load import load as load
 from quantizer.nn.quantizer import TensorQuantizer as TensorQuantizer
-from quantizer.nn.recurrent import GRU as GRU
-from quantizer.nn.recurrent import LSTM as LSTM
-from quantizer.nn.recurrent import RNN as RNN
 from quantizer.nn.rescale import InputRotation as InputRotation
 from quantizer.nn.rescale import InputScale as InputScale
+from quantizer.nn.weighted import GRU as GRU
+from quantizer.nn.weighted import LSTM as LSTM
+from quantizer.nn.weighted import RNN as RNN
 from quantizer.nn.weighted import ChannelScale as ChannelScale
 from quantizer.nn.weighted import Conv1d as Conv1d
 from quantizer.nn.weighted import Conv2d as Conv2d

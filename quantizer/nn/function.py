@@ -32,7 +32,8 @@ class Function(Layer):
         super().__init__()
         self._target = target or self.target
         self._constants = constants
-        self._call = resolve(_inplace_twin(self._target) if inplace else self._target)
+        twin = "_.".join(self._target.rsplit(".", 1))  # aten.relu_.default
+        self._call = resolve(twin if inplace else self._target)
         self._renames_self = takes_self(self._call)
         self._positional = not hasattr(self._call, "_schema")
         self._params = tuple(params or ())
@@ -53,11 +54,6 @@ class Function(Layer):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{key}={value!r}" for key, value in self._constants.items())
-
-
-def _inplace_twin(target: str) -> str:
-    namespace, packet, overload = target.split(".")
-    return f"{namespace}.{packet}_.{overload}"
 
 
 class Input(Layer):

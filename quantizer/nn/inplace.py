@@ -1,6 +1,6 @@
 """Quantizers for modules where they stand: the object stays, its class becomes a subclass of its own class.
 
-Finds no scales and decides nothing. The quantized layers of traced graphs are in `weighted` and `recurrent`.
+Finds no scales and decides nothing. The quantized layers of traced graphs are in `weighted`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Layers with a weight: torch's own, plus quantizers. Whoever builds them fills the parameters; nothing is random."""
+"""Layers with weights: torch's own, plus quantizers. Whoever builds them fills the parameters; nothing is random.
+
+Gates and states inside recurrent layers stay float, and their state is given by the graph.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,25 @@ from torch import Tensor, nn
 
 from quantizer.nn.layer import Layer
 
+State = Tensor | list[Tensor]
+_OPERATORS = {
+    "LSTM": torch.ops.aten.lstm.input,
+    "GRU": torch.ops.aten.gru.input,
+    "RNN_RELU": torch.ops.aten.rnn_relu.input,
+    "RNN_TANH": torch.ops.aten.rnn_tanh.input,
+}
+"""torch's function for a whole sequence, by the mode of its layer."""
 
-class _Weighted(Layer):
-    """Skips torch's random initialization, quantizes input and output."""
+
+class _Filled(Layer):
+    """Skips torch's random initialization."""
 
     def reset_parameters(self) -> None:
         """Nothing: the weights come from the model."""
+
+
+class _Weighted(_Filled):
+    """Quantizes input and output."""
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Any:  # noqa: A002 - as torch.nn names it
         """torch's layer, between its quantizers; `output_size` is for transposed convolutions."""
@@ -52,3 +68,27 @@ class ChannelScale(Layer):
         input = self.quantize_input(input)  # noqa: A001
         shape = [-1] + [1] * (input.dim() - 2)
         return self.finish(input * self.weight.reshape(shape) + self.bias.reshape(shape))
+
+
+class _Recurrent(_Filled, nn.RNNBase):
+    """Quantizes the weights and its view of the inputs; results, a tuple, are quantized where they are taken out."""
+
+    def forward(self, input: Tensor, hx: State) -> Any:  # noqa: A002 - as torch names it
+        """Outputs, then the last state (an LSTM's last cell state, too), as torch's operator returns them."""
+        if self.quantizers:
+            (input, hx), _ = self.quantize_inputs((input, hx), {})  # noqa: A001
+        weights = [getattr(self, name) for name in self._flat_weights_names]
+        sizes = self.bias, self.num_layers, 0.0, False, self.bidirectional, self.batch_first
+        return _OPERATORS[self.mode](input, hx, weights, *sizes)
+
+
+class LSTM(_Recurrent, nn.LSTM):  # type: ignore[misc]  # torch's forward may go without a state
+    """torch.nn.LSTM with quantizers."""
+
+
+class GRU(_Recurrent, nn.GRU):  # type: ignore[misc]  # torch's forward may go without a state
+    """torch.nn.GRU with quantizers."""
+
+
+class RNN(_Recurrent, nn.RNN):  # type: ignore[misc]  # torch's forward may go without a state
+    """torch.nn.RNN with quantizers."""
