@@ -15,7 +15,6 @@ from quantizer.api.result import Result
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document
 from quantizer.config.load import check_document, default_config
-from quantizer.config.model import Config as Rules
 from quantizer.config.resolved import resolved_document
 from quantizer.engine import pipeline, results
 from quantizer.engine.calibrated import Calibrated, reopened, traced
@@ -113,7 +112,10 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data) -> Result
     original, batch = _traced(model, batches)
     with evaluating(model), without_cache(model):
         calibrated = reopened(model, batch, original, info)
-    rules = _stored_rules(place)
+    # The built-in default is none that a file could state.
+    stored, rules = read_json(place / "config.resolved.json"), default_config()
+    if stored != resolved_document(rules):
+        rules = check_document(Document.of(stored, str(place / "config.resolved.json"))).require()
     plan = resolve(rules, calibrated.graph, original)
     results.check_plan(info, rules, plan.tensors)
     return Result(model, calibrated, plan, batches, follower(), folder=place)
@@ -136,11 +138,3 @@ def _traced(model: nn.Module, batches: Batches) -> tuple[Graph, Batch]:
     batch = batch if device is None else batch.to(device)
     with evaluating(model), without_cache(model):
         return traced(model, batch), batch
-
-
-def _stored_rules(folder: Path) -> Rules:
-    """The config that a folder was calibrated with; the built-in default is none that a file could state."""
-    stored = read_json(folder / "config.resolved.json")
-    if stored == resolved_document(default_config()):
-        return default_config()
-    return check_document(Document.of(stored, str(folder / "config.resolved.json"))).require()

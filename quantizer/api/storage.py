@@ -6,13 +6,13 @@ Holds data only, no code: a float model of the same architecture takes it up.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from quantizer.api.config import path_of
-from quantizer.api.stored import DESCRIPTION, FORMAT, INSERTED, TENSORS, aliases, checksum, joined, read
+from quantizer.api.stored import DESCRIPTION, FORMAT, INSERTED, TENSORS, checksum, further_names, joined, read
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import a_kind
 from quantizer.engine.module_attach import put
@@ -42,7 +42,6 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     place = path_of(folder, "folder")
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is {a_kind(model)}, not a torch.nn.Module")
-    again = aliases(model)
     layers = {path: module for path, module in model.named_modules() if isinstance(module, InPlace)}
     if not layers:
         raise ModelError("the model has no quantized layer", help="call ModelQuantizer(config).quantize_model first")
@@ -50,7 +49,9 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     strange = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if strange:
         raise ModelError(f"{strange[0]} is state that is no tensor, so it cannot be written")
-    ties = _ties(model, state)
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    ties = further_names(each for each in named if each[0] in state)
+    shared = further_names(model.named_modules(remove_duplicate=False))
     codes = _encode(layers, state, ties)
     kept = {name: value for name, value in state.items() if name not in ties}
     described = {
@@ -64,7 +65,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             }
             for path, layer in layers.items()
         },
-        "shared": {path: owner for path, owner in again.items() if owner in layers},
+        "shared": {path: owner for path, owner in shared.items() if owner in layers},
         "codes": codes,
         "ties": ties,
         "biases": [path for path, module in model.named_modules() if "has_added_bias" in vars(module)],
@@ -138,14 +139,6 @@ def _encode(layers: dict[str, InPlace], state: dict[str, Tensor], ties: dict[str
 
 def _quantizers(module: InPlace) -> Iterator[tuple[str, TensorQuantizer]]:
     return ((role, child) for role, child in module.quantizers.items() if isinstance(child, TensorQuantizer))
-
-
-def _ties(model: nn.Module, state: Collection[str]) -> dict[str, str]:
-    """Each further name of a parameter or buffer in the state, and its first one."""
-    first: dict[int, str] = {}
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    found = [(name, first.setdefault(id(tensor), name)) for name, tensor in named if name in state]
-    return {name: owner for name, owner in found if name != owner}
 
 
 def _set(modules: dict[str, nn.Module], name: str, tensor: Tensor) -> None:

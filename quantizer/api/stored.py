@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -76,7 +76,7 @@ class Stored:
         for text, names in (("has no", stored - own), ("has a tensor that is not in the file:", own - stored)):
             if names:
                 raise self._another(f"the model {text} {min(names)}")
-        self._check_shared(aliases(model))
+        self._check_shared(further_names(model.named_modules(remove_duplicate=False)))
         for path, layer in self.described["layers"].items():
             module, where = modules[path], path or "the model"
             check_quantizable(module, where, layer["tensors"])
@@ -187,12 +187,11 @@ def checksum(described: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def aliases(model: nn.Module) -> dict[str, str]:
-    """Each further path of a module, and its first one."""
+def further_names(named: Iterable[tuple[str, object]]) -> dict[str, str]:
+    """Each further name of an object, and its first one."""
     first: dict[int, str] = {}
-    paths = model.named_modules(remove_duplicate=False)
-    found = [(path, first.setdefault(id(module), path)) for path, module in paths]
-    return {path: owner for path, owner in found if path != owner}
+    found = [(name, first.setdefault(id(value), name)) for name, value in named]
+    return {name: owner for name, owner in found if name != owner}
 
 
 def joined(*parts: str) -> str:

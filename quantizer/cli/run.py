@@ -19,10 +19,9 @@ from quantizer.cli.options import RunOptions
 from quantizer.cli.outcome import Outcome, show
 from quantizer.cli.table_view import config_to_look, show_layers, table_view
 from quantizer.engine import results
-from quantizer.engine.calibrated import reopened
+from quantizer.engine.calibrated import reopened, window_length
 from quantizer.engine.exact import require_wide
 from quantizer.engine.finetune import require_finetuned
-from quantizer.engine.inputs import window_length
 from quantizer.engine.result_files import locked, write_bytes, write_json
 from quantizer.engine.scores import Scores, measure, score
 from quantizer.errors import GateError, UsageError

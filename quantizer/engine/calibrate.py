@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -17,6 +16,8 @@ from quantizer.config.wording import shortened
 from quantizer.engine.solution import Solution
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
 from quantizer.nn.execution import Watchers
+from quantizer.nn.inplace import ModuleTree
+from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import format_named
 from quantizer.observers import NegativeValuesError, NonFiniteError, ObservationError, Observer
@@ -28,11 +29,8 @@ logger = logging.getLogger(__name__)
 Watch = Callable[[Tensor], None]
 
 
-class Observable(Protocol):
-    """A model that shows the values of its nodes to who watches them."""
-
-    def observe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], watch: Watchers) -> Any:
-        """Run once; each watched node's value goes to its watcher."""
+Observable = Network | ModuleTree
+"""A model that shows the values of its nodes to who watches them."""
 
 
 @dataclass

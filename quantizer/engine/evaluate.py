@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.engine.perplexity import TokenLoss, next_tokens
 from quantizer.errors import DataError
-from quantizer.graph.ir import Node
 from quantizer.nn.network import Network
 from quantizer.numerics.metrics import decibel, energy
 from quantizer.sources.batches import Batch, naming_batch
@@ -142,9 +141,11 @@ def compare(reference: Network, quantized: Network, batches: Iterable[Batch]) ->
     taps: dict[str, list[Tap]] = {}
     for name, role, quantizer in quantized.quantizers():
         if not is_parameter(role):
-            noise = LayerNoise(name, role, accumulated=Noise())
+            node, noise = quantized.graph.by_name[name], LayerNoise(name, role, accumulated=Noise())
             result.layers.append(noise)
-            taps.setdefault(_source(quantized.graph.by_name[name], role), []).append((quantizer, noise))
+            # A layer's input is quantized where the value is that it reads.
+            source = name if role == "activation" or node.op == "input" else node.input_roles()[role]
+            taps.setdefault(source, []).append((quantizer, noise))
     over_batches(batches, lambda batch: _one_batch(reference, quantized, batch, taps, result))
     return result
 
@@ -161,11 +162,6 @@ def _one_batch(
             # What the quantizer hands on: a layer quantizes its own input after the value that both networks made.
             noise.accumulated.add(x, y if noise.layer == name else quantizer(y.clone()))
     _outputs(left.float_outputs(), right.float_outputs(), batch, result)
-
-
-def _source(node: Node, role: str) -> str:
-    """The node whose value a quantizer sees: its own layer's, or for a layer's input the one it reads."""
-    return node.name if role == "activation" or node.op == "input" else node.input_roles()[role]
 
 
 def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from quantizer.algorithms.activation_store import ActivationStore
+from quantizer.algorithms.adjustment import Rounded
 from quantizer.algorithms.fast_finetune import FinetunedLayer, fast_finetune
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import Config
@@ -206,9 +207,11 @@ def finetune(
 
 def finetuned(found: Solution, layers: Mapping[str, FinetunedLayer]) -> Solution:
     """The solution with the weights and scales of finetuned layers."""
-    zero_points = {name: found.tensors[name, "weights"].zero_point for name in layers}
-    qparams = {name: QParams(layer.scale, zero_points[name]) for name, layer in layers.items()}
-    return found.with_qparams(qparams).with_weights({name: {"weight": layer.weight} for name, layer in layers.items()})
+    rounded = {}
+    for name, row in layers.items():
+        qparams = QParams(row.scale, found.tensors[name, "weights"].zero_point)
+        rounded[name] = Rounded(row.weight, qparams, row.before, row.after)
+    return found.with_rounded(rounded)
 
 
 def _noise(targets: Iterable[Any], outputs: Iterable[Any]) -> Noise:

@@ -32,6 +32,11 @@ def layers(graph: Graph) -> dict[str, str]:
     return found
 
 
+def input_shapes(graph: Graph) -> list[list[int | None] | None]:
+    """The shape of each input, in the order of the call; None for the batch, and for what is no tensor."""
+    return [None if node.shape is None else list(node.shape) for node in graph.nodes if node.op == "input"]
+
+
 def config(value: Config) -> str:
     """A digest of what the config says, defaults written out; comments do not count."""
     return digest(resolved_document(value))

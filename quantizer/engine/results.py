@@ -18,7 +18,6 @@ from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
 from quantizer.engine.attach import encoded, writes_inplace
 from quantizer.engine.calibrate import Calibration
-from quantizer.engine.inputs import input_shapes
 from quantizer.engine.result_files import read_json, write_bytes, write_json, write_tensors
 from quantizer.engine.result_tensors import TENSORS, header_of, solution_of, tensors_of
 from quantizer.engine.solution import Solution
@@ -101,7 +100,7 @@ def write_results(
         "threads": torch.get_num_threads(),
         "settings": settings,
         "batches": calibration.batches,
-        "inputs": input_shapes(original),
+        "inputs": fingerprint.input_shapes(original),
         "config": fingerprint.decisions(plan),
         "weights": fingerprint.weights(original),
         "layers": fingerprint.layers(original),

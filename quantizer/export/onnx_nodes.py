@@ -1,4 +1,6 @@
-"""One activation's quantization as ONNX nodes that give test mode's values exactly. Knows no network."""
+"""One tensor's quantization as ONNX nodes that give test mode's values exactly: an activation's, or a weight's with its
+codes. Knows no network.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,16 @@ import torch
 from onnx import NodeProto, TensorProto, helper
 from torch import Tensor
 
-from quantizer.export.onnx_tensors import Carrier, activation_carrier, codes_tensor, float_tensor
+from quantizer.config.model import QuantizationSpec
+from quantizer.export.onnx_tensors import INT32, Carrier, activation_carrier, carrier_of, codes_tensor, float_tensor
 from quantizer.graph.ir import Graph
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import FLOAT_FORMATS
+from quantizer.numerics.granularity import from_rows, to_rows
 
 _CASTS = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+BLOCKS = 21
+"""The first operator set whose DequantizeLinear has a block_size."""
 FLOATS = {"fp8_e4m3": TensorProto.FLOAT8E4M3FN, "fp8_e5m2": TensorProto.FLOAT8E5M2}
 """The scaled formats that QuantizeLinear has."""
 FLOATS_FROM = 19
@@ -152,3 +158,51 @@ def _rounded(emission: Emission, mode: str, x: str) -> str:
         operands = () if operand is None else (emission.constant(f"factor_{index}", operand),)
         x = emission.add(operator, x, *operands)
     return emission.add("Mul", x, sign) if on_magnitude else x
+
+
+def quantize_weights(wanted: Quantization, values: Tensor, name: str, opset: int) -> Emission | None:
+    """Codes, scale, zero point and the node that makes `values` of them under `name`; None where floats have to stay.
+
+    Floats stay, exact as they are, in floating-point formats, in groups before operator set 21, and where float32
+    cannot compute the value from the code, as of more than 24 bits. `values` are what the codes stand for.
+    """
+    tensor, spec = wanted.tensor, wanted.tensor.spec
+    carrier = _carrier(tensor, opset)
+    if carrier is None or tensor.codes is None:
+        return None
+    cut = spec.qscheme, spec.ch_axis, spec.group_size
+    scale, zero_point = tensor.scale.reshape(-1, 1), tensor.zero_point.reshape(-1, 1)
+    # As DequantizeLinear computes it: in float32.
+    restored = (to_rows(tensor.codes, *cut).to(torch.int64) - zero_point).to(torch.float32) * scale
+    if not torch.equal(from_rows(restored, tuple(values.shape), *cut), values):
+        return None
+    emission = Emission(f"{wanted.layer}.{wanted.role}")
+    inputs = [emission.codes("codes", tensor.codes, carrier), emission.constant("scale", _placed(tensor.scale, spec))]
+    if carrier is not INT32:
+        inputs.append(emission.codes("zero_point", _placed(tensor.zero_point, spec), carrier))
+    emission.add("DequantizeLinear", *inputs, output=name, **_attributes(spec, values))
+    return emission
+
+
+def _placed(scales: Tensor, spec: QuantizationSpec) -> Tensor:
+    """Scales of groups where ONNX has them: along the axis that is cut."""
+    return scales.movedim(-1, spec.ch_axis) if spec.qscheme == "per_group" and spec.ch_axis is not None else scales
+
+
+def _attributes(spec: QuantizationSpec, values: Tensor) -> dict[str, int]:
+    if spec.ch_axis is None:
+        return {}
+    if spec.qscheme != "per_group":
+        return {"axis": spec.ch_axis}
+    whole = spec.group_size in (None, -1)
+    return {"axis": spec.ch_axis, "block_size": values.shape[spec.ch_axis] if whole else int(spec.group_size or 0)}
+
+
+def _carrier(tensor: QuantizedTensor, opset: int) -> Carrier | None:
+    """The type of the codes; DequantizeLinear takes 32-bit ones without a zero point, and groups from set 21 on."""
+    if tensor.spec.dtype != "int" or (tensor.spec.qscheme == "per_group" and opset < BLOCKS):
+        return None
+    narrow = carrier_of(tensor.spec, opset)
+    if narrow is not None or tensor.zero_point.any() or tensor.spec.quant_max > INT32.high:
+        return narrow
+    return INT32

@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx
 import torch
-from onnx import ModelProto, NodeProto, TensorProto
+from onnx import ModelProto, NodeProto, TensorProto, helper
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -24,10 +24,9 @@ from quantizer.engine.solution import Solution
 from quantizer.errors import ModelError, UsageError
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.onnx_nodes import Emission, Quantization, quantize_activation, refusal
+from quantizer.export.onnx_nodes import BLOCKS, Emission, Quantization, quantize_activation, quantize_weights, refusal
 from quantizer.export.onnx_sessions import verify_sessions
-from quantizer.export.onnx_tensors import activation_carrier, carrier_of
-from quantizer.export.onnx_weights import BLOCKS, keep_float_weights, quantize_weights
+from quantizer.export.onnx_tensors import INT32, activation_carrier, carrier_of
 from quantizer.export.program import exported
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import quiet
@@ -38,6 +37,8 @@ OPSETS = range(18, 24)
 LARGEST = 2**31 - 2**20
 """Bytes of parameters, as float32, that fit one protobuf message."""
 _DOMAIN = "quantizer"
+_CHANNELS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1}
+"""Operators whose weights stay float in between, and the axis of the weight that their outputs lie along."""
 
 
 def export(deployment: Deployment, path: Path) -> Verification:
@@ -57,7 +58,7 @@ def export(deployment: Deployment, path: Path) -> Verification:
     network = deployment.network()
     model = _translate(deployment, _Flat(network, deployment, wanted), opset)
     _lower(model, network, wanted, opset)
-    keep_float_weights(model)
+    _keep_float_weights(model)
     _clean(model, deployment.graph.model)
     onnx.checker.check_model(model)
     content = model.SerializeToString(deterministic=True)
@@ -221,6 +222,38 @@ def _as_it_is(tensor: TensorProto, name: str) -> Emission:
     copy.CopyFrom(tensor)
     copy.name = name
     return Emission(name, initializers=[copy])
+
+
+def _keep_float_weights(model: ModelProto) -> None:
+    """Make the biases of layers with float weights something that the optimizer cannot look into.
+
+    Between quantized values it would else quantize such weights itself, to 8 bits per tensor. A bias that is computed
+    keeps it from that, and DequantizeLinear is never computed ahead.
+    """
+    shapes = {t.name: tuple(t.dims) for t in model.graph.initializer if t.data_type == TensorProto.FLOAT}
+    quantized = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
+    nodes: list[NodeProto] = []
+    for node in model.graph.node:
+        if node.op_type in _CHANNELS and node.input[0] in quantized and node.input[1] in shapes:
+            emission = Emission(f"{node.name}.bias")
+            zeros = emission.codes("zeros", torch.zeros(_channels(node, shapes[node.input[1]])), INT32)
+            bias = emission.add("DequantizeLinear", zeros, emission.constant("one", 1.0))
+            if len(node.input) == 3:
+                node.input[2] = emission.add("Add", node.input[2], bias)
+            else:
+                node.input.append(bias)
+            model.graph.initializer.extend(emission.initializers)
+            nodes += emission.nodes
+        nodes.append(node)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+
+
+def _channels(node: NodeProto, shape: tuple[int, ...]) -> int:
+    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    if attributes.get("transB"):
+        return shape[0]
+    return shape[_CHANNELS[node.op_type]] * (attributes.get("group", 1) if node.op_type == "ConvTranspose" else 1)
 
 
 def _clean(model: ModelProto, name: str) -> None:

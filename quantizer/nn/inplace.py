@@ -5,9 +5,9 @@ Finds no scales and decides nothing. The quantized layers of traced graphs are i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -60,7 +60,7 @@ class InPlace(Layer):
         return (_blank, (self.float_class,), *reduced[2:])
 
 
-@functools.cache
+@cache
 def quantized_class(cls: Any) -> type[InPlace]:
     """The class that modules of class `cls` get. It has the same name."""
     make: Any = type(cls)
@@ -196,8 +196,12 @@ class ModuleTree:
             torch.backends.mha.set_fastpath_enabled(False)  # it would pass the layers by
             hooks.callback(torch.backends.mha.set_fastpath_enabled, fused)
             for name, watcher in watch.items():
-                layer = self.readers.get(name)
-                hooks.callback((self._watch_input if layer else self._watch_output)(layer or name, watcher))
+                if reader := self.readers.get(name):
+                    show = partial(self._show_input, reader, watcher)
+                    hook = self.layers[reader].register_forward_pre_hook(show, with_kwargs=True)
+                else:
+                    hook = self.layers[name].register_forward_hook(partial(self._show_output, name, watcher))
+                hooks.callback(hook.remove)
             try:
                 return self.model(*args, **kwargs)
             except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
@@ -207,28 +211,22 @@ class ModuleTree:
                     help="check shapes, dtypes and devices of the data; a dict gives keyword arguments",
                 ) from error
 
-    def _watch_input(self, layer: str, watcher: Watcher) -> Callable[[], None]:
-        inserted = self.layers[layer]._modules.get("input_layers")
+    def _show_input(
+        self, layer: str, watcher: Watcher, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.reached.add(layer)
+        inserted = module._modules.get("input_layers")
 
         def look(value: Tensor) -> Tensor:
             watcher(value if inserted is None else inserted(value))
             return value
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.reached.add(layer)
-            on_first(look, args, kwargs)
+        on_first(look, args, kwargs)
 
-        remove: Callable[[], None] = self.layers[layer].register_forward_pre_hook(before, with_kwargs=True).remove
-        return remove
-
-    def _watch_output(self, layer: str, watcher: Watcher) -> Callable[[], None]:
-        def after(_: nn.Module, __: Any, output: Any) -> None:
-            self.reached.add(layer)
-            if isinstance(output, Tensor) and output.is_floating_point():
-                watcher(output)
-
-        remove: Callable[[], None] = self.layers[layer].register_forward_hook(after).remove
-        return remove
+    def _show_output(self, layer: str, watcher: Watcher, _: nn.Module, __: Any, output: Any) -> None:
+        self.reached.add(layer)
+        if isinstance(output, Tensor) and output.is_floating_point():
+            watcher(output)
 
 
 def keep_layers_called(model: nn.Module) -> None:

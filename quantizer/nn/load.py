@@ -44,7 +44,7 @@ def load(network: nn.Module, file: str) -> None:
     for entry, role, tensor in found:
         if tensor.codes is not None:
             weights[f"{entry['module']}.{parameter_name(role)}"] = tensor.decoded()
-    modules = dict(network.named_children())
+    modules = {name: layer for name, layer in network.named_children() if isinstance(layer, Layer)}
     for key, value in weights.items():
         name, _, attribute = key.partition(".")
         module = modules[name]
@@ -53,13 +53,9 @@ def load(network: nn.Module, file: str) -> None:
         else:
             module.register_parameter(attribute, nn.Parameter(value, requires_grad=False))
     for entry, role, tensor in found:
-        layer = modules[entry["module"]]
-        assert isinstance(layer, Layer)  # the generated constructor made it
-        attach(layer, role, tensor, inplace=entry["inplace"])
+        attach(modules[entry["module"]], role, tensor, inplace=entry["inplace"])
     for name, correction in files[CORRECTIONS].items():
-        layer = modules[next(iter(info["tensors"][name].values()))["module"]]
-        assert isinstance(layer, Layer)
-        layer.correct_bias(correction)
+        modules[next(iter(info["tensors"][name].values()))["module"]].correct_bias(correction)
     network.eval()
 
 

@@ -53,17 +53,13 @@ class Network(nn.Module):
         return Execution(self, self.inputs(args, kwargs))
 
     def run_node(self, node: Node, values: Mapping[str, Any]) -> Any:
-        """The node's layer on the values that it reads."""
-        return self.run_layer(node, arguments(node, values))
-
-    def run_layer(self, node: Node, call: Mapping[str, Any]) -> Any:
-        """One node's layer on the arguments it reads.
+        """The node's layer on the values that it reads.
 
         Raises:
             DataError: torch refuses them; tracing accepted the first batch, so it is this one.
         """
         try:
-            return self.layers[node.name](**call)
+            return self.layers[node.name](**arguments(node, values))
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise DataError(
