@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import tee
 from typing import Any
 
 import torch
@@ -35,8 +35,14 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
             raise DataError(f"no dataloader, but {why}", help=f"give quantize_model(model, dataloader) {remedy}")
 
     items = _items(() if dataloader is None else dataloader, model)
-    kept = _Kept(items) if rules.algorithms else items  # which alone take several passes
-    job = Job(target, rules, Batches(lambda: iter(kept), "the dataloader"), findings=read.diagnostics, confirm=confirm)
+
+    def batches() -> Iterator[Batch]:
+        """A pass; algorithms take several, so batches are kept for them, each read when a pass first comes to it."""
+        nonlocal items
+        items, again = tee(items) if rules.algorithms else (items, items)
+        return again
+
+    job = Job(target, rules, Batches(batches, "the dataloader"), findings=read.diagnostics, confirm=confirm)
     with all_or_nothing(model):
         pipeline.run(job)
 
@@ -49,25 +55,9 @@ def _wants_data(job: Job) -> tuple[str, str]:
         return f"{reading} works on the values that data give", "some batches"
     if job.plan.needs_data:
         found = next(tensor for tensor in job.plan.tensors.values() if tensor.is_calibrated)
-        instead = "" if algorithms else ", or set is_dynamic=True"
         why = f"the {found.role} of {found.layer} has a static scale, which is found on data"
-        return why, f"some batches{instead}"
+        return why, "some batches" + ("" if algorithms else ", or set is_dynamic=True")
     return f"{algorithms[0].name} works on a trace of the model, which runs it on one batch", "one batch"
-
-
-class _Kept:
-    """The batches of an iterator for several passes; each is read when a pass first comes to it."""
-
-    def __init__(self, rest: Iterator[Batch]) -> None:
-        self._rest, self._read = rest, list[Batch]()
-
-    def __iter__(self) -> Iterator[Batch]:
-        for number in count():
-            if number == len(self._read):
-                if (batch := next(self._rest, None)) is None:
-                    return
-                self._read.append(batch)
-            yield self._read[number]
 
 
 def _items(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:

@@ -146,9 +146,7 @@ def _set(modules: dict[str, nn.Module], name: str, tensor: Tensor) -> None:
     path, _, attribute = name.rpartition(".")
     module = modules[path]
     old = getattr(module, attribute)
-    device = "cpu" if old.is_meta else old.device
+    value = tensor.to("cpu" if old.is_meta else old.device)
     if isinstance(old, nn.Parameter):
-        value = nn.Parameter(tensor.to(device), requires_grad=old.requires_grad and tensor.is_floating_point())
-        setattr(module, attribute, value)
-    else:
-        module._buffers[attribute] = tensor.to(device)
+        value = nn.Parameter(value, requires_grad=old.requires_grad and value.is_floating_point())
+    setattr(module, attribute, value)

@@ -96,7 +96,8 @@ class Analysis:
 
     def mean_bits(self, chosen: Sequence[int]) -> float:
         """Bits per value of the weights that were analysed, without scales."""
-        bits = sum(row.values * self.bits[at] for row, at in zip(self.rows, chosen, strict=True))
+        widths = self.bits
+        bits = sum(row.values * widths[at] for row, at in zip(self.rows, chosen, strict=True))
         return bits / sum(row.values for row in self.rows)
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -183,18 +184,16 @@ def _watchers(calibration: Calibration) -> Watchers:
             observer = calibration.observers.get(key)
             look = check_finite if observer is None else observer.observe
             watched.setdefault(tensor.source, {}).setdefault(id(observer), (tensor, look))
-    return {name: _watcher([*looks.values()], calibration.means.get(name)) for name, looks in watched.items()}
+    means = calibration.means
+    return {name: partial(_show, [*looks.values()], means.get(name)) for name, looks in watched.items()}
 
 
-def _watcher(looks: list[tuple[TensorPlan, Watch]], mean: ChannelMean | None) -> Watch:
-    def watch(value: Tensor) -> None:
-        for tensor, look in looks:
-            with _located(tensor, DataError):
-                look(value)
-        if mean is not None:
-            mean.observe(value)
-
-    return watch
+def _show(looks: list[tuple[TensorPlan, Watch]], mean: ChannelMean | None, value: Tensor) -> None:
+    for tensor, look in looks:
+        with _located(tensor, DataError):
+            look(value)
+    if mean is not None:
+        mean.observe(value)
 
 
 @contextmanager

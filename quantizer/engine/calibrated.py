@@ -13,10 +13,9 @@ from torch.utils import _pytree as pytree
 from quantizer.config.model import Settings
 from quantizer.config.roles import is_parameter
 from quantizer.engine import results
-from quantizer.engine.attach import quantized_network
 from quantizer.engine.fingerprint import input_shapes
 from quantizer.engine.results import QuantInfo
-from quantizer.engine.solution import Solution
+from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.edits import inserted, with_weights
 from quantizer.graph.ir import Graph

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,9 +128,6 @@ def over_batches(batches: Iterable[Batch], run: Callable[[Batch], None]) -> None
         raise DataError("the evaluation data has no batches", help="check --data and --subset_len")
 
 
-Tap = tuple[nn.Module, LayerNoise]
-
-
 def compare(reference: Network, quantized: Network, batches: Iterable[Batch]) -> Comparison:
     """Run both networks on each batch, once.
 
@@ -138,7 +135,7 @@ def compare(reference: Network, quantized: Network, batches: Iterable[Batch]) ->
         DataError: no batch at all, or an output that is not finite.
     """
     result = Comparison(_parameters(reference, quantized))
-    taps: dict[str, list[Tap]] = {}
+    taps: dict[str, list[tuple[nn.Module, LayerNoise]]] = {}
     for name, role, quantizer in quantized.quantizers():
         if not is_parameter(role):
             node, noise = quantized.graph.by_name[name], LayerNoise(name, role, accumulated=Noise())
@@ -146,22 +143,20 @@ def compare(reference: Network, quantized: Network, batches: Iterable[Batch]) ->
             # A layer's input is quantized where the value is that it reads.
             source = name if role == "activation" or node.op == "input" else node.input_roles()[role]
             taps.setdefault(source, []).append((quantizer, noise))
-    over_batches(batches, lambda batch: _one_batch(reference, quantized, batch, taps, result))
+
+    def one_batch(batch: Batch) -> None:
+        """Both networks in step, so that each pair of values is compared while it exists."""
+        left, right = reference.start(batch.args, batch.kwargs), quantized.start(batch.args, batch.kwargs)
+        for (name, x), (_, y) in zip(left.steps(), right.steps(), strict=True):
+            for quantizer, noise in taps.get(name, ()):
+                noise.local.add(x, quantizer(x.clone()))  # which it may overwrite
+                assert noise.accumulated is not None  # only parameters have none
+                # What the quantizer hands on: a layer quantizes its own input after the value that both networks made.
+                noise.accumulated.add(x, y if noise.layer == name else quantizer(y.clone()))
+        _outputs(left.float_outputs(), right.float_outputs(), batch, result)
+
+    over_batches(batches, one_batch)
     return result
-
-
-def _one_batch(
-    reference: Network, quantized: Network, batch: Batch, taps: Mapping[str, list[Tap]], result: Comparison
-) -> None:
-    """Run both networks in step, so that each pair of values is compared while it exists."""
-    left, right = reference.start(batch.args, batch.kwargs), quantized.start(batch.args, batch.kwargs)
-    for (name, x), (_, y) in zip(left.steps(), right.steps(), strict=True):
-        for quantizer, noise in taps.get(name, ()):
-            noise.local.add(x, quantizer(x.clone()))  # which it may overwrite
-            assert noise.accumulated is not None  # only parameters have none
-            # What the quantizer hands on: a layer quantizes its own input after the value that both networks made.
-            noise.accumulated.add(x, y if noise.layer == name else quantizer(y.clone()))
-    _outputs(left.float_outputs(), right.float_outputs(), batch, result)
 
 
 def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from quantizer.config.roles import is_parameter, parameter_role
-from quantizer.engine.attach import quantized_network
+from quantizer.config.roles import is_parameter, parameter_name, parameter_role
 from quantizer.engine.evaluate import over_batches
 from quantizer.engine.exact_layers import Fixed, Step, rule_of
-from quantizer.engine.solution import Solution
+from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.execution import Execution, arguments
@@ -25,8 +24,6 @@ from quantizer.nn.network import Network
 from quantizer.numerics.integer import requantize
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -73,7 +70,8 @@ def compare_exact(graph: Graph, solution: Solution, batches: Iterable[Batch]) ->
     require_wide(graph, solution)
     result = ExactComparison()
     network = _IntegerNetwork(graph, solution, result)
-    rows = {key: LayerCodes(*key, network.positions[key]) for key in network.compared()}
+    keys = [(node.name, "input" if node.op == "input" else "activation") for node in graph.nodes]
+    rows = {key: LayerCodes(*key, network.positions[key]) for key in keys if key in network.positions}
 
     def one_batch(batch: Batch) -> None:
         inputs = network.simulation.inputs(batch.args, batch.kwargs)
@@ -97,7 +95,7 @@ def require_wide(graph: Graph, solution: Solution) -> None:
     """
     for name, _ in solution.tensors:
         dtype = graph.by_name[name].dtype
-        if dtype in HALF:
+        if dtype in (torch.float16, torch.bfloat16):
             raise UsageError(
                 f"--exact compares codes, and {name} computes in {str(dtype).removeprefix('torch.')}, "
                 "which rounds sums before they are quantized",
@@ -116,25 +114,19 @@ class _IntegerNetwork:
         self.positions = solution.positions
         self.biases: dict[str, Fixed] = {}
         self.batch = 0
-        for name in {name for name, role in self.positions if is_parameter(role)}:
-            self._put_codes(graph.by_name[name])
+        for key, position in self.positions.items():
+            if is_parameter(key[1]):
+                self._put_codes(*key, position)
 
-    def compared(self) -> list[Key]:
-        """The tensors whose codes are compared: the network's inputs and what layers make, in execution order."""
-        keys = [(node.name, "input" if node.op == "input" else "activation") for node in self.graph.nodes]
-        return [key for key in keys if key in self.positions]
-
-    def _put_codes(self, node: Node) -> None:
+    def _put_codes(self, name: str, role: str, position: int) -> None:
         """Weight codes in the plain layer; the bias beside it, as it is added at a position of its own."""
-        layer, simulated = self.plain.layers[node.name], self.simulation.layers[node.name]
-        for key in [key for key in node.params if (node.name, parameter_role(key)) in self.positions]:
-            position = self.positions[node.name, parameter_role(key)]
-            codes = simulated.get_parameter(key).detach().double() * 2.0**position
-            if key == "bias":
-                self.biases[node.name] = Fixed(codes, position)
-                layer.register_parameter("bias", None)
-            else:
-                layer.register_parameter(key, nn.Parameter(codes, requires_grad=False))
+        layer, key = self.plain.layers[name], parameter_name(role)
+        codes = self.simulation.layers[name].get_parameter(key).detach().double() * 2.0**position
+        if key == "bias":
+            self.biases[name] = Fixed(codes, position)
+            layer.register_parameter("bias", None)
+        else:
+            layer.register_parameter(key, nn.Parameter(codes, requires_grad=False))
 
     def run_node(self, node: Node, values: Mapping[str, Any]) -> Any:
         """Its value, in integers or in float where it has no integer form: `Fixed` where it has codes."""
@@ -169,13 +161,11 @@ class _IntegerNetwork:
 
     def _own_codes(self, node: Node, call: Mapping[str, Any]) -> dict[str, Any]:
         """The layer's own view of what it reads, where the config quantizes "input" on its own."""
-        roles = {name: role for role, name in zip(node.input_roles(), call, strict=False)}
-        return {
-            name: self._shift(value, (node.name, roles[name]))
-            if name in roles and isinstance(value, Fixed) and (node.name, roles[name]) in self.positions
-            else value
-            for name, value in call.items()
-        }
+        found = {}
+        for index, (name, value) in enumerate(call.items()):
+            key = (node.name, f"input_{index}" if index else "input")
+            found[name] = self._shift(value, key) if isinstance(value, Fixed) and key in self.positions else value
+        return found
 
     def _shift(self, wide: Fixed, key: Key) -> Fixed:
         spec, position = self.solution.tensors[key].spec, self.positions[key]

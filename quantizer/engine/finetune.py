@@ -18,23 +18,18 @@ from quantizer.algorithms.fast_finetune import FinetunedLayer, fast_finetune
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import Config
 from quantizer.engine import fingerprint
-from quantizer.engine.attach import quantized_network
-from quantizer.engine.checkpoint import Checkpoints
+from quantizer.engine.checkpoint import Checkpoints, register, snapshot_of, value_of
 from quantizer.engine.evaluate import Noise
-from quantizer.engine.events import Snapshot
 from quantizer.engine.job import Job
-from quantizer.engine.solution import Solution
+from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import ResultError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.nn.execution import float_leaves
 from quantizer.nn.network import Network
-from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.qparams import QParams
 from quantizer.sources.batches import Batch
 
-AfterLayer = Callable[[Mapping[str, FinetunedLayer]], None]
-
-
+register(FinetunedLayer)
 FEW_SAMPLES = 32
 """Below, finetuned weights fit the calibration data more than the model."""
 
@@ -50,9 +45,10 @@ def finetune_weights(job: Job) -> None:
     if (samples := data.get("samples", 0)) < FEW_SAMPLES:
         text = f"finetuning on {samples} samples: weights fit these and not others; give it at least {FEW_SAMPLES}"
         job.events.message(logging.WARNING, text)
-    scales = fingerprint.digest({"|".join(key): _digest(tensor) for key, tensor in found.tensors.items()})
+    digest = fingerprint.tensor_digest
+    scales = fingerprint.digest([[*key, digest(t.scale), digest(t.zero_point)] for key, t in found.tensors.items()])
     restored = job.restored("finetune", mode=mode, data=data, scales=scales)
-    layers: Mapping[str, FinetunedLayer] = _layers_of(restored) if restored else {}
+    layers: Mapping[str, FinetunedLayer] = value_of(restored) if restored else {}
     if layers:
         job.events.message(logging.INFO, f"finetuning goes on after {len(layers)} layers")
     begun = dict(layers)
@@ -62,28 +58,13 @@ def finetune_weights(job: Job) -> None:
         layers = so_far
         stage.advance()
 
-    saved = {"saved_as": "finetune", "snapshot": lambda: _snapshot_of(layers)}
+    saved = {"saved_as": "finetune", "snapshot": lambda: snapshot_of(dict(layers))}
     with job.stage("fast finetune", len(graph.nodes), "layers", **saved) as stage:
         stage.advance(0, at_boundary=True)  # from now on, this run can be resumed in this mode alone
         read = partial(job.read_again, "fast finetuning", "leave --fast_finetune out")
         made = finetune(graph, found, read, mode, seed=job.seed, done=begun, after_layer=after_layer)
     job.events.message(logging.WARNING if made.undone or not made.layers else logging.INFO, made.summary)
     job.solution, job.is_finetuned = made.solution, bool(made.layers) and not made.undone
-
-
-def _digest(tensor: QuantizedTensor) -> str:
-    return fingerprint.tensor_digest(torch.cat([tensor.scale.flatten(), tensor.zero_point.flatten().to(tensor.scale)]))
-
-
-def _snapshot_of(layers: Mapping[str, FinetunedLayer]) -> Snapshot:
-    tensors = {f"{name}|{part}": getattr(row, part) for name, row in layers.items() for part in ("weight", "scale")}
-    return Snapshot(tensors, {name: [row.before, row.after] for name, row in layers.items()})
-
-
-def _layers_of(snapshot: Snapshot) -> dict[str, FinetunedLayer]:
-    t = snapshot.tensors
-    state = snapshot.state.items()
-    return {name: FinetunedLayer(t[f"{name}|weight"], t[f"{name}|scale"], *errors) for name, errors in state}
 
 
 @dataclass(frozen=True)
@@ -176,7 +157,7 @@ def finetune(
     *,
     seed: int,
     done: Mapping[str, FinetunedLayer],
-    after_layer: AfterLayer,
+    after_layer: Callable[[Mapping[str, FinetunedLayer]], None],
 ) -> Finetuned:
     """Weights, and with "adaquant" their scales, for which the quantized network is nearer to the float one.
 

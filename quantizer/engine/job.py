@@ -37,7 +37,7 @@ class Job:
         facts: what else the results depend on, for checkpoints.
         findings: on the config, from reading it.
         confirm: called when the plan is made and nothing is changed yet; it may raise.
-        plan, adjustment, report, calibration, solution, is_finetuned: found by the steps.
+        plan, adjustment, calibration, solution, is_finetuned: found by the steps.
     """
 
     target: Target
@@ -52,7 +52,6 @@ class Job:
     confirm: Callable[[Job], None] = lambda job: None
     plan: Plan = field(init=False)
     adjustment: Adjustment | None = None
-    report: Mapping[str, Any] = field(default_factory=dict)
     calibration: Calibration = field(init=False)
     solution: Solution = field(init=False)
     is_finetuned: bool = False

@@ -33,12 +33,11 @@ PASSES = ("remove_dropout", "linear_from_matmul")
 
 @dataclass(frozen=True)
 class Home:
-    """Where a parameter lives: a module's path, its attribute, whether a graph has it transposed; or is to live."""
+    """Where a parameter lives: a module's path, its attribute, whether a graph has it transposed."""
 
     path: str
     attribute: str
     is_transposed: bool = False
-    is_new: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,11 +104,8 @@ class TracedModules:
     @cached_property
     def names(self) -> dict[str, str]:
         """The plan's layer for each node of the trace that multiplies by its weight."""
-        owners = {}
-        for node in self.plan.graph.nodes:
-            if node.params:
-                weight = parameters_of(self.modules[node.scope]).get("weight")
-                owners[node.scope, weight] = node.name
+        paths = {node.scope: node.name for node in self.plan.graph.nodes if node.params}
+        owners = {(path, parameters_of(self.modules[path]).get("weight")): name for path, name in paths.items()}
         found = {}
         for node in self.graph.nodes:
             home = self.homes.get((node.name, "weight"))
@@ -173,20 +169,21 @@ class TracedModules:
     def _write_parameters(self, found: Adjustment) -> None:
         """In float; one that is tied leaves the tie, unless all that hold it change alike."""
         values: dict[Home, list[Tensor]] = defaultdict(list)
-        for name, key, tensor in ((name, *each) for name, own in found.parameters.items() for each in own.items()):
-            home, module = self.homes.get((name, key)), self.module_of(name)
-            if key == "bias" and home is None and module is not None and lacks_bias(module):
-                home = Home(self.homes[name, "weight"].path, key, is_new=True)
-            if home is None or (name in self.shared and values[home]):
-                raise ModelError(
-                    f"{name} has no {key} of its own in the model, and an algorithm would change it",
-                    help="leave the layer out of the algorithm, or use the command line, which quantizes the trace",
-                )
-            values[home].append(tensor)
+        for name, own in found.parameters.items():
+            module = self.module_of(name)
+            for key, tensor in own.items():
+                home = self.homes.get((name, key))
+                if home is not None and not (name in self.shared and values[home]):
+                    values[home].append(tensor)
+                elif home is None and key == "bias" and module is not None and lacks_bias(module):
+                    add_bias(module, tensor)
+                else:
+                    raise ModelError(
+                        f"{name} has no {key} of its own in the model, and an algorithm would change it",
+                        help="leave the layer out of the algorithm, or use the command line, which quantizes the trace",
+                    )
         for home, (tensor, *_) in values.items():
-            if home.is_new:
-                add_bias(self.modules[home.path], tensor)
-            elif _set(self.model, home, tensor.t() if home.is_transposed else tensor):
+            if _set(self.model, home, tensor.t() if home.is_transposed else tensor):
                 logger.warning("%s.%s is not tied any more: an algorithm changed it", home.path, home.attribute)
 
 

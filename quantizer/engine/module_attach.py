@@ -37,13 +37,9 @@ def attach(model: nn.Module, graph: Graph, solution: Solution) -> None:
 def put(module: nn.Module, path: str, role: str, tensor: QuantizedTensor) -> None:
     """A quantizer in a role of the module at `path`; one of a parameter only says what was done to it."""
     layer = make_quantizable(module, path)
-    is_output = role == "activation"
     # The output of torch's own layers is fresh memory, which a quantizer may overwrite.
-    quantizer = TensorQuantizer.of(tensor, inplace=is_output and layer.float_class in OPERATORS)
-    if is_output:
-        layer.attach(role, quantizer)
-    else:
-        layer.quantizers[role] = quantizer
+    inplace = role == "activation" and layer.float_class in OPERATORS
+    layer.quantizers[role] = TensorQuantizer.of(tensor, inplace=inplace)
 
 
 def _quantize_parameters(model: nn.Module, uses: list[Use]) -> None:

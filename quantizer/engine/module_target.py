@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -50,11 +49,7 @@ class ModuleTarget(Target):
         self._rounded: dict[str, Rounded] = {}
 
     def prepare(self, config: Config) -> None:
-        """Refuse what only a trace can do.
-
-        Raises:
-            UsageError: naming the setting, and what can do it.
-        """
+        """Refuse what only a trace can do."""
         for name, what in NEEDS_TRACE.items():
             if getattr(config.settings, name):
                 raise UsageError(
@@ -92,21 +87,13 @@ class ModuleTarget(Target):
             yield logging.WARNING, text
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
-        """A trace of the model, without what cannot be done to its modules.
-
-        Raises:
-            ModelError: it cannot be traced.
-        """
+        """A trace of the model, without what cannot be done to its modules."""
         with evaluating(self.model):
             self._traced = TracedModules.of(self.model, plan, first)
         return AlgorithmScope(self._traced.graph, self._traced.specs, self._traced.fitting)
 
     def adjust(self, found: Adjustment) -> None:
-        """Write float parameters and inserted layers into the modules.
-
-        Raises:
-            ModelError: an algorithm changes what has no place in a module.
-        """
+        """Write float parameters and inserted layers into the modules."""
         assert self._traced is not None  # algorithms ran in its scope
         self._rounded = self._traced.write(found)
         self.graph = module_graph(self.model)
@@ -120,7 +107,7 @@ class ModuleTarget(Target):
     def unreached(self) -> Collection[str]:
         return self._tree.layers.keys() - self._tree.reached
 
-    def solved(self, found: Solution, adjustment: Adjustment, report: Mapping[str, Any]) -> Solution:
+    def solved(self, found: Solution, adjustment: Adjustment) -> Solution:
         """With rounded weights on their scales; the modules hold all else already."""
         return found.with_rounded(self._rounded)
 

@@ -19,13 +19,12 @@ from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Settings
 from quantizer.engine import calibrate
-from quantizer.engine.attach import quantized_network
 from quantizer.engine.checkpoint import other_run
 from quantizer.engine.events import Snapshot
 from quantizer.engine.finetune import finetune_weights
 from quantizer.engine.job import Job
-from quantizer.engine.run_algorithms import run_algorithms
-from quantizer.engine.solution import Solution
+from quantizer.engine.run_algorithms import report, run_algorithms
+from quantizer.engine.solution import Solution, quantized_network
 from quantizer.graph.ir import Graph
 from quantizer.sources.batches import Batch
 
@@ -116,8 +115,10 @@ def find_scales(job: Job) -> None:
     """Scales and zero points, of what was observed or what algorithms have found."""
     if job.algorithms_need_data and not job.calibration.batches and job.batches.fingerprint is not None:
         job.calibration.batches = job.batches.fingerprint["batches"]
-    found = calibrate.solution(job.calibration)
-    job.solution = job.target.solved(found, job.adjustment, job.report) if job.adjustment else found
+    job.solution = calibrate.solution(job.calibration)
+    if job.adjustment:
+        algorithms = report(job.config.algorithms, job.adjustment)
+        job.solution = dataclasses.replace(job.target.solved(job.solution, job.adjustment), algorithms=algorithms)
 
 
 def align_to_dpu(job: Job) -> None:

@@ -16,11 +16,10 @@ from quantizer.config.algorithm_words import written
 from quantizer.config.model import Config, Settings
 from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
-from quantizer.engine.attach import encoded, writes_inplace
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.result_files import read_json, write_bytes, write_json, write_tensors
 from quantizer.engine.result_tensors import TENSORS, header_of, solution_of, tensors_of
-from quantizer.engine.solution import Solution
+from quantizer.engine.solution import Solution, encoded, writes_inplace
 from quantizer.errors import ResultError
 from quantizer.graph.edits import with_weights
 from quantizer.graph.emit import emit
@@ -118,15 +117,13 @@ def write_results(
 
 def names_of(folder: Path) -> list[str]:
     """The files that a complete calibration consists of, quant_info.json last."""
-    files = read_json(folder / INFO)["header"]["files"]
-    return [*files, *ORIGINS, INFO]
+    return [*read_json(folder / INFO)["header"]["files"], *ORIGINS, INFO]
 
 
 def _owned(folder: Path) -> list[str]:
     """quant_info.json, which goes first, and the files it names: what calibration wrote before, of any model."""
     try:
-        files = read_json(folder / INFO)["header"]["files"]
-        named = [name for name in files if "/" not in name and "\\" not in name]
+        named = [name for name in names_of(folder) if "/" not in name and "\\" not in name]
     except (ResultError, KeyError, TypeError):
         named = []
     return [INFO, *TENSORS, ALGORITHMS, *ORIGINS, *named]

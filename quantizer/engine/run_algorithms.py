@@ -9,14 +9,12 @@ import importlib
 import logging
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Run, Task, adjusted
 from quantizer.config.algorithm_words import written
@@ -24,7 +22,7 @@ from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.model import Algorithm
 from quantizer.config.wording import shortened
 from quantizer.engine.calibrate import check_finite
-from quantizer.engine.checkpoint import other_run
+from quantizer.engine.checkpoint import other_run, register, snapshot_of, value_of
 from quantizer.engine.events import Snapshot
 from quantizer.engine.job import Job
 from quantizer.engine.target import AlgorithmScope
@@ -59,8 +57,7 @@ class Progress:
     before: Adjustment = field(default_factory=Adjustment)
 
 
-for _part in (Progress, Adjustment, Insertion, Rounded, QParams, Remark):
-    torch.export.register_dataclass(_part, serialized_type_name=f"quantizer.{_part.__name__}")
+register(Progress, Adjustment, Insertion, Rounded, QParams, Remark)
 
 
 def run_algorithms(job: Job) -> None:
@@ -84,19 +81,11 @@ def run_algorithms(job: Job) -> None:
     if found.parameters or found.insertions:
         job.events.message(*_difference_line(scope.graph, found, job.first_batch()))
     job.target.adjust(found)
-    job.adjustment, job.report = found, report(algorithms, found)
+    job.adjustment = found
 
 
 def _read_again(job: Job) -> Iterator[Batch]:
     return job.read_again("the algorithms", "calibrate with batches that stay the same")
-
-
-def _snapshot_of(progress: Progress, data: Mapping[str, Any] | None) -> Snapshot:
-    """`data` is the fingerprint of the calibration data, once a pass over them is complete."""
-    leaves, structure = pytree.tree_flatten(progress)
-    tensors = {str(at): leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    values = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return Snapshot(tensors, {"structure": pytree.treespec_dumps(structure), "values": values, "data": data})
 
 
 def _restored(job: Job) -> Progress:
@@ -109,8 +98,7 @@ def _restored(job: Job) -> Progress:
             pass
         if job.batches.fingerprint != data:
             raise other_run("the data differ")
-    leaves = [snapshot.tensors.get(str(at), value) for at, value in enumerate(snapshot.state["values"])]
-    start: Progress = pytree.tree_unflatten(leaves, pytree.treespec_loads(snapshot.state["structure"]))
+    start: Progress = value_of(snapshot)
     names = [each.name for each in job.config.algorithms]
     name = [*names, "the last one"][start.index]
     where = f"{start.done} groups of {name}" if start.done else f"{start.index} of {len(names)}"
@@ -123,7 +111,7 @@ def _run(job: Job, scope: AlgorithmScope, algorithm: Algorithm, structure: Struc
     progress, groups = start, structure.groups
 
     def snapshot() -> Snapshot:
-        return _snapshot_of(progress, job.batches.fingerprint)
+        return snapshot_of(progress, job.batches.fingerprint)  # of a pass over the data, once one is complete
 
     def after_group(found: Adjustment, done: int) -> None:
         nonlocal progress
@@ -154,12 +142,11 @@ def report(algorithms: Sequence[Algorithm], found: Adjustment) -> dict[str, Any]
         name: {"error_rtn": layer.before, "error": layer.after, "is_rtn": not layer.after < layer.before}
         for name, layer in found.rounded.items()
     }
-    inserted = [{"layer": row.name, "reads": row.source, "readers": list(row.readers)} for row in found.insertions]
     return {
         "algorithms": [written(each.settings) for each in algorithms],
         "rounded": layers,
         "rescaled": {name: sorted(own) for name, own in found.parameters.items()},
-        "inserted": inserted,
+        "inserted": [{"layer": i.name, "reads": i.source, "readers": list(i.readers)} for i in found.insertions],
         "remarks": [{"layer": remark.layer, "text": remark.text} for remark in found.remarks],
     }
 

@@ -83,7 +83,7 @@ def measure(
     device: torch.device,
     events: Events,
     label: str,
-    function: Evaluate | None = None,
+    function: Evaluate | None,
 ) -> dict[str, float]:
     """The metrics of one model: the user's, or without `function` what the targets allow."""
     with Stage(events, label, batches.total) as stage, torch.no_grad():

@@ -6,13 +6,12 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from quantizer.algorithms.adjustment import Adjustment, adjusted
 from quantizer.config.model import Algorithm, Config, QuantizationSpec
-from quantizer.engine.attach import encoded
 from quantizer.engine.calibrate import Observable
-from quantizer.engine.solution import Solution
+from quantizer.engine.solution import Solution, encoded
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.structure import Structure
@@ -51,10 +50,18 @@ class Target(Protocol):
         """What the user should hear of the plan, with levels of `logging`."""
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
-        """What algorithms work on; `first` is a batch to trace with."""
+        """What algorithms work on; `first` is a batch to trace with.
+
+        Raises:
+            ModelError: it cannot be traced.
+        """
 
     def adjust(self, found: Adjustment) -> None:
-        """Take up what algorithms found: the float function stays."""
+        """Take up what algorithms found: the float function stays.
+
+        Raises:
+            ModelError: an algorithm changes what has no place in a module.
+        """
 
     def observed(self) -> AbstractContextManager[Observable]:
         """The float model, whose values can be watched for a while."""
@@ -62,7 +69,7 @@ class Target(Protocol):
     def unreached(self) -> Collection[str]:
         """Layers that no batch has come to."""
 
-    def solved(self, found: Solution, adjustment: Adjustment, report: Mapping[str, Any]) -> Solution:
+    def solved(self, found: Solution, adjustment: Adjustment) -> Solution:
         """The solution with what algorithms found."""
 
     def finished(self, solution: Solution) -> Solution:
@@ -98,10 +105,10 @@ class TracedTarget(Target):
         """A trace holds nothing that does not run."""
         return ()
 
-    def solved(self, found: Solution, adjustment: Adjustment, report: Mapping[str, Any]) -> Solution:
+    def solved(self, found: Solution, adjustment: Adjustment) -> Solution:
         """With rounded weights on their scales, and with all that the float network was changed by."""
-        insertions, rescaled = adjustment.insertions, adjustment.parameters
-        made = replace(found, insertions=insertions, rescaled=rescaled, algorithms=report)
+        rescaled = adjustment.parameters
+        made = replace(found, insertions=adjustment.insertions, rescaled=rescaled)
         return made.with_qparams(adjustment.qparams).with_weights(rescaled).with_rounded(adjustment.rounded)
 
     def finished(self, solution: Solution) -> Solution:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantizer.engine.attach import encoded, quantized_network
 from quantizer.engine.calibrated import Calibrated
-from quantizer.engine.solution import Solution
+from quantizer.engine.solution import Solution, encoded, quantized_network
 from quantizer.graph.ir import Graph, references
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.onnx_tensors import INT32, Carrier, activation_carrier, carrier_of, codes_tensor, float_tensor
-from quantizer.graph.ir import Graph
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.numerics.granularity import from_rows, to_rows
@@ -63,18 +62,8 @@ class Emission:
         return output or label
 
 
-@dataclass(frozen=True)
-class Quantization:
-    """How the tensor of a layer in a role is quantized."""
-
-    layer: str
-    role: str
-    tensor: QuantizedTensor
-
-
-def refusal(wanted: Quantization, graph: Graph, opset: int) -> tuple[str, str] | None:
-    """Why ONNX cannot quantize an activation as test mode does, and what to change; None if it can."""
-    spec, dtype = wanted.tensor.spec, graph.by_name[wanted.layer].dtype
+def refusal(spec: QuantizationSpec, dtype: torch.dtype | None, opset: int) -> tuple[str, str] | None:
+    """Why ONNX cannot quantize an activation of a dtype as test mode does, and what to change; None if it can."""
     if dtype is not None and dtype.is_floating_point and dtype != torch.float32:
         return f"is {dtype}", "compute it in float32, or leave it float"
     if not spec.is_scaled:
@@ -95,14 +84,13 @@ def refusal(wanted: Quantization, graph: Graph, opset: int) -> tuple[str, str] |
     return None
 
 
-def quantize_activation(wanted: Quantization, x: str, y: str, opset: int) -> Emission:
+def quantize_activation(name: str, tensor: QuantizedTensor, x: str, y: str, opset: int) -> Emission:
     """Nodes from value `x` to value `y`; `refusal` has nothing against it.
 
     Integers become QuantizeLinear and DequantizeLinear. Codes that end before those of their integer type are clipped
     before; a rounding mode other than half_even is applied before, after which QuantizeLinear meets no half-way point.
     """
-    tensor, emission = wanted.tensor, Emission(f"{wanted.layer}.{wanted.role}")
-    spec = tensor.spec
+    spec, emission = tensor.spec, Emission(name)
     if not spec.is_scaled:
         _cast(emission, spec.dtype, x, y)
         return emission
@@ -160,14 +148,13 @@ def _rounded(emission: Emission, mode: str, x: str) -> str:
     return emission.add("Mul", x, sign) if on_magnitude else x
 
 
-def quantize_weights(wanted: Quantization, values: Tensor, name: str, opset: int) -> Emission | None:
-    """Codes, scale, zero point and the node that makes `values` of them under `name`; None where floats have to stay.
+def quantize_weights(name: str, tensor: QuantizedTensor, values: Tensor, y: str, opset: int) -> Emission | None:
+    """Codes, scale, zero point and the node that makes `values` of them as `y`; None where floats have to stay.
 
     Floats stay, exact as they are, in floating-point formats, in groups before operator set 21, and where float32
     cannot compute the value from the code, as of more than 24 bits. `values` are what the codes stand for.
     """
-    tensor, spec = wanted.tensor, wanted.tensor.spec
-    carrier = _carrier(tensor, opset)
+    spec, carrier = tensor.spec, _carrier(tensor, opset)
     if carrier is None or tensor.codes is None:
         return None
     cut = spec.qscheme, spec.ch_axis, spec.group_size
@@ -176,11 +163,11 @@ def quantize_weights(wanted: Quantization, values: Tensor, name: str, opset: int
     restored = (to_rows(tensor.codes, *cut).to(torch.int64) - zero_point).to(torch.float32) * scale
     if not torch.equal(from_rows(restored, tuple(values.shape), *cut), values):
         return None
-    emission = Emission(f"{wanted.layer}.{wanted.role}")
+    emission = Emission(name)
     inputs = [emission.codes("codes", tensor.codes, carrier), emission.constant("scale", _placed(tensor.scale, spec))]
     if carrier is not INT32:
         inputs.append(emission.codes("zero_point", _placed(tensor.zero_point, spec), carrier))
-    emission.add("DequantizeLinear", *inputs, output=name, **_attributes(spec, values))
+    emission.add("DequantizeLinear", *inputs, output=y, **_attributes(spec, values))
     return emission
 
 

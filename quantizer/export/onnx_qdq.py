@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import quantizer
+from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.config.wording import shortened
 from quantizer.engine.result_files import write_bytes
@@ -24,14 +25,18 @@ from quantizer.engine.solution import Solution
 from quantizer.errors import ModelError, UsageError
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.onnx_nodes import BLOCKS, Emission, Quantization, quantize_activation, quantize_weights, refusal
+from quantizer.export.onnx_nodes import BLOCKS, Emission, quantize_activation, quantize_weights, refusal
 from quantizer.export.onnx_sessions import verify_sessions
 from quantizer.export.onnx_tensors import INT32, activation_carrier, carrier_of
-from quantizer.export.program import exported
+from quantizer.export.torch_pt2 import exported
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import quiet
 from quantizer.nn.network import Network
+from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.plan.model import Key
 
+Wanted = Sequence[tuple[Key, QuantizedTensor]]
+"""What is quantized; a mark stands for one by its index."""
 OPSETS = range(18, 24)
 """The operator sets that torch.onnx writes."""
 LARGEST = 2**31 - 2**20
@@ -53,8 +58,8 @@ def export(deployment: Deployment, path: Path) -> Verification:
         VerificationError: a session does not give test mode's outputs.
     """
     check(deployment.graph, deployment.solution, deployment.opset)
-    wanted = _quantizations(deployment.encoded)
-    opset = operator_set(wanted) if deployment.opset == -1 else deployment.opset
+    wanted = list(deployment.encoded.tensors.items())
+    opset = operator_set(deployment.encoded) if deployment.opset == -1 else deployment.opset
     network = deployment.network()
     model = _translate(deployment, _Flat(network, deployment, wanted), opset)
     _lower(model, network, wanted, opset)
@@ -73,8 +78,7 @@ def check(graph: Graph, solution: Solution, opset: int) -> None:
     Raises:
         UsageError: the reason, with the first tensors it holds for.
     """
-    everything = _quantizations(solution)
-    opset = operator_set(everything) if opset == -1 else opset
+    opset = operator_set(solution) if opset == -1 else opset
     if opset not in OPSETS:
         raise UsageError(
             f"--deploy onnx writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}",
@@ -87,35 +91,32 @@ def check(graph: Graph, solution: Solution, opset: int) -> None:
             help="use --deploy pt2 or safetensors",
         )
     reasons: dict[tuple[str, str], list[str]] = {}
-    for wanted in everything:
-        found = None if is_parameter(wanted.role) else refusal(wanted, graph, opset)
+    for (layer, role), tensor in solution.tensors.items():
+        found = None if is_parameter(role) else refusal(tensor.spec, graph.by_name[layer].dtype, opset)
         if found is not None:
-            reasons.setdefault(found, []).append(f"{wanted.role} of {wanted.layer}")
+            reasons.setdefault(found, []).append(f"{role} of {layer}")
     if reasons:
         texts = [shortened(names) + (": each " if names[1:] else " ") + why for (why, _), names in reasons.items()]
         helps = dict.fromkeys(help_ for _, help_ in reasons)
         raise UsageError(f"--deploy onnx: {'; '.join(texts)}", help="; ".join(helps))
 
 
-def operator_set(wanted: Sequence[Quantization]) -> int:
+def operator_set(solution: Solution) -> int:
     """20, which every optimization of ONNX Runtime knows; 21 if a type or the blocks of a weight came only with it."""
-    return max([20, *(_oldest(each) for each in wanted if each.tensor.spec.dtype == "int")])
+    specs = {key: tensor.spec for key, tensor in solution.tensors.items() if tensor.spec.dtype == "int"}
+    return max([20, *(_oldest(role, spec) for (_, role), spec in specs.items())])
 
 
-def _oldest(wanted: Quantization) -> int:
+def _oldest(role: str, spec: QuantizationSpec) -> int:
     """The first operator set with the type of a tensor's codes; floats, as biases are, need none."""
-    spec, newest = wanted.tensor.spec, OPSETS[-1]
-    if base_role(wanted.role) == "bias":
+    newest = OPSETS[-1]
+    if base_role(role) == "bias":
         return 0
-    if not is_parameter(wanted.role):
+    if not is_parameter(role):
         found = activation_carrier(spec, newest)
         return found[0].opset if found else 0
     carrier = carrier_of(spec, newest)
     return max(carrier.opset if carrier else 0, BLOCKS if spec.qscheme == "per_group" else 0)
-
-
-def _quantizations(solution: Solution) -> list[Quantization]:
-    return [Quantization(*key, tensor) for key, tensor in solution.tensors.items()]
 
 
 class _Mark(nn.Module):
@@ -139,12 +140,12 @@ class _Flat(nn.Module):
     Weights are marked where they are used, so that torch.onnx does not fold them into something else.
     """
 
-    def __init__(self, network: Network, deployment: Deployment, wanted: list[Quantization]) -> None:
+    def __init__(self, network: Network, deployment: Deployment, wanted: Wanted) -> None:
         super().__init__()
         self.network = network
         self.leaves, self.spec = pytree.tree_flatten(deployment.blank)
         self.weights: dict[str, _Mark] = {}
-        for index, (layer, role) in enumerate((each.layer, each.role) for each in wanted):
+        for index, ((layer, role), _) in enumerate(wanted):
             if base_role(role) == "weights":
                 self.weights[f"{network.module_names[layer]}.{parameter_name(role)}"] = _Mark(index)
             elif not is_parameter(role):
@@ -192,7 +193,7 @@ def _translate(deployment: Deployment, flat: _Flat, opset: int) -> ModelProto:
     return model
 
 
-def _lower(model: ModelProto, network: Network, wanted: list[Quantization], opset: int) -> None:
+def _lower(model: ModelProto, network: Network, wanted: Wanted, opset: int) -> None:
     """Put the quantizations in where the marks are: nodes, and codes for weights."""
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     nodes: list[NodeProto] = []
@@ -200,12 +201,14 @@ def _lower(model: ModelProto, network: Network, wanted: list[Quantization], opse
         if node.domain != _DOMAIN:
             nodes.append(node)
             continue
-        (source,), (result,), quantization = node.input, node.output, wanted[node.attribute[0].i]
-        if not is_parameter(quantization.role):
-            emission = quantize_activation(quantization, source, result, opset)
+        (source,), (result,), ((layer, role), tensor) = node.input, node.output, wanted[node.attribute[0].i]
+        name = f"{layer}.{role}"
+        if not is_parameter(role):
+            emission = quantize_activation(name, tensor, source, result, opset)
         else:
-            values = network.layers[quantization.layer].get_parameter(parameter_name(quantization.role)).detach()
-            emission = quantize_weights(quantization, values, result, opset) or _as_it_is(tensors[source], result)
+            values = network.layers[layer].get_parameter(parameter_name(role)).detach()
+            codes = quantize_weights(name, tensor, values, result, opset)
+            emission = codes or _as_it_is(tensors[source], result)
         model.graph.initializer.extend(emission.initializers)
         nodes += emission.nodes
     del model.graph.node[:]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_name
-from quantizer.engine.attach import quantized_network
 from quantizer.engine.result_files import read_tensors, write_tensors
+from quantizer.engine.solution import quantized_network
 from quantizer.errors import ResultError
 from quantizer.export.agreement import Verification, verify
 from quantizer.export.deployment import Deployment

@@ -69,7 +69,7 @@ def quantized_class(cls: Any) -> type[InPlace]:
     return made
 
 
-_OUR_NAMES = {*dir(InPlace), "float_class", "quantizers", "input_layers", "_output_quantizer"} - {*dir(nn.Module)}
+_OUR_NAMES = {*dir(InPlace), "float_class", "quantizers", "input_layers"} - {*dir(nn.Module)}
 """What quantized layers have and others have not."""
 
 
@@ -132,7 +132,6 @@ def make_quantizable(module: nn.Module, path: str) -> InPlace:
         cls: Any = type(module)
         module.__class__ = quantized_class(cls)
         module.quantizers = nn.ModuleDict()
-        object.__setattr__(module, "_output_quantizer", None)
         object.__setattr__(module, "quantized_path", path or "the model")
     assert isinstance(module, InPlace)
     return module

@@ -47,11 +47,8 @@ def load(network: nn.Module, file: str) -> None:
     modules = {name: layer for name, layer in network.named_children() if isinstance(layer, Layer)}
     for key, value in weights.items():
         name, _, attribute = key.partition(".")
-        module = modules[name]
-        if attribute in module._buffers:
-            module.register_buffer(attribute, value)
-        else:
-            module.register_parameter(attribute, nn.Parameter(value, requires_grad=False))
+        is_buffer = attribute in modules[name]._buffers
+        setattr(modules[name], attribute, value if is_buffer else nn.Parameter(value, requires_grad=False))
     for entry, role, tensor in found:
         attach(modules[entry["module"]], role, tensor, inplace=entry["inplace"])
     for name, correction in files[CORRECTIONS].items():

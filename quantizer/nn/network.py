@@ -105,10 +105,7 @@ def build_layer(graph: Graph, node: Node) -> Layer:
     layer: Layer = getattr(layers, call.cls)(*call.args, **call.kwargs)
     for key, path in node.params.items():
         tensor = graph.tensors[path]
-        if key in layer._buffers:
-            layer.register_buffer(key, tensor)
-        else:
-            layer.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
+        setattr(layer, key, tensor if key in layer._buffers else nn.Parameter(tensor, requires_grad=False))
     return layer.eval()
 
 

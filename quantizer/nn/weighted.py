@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from quantizer.nn.layer import Layer
 
-State = Tensor | list[Tensor]
 _OPERATORS = {
     "LSTM": torch.ops.aten.lstm.input,
     "GRU": torch.ops.aten.gru.input,
@@ -73,7 +72,7 @@ class ChannelScale(Layer):
 class _Recurrent(_Filled, nn.RNNBase):
     """Quantizes the weights and its view of the inputs; results, a tuple, are quantized where they are taken out."""
 
-    def forward(self, input: Tensor, hx: State) -> Any:  # noqa: A002 - as torch names it
+    def forward(self, input: Tensor, hx: Tensor | list[Tensor]) -> Any:  # noqa: A002 - as torch names it
         """Outputs, then the last state (an LSTM's last cell state, too), as torch's operator returns them."""
         if self.quantizers:
             (input, hx), _ = self.quantize_inputs((input, hx), {})  # noqa: A001

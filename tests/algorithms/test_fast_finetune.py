@@ -27,10 +27,9 @@ from quantizer.algorithms.patches import channel_rows, matrix_weight, patches, w
 from quantizer.algorithms.rounding_problem import RoundingProblem
 from quantizer.cli.options import FINETUNE_MODES
 from quantizer.engine import finetune as engine
-from quantizer.engine.attach import quantized_network
 from quantizer.engine.evaluate import compare
 from quantizer.engine.finetune import Finetuned, finetune
-from quantizer.engine.solution import Solution
+from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import DataError
 from quantizer.graph.ir import Graph
 from quantizer.graph.ops import OPS
