@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from quantizer.api.config import path_of
@@ -89,16 +90,16 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     place = path_of(folder, "folder")
     check_float(model)
     stored = read(place)
-    with stored.telling_damage():
-        stored.check(model)
-        quantized = stored.quantized(model)
-        values, inserted = stored.values(model, quantized), stored.inserted(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     with all_or_nothing(model):
+        with stored.telling_damage():
+            stored.check(model)
+            for path in stored.described["biases"]:
+                add_bias(modules[path], torch.zeros(stored.shape(joined(path, "bias"))))
+            quantized = stored.quantized(model)
+            values, inserted = stored.values(model, quantized), stored.inserted(model)
         for path, layer in inserted:
             insert_before(modules[path], path, layer)
-        for path in stored.described["biases"]:
-            add_bias(modules[path], values[joined(path, "bias")])
         for name, tensor in values.items():
             _set(modules, name, tensor)
         for name, owner in stored.described["ties"].items():

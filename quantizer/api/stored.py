@@ -125,13 +125,18 @@ class Stored:
                 decoded = replace(tensor, codes=codes, dtype=getattr(torch, row["dtype"])).decoded()
                 module = model.get_submodule(row["layer"])
                 value = as_planned(module, parameter_name(row["role"]), decoded).contiguous()
-            wanted = own.get(name, value)  # a bias that an algorithm added has none to compare with
+            wanted = own[name]
             if value.is_floating_point() != wanted.is_floating_point():
                 raise ValueError(f"{name} is {value.dtype} in the file and {wanted.dtype} in the model")
             if value.shape != wanted.shape:
                 raise self._another(f"{name} is {list(value.shape)} in the file and {list(wanted.shape)} in the model")
             values[name] = value
         return values
+
+    def shape(self, name: str) -> list[int]:
+        """Of a parameter, however it is stored."""
+        coded = self.described["codes"].get(name)
+        return list(coded["shape"] if coded else self.tensors[name].shape)
 
     def inserted(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """Path of a module and a layer that stands before it, with its weight."""

@@ -72,8 +72,8 @@ class Network(nn.Module):
         Raises:
             DataError: the call is not shaped like the example the model was traced with.
         """
-        found = []
-        for node, path in zip((n for n in self.graph.nodes if n.op == "input"), self.graph.input_paths, strict=True):
+        inputs, found = [node for node in self.graph.nodes if node.op == "input"], []
+        for node, path in zip(inputs, self.graph.input_paths, strict=True):
             value: Any = (args, kwargs)
             try:
                 for key in path:
@@ -89,7 +89,10 @@ class Network(nn.Module):
         if count != len(found):
             raise DataError(f"{self.graph.model} was traced with {len(found)} inputs, but this call has {count}")
         if not torch.compiler.is_exporting():  # there the batch is a symbol, equal by construction
-            _check_batch(self.graph, found)
+            pairs = zip(inputs, found, strict=True)
+            sizes = {node.name: len(value) for node, value in pairs if node.shape and node.shape[0] is None}
+            if len(set(sizes.values())) > 1:
+                raise DataError(f"the inputs have batches of different sizes: {sizes}")
         return found
 
     def quantizers(self) -> Iterator[tuple[str, str, nn.Module]]:
@@ -123,14 +126,6 @@ def _check_input(node: Node, value: Any) -> None:
     if not fits or value.dtype != node.dtype:
         want = "[" + ", ".join("b" if size is None else str(size) for size in node.shape) + f"] {node.dtype}"
         raise DataError(f"{node.name}: expected {want}, got {list(value.shape)} {value.dtype}")
-
-
-def _check_batch(graph: Graph, values: list[Any]) -> None:
-    """All inputs that follow the batch have the same number of samples."""
-    inputs = [node for node in graph.nodes if node.op == "input"]
-    sizes = {n.name: len(value) for n, value in zip(inputs, values, strict=True) if n.shape and n.shape[0] is None}
-    if len(set(sizes.values())) > 1:
-        raise DataError(f"the inputs have batches of different sizes: {sizes}")
 
 
 def _last_uses(graph: Graph) -> dict[str, list[str]]:
