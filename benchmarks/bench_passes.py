@@ -17,7 +17,7 @@ from quantizer.algorithms.bias_correction import correct_biases
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import ROLES, Config, ConfigRule, Selector, Settings, Sourced
 from quantizer.engine import calibrate
-from quantizer.engine.attach import quantized_network
+from quantizer.engine.solution import quantized_network
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace

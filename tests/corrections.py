@@ -13,9 +13,8 @@ from quantizer.algorithms.bias_correction import ChannelMean, correct_biases
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import Config
 from quantizer.engine import calibrate
-from quantizer.engine.attach import quantized_network
 from quantizer.engine.calibrate import Calibration
-from quantizer.engine.solution import Solution
+from quantizer.engine.solution import Solution, quantized_network
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.nn.network import Network

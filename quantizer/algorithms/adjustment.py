@@ -118,7 +118,7 @@ class Task:
     @property
     def device(self) -> torch.device:
         """Where the graph's tensors are."""
-        return next((tensor.device for tensor in self.graph.tensors.values()), torch.device("cpu"))
+        return self.graph.device
 
 
 Run = Callable[[Task, Any, Adjustment], Adjustment]

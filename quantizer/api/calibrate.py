@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from quantizer.api.config import AnyConfig, read_config
 from quantizer.api.notebook import follower
-from quantizer.api.read_config import AnyConfig, read_config
 from quantizer.api.result import Result
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document
 from quantizer.config.load import check_document, default_config
-from quantizer.config.model import Config as Rules
 from quantizer.config.resolved import resolved_document
 from quantizer.engine import pipeline, results
 from quantizer.engine.calibrated import Calibrated, reopened, traced
@@ -75,7 +74,7 @@ def calibrate(
     checkpoints = Checkpoints(Path(folder), resume=resume) if folder is not None else None
     watching = events or follower()
     job = Job(
-        TracedTarget(_traced(model, batches := _batches(model, data, seed=seed, **cut))),
+        TracedTarget(_traced(model, batches := _batches(model, data, seed=seed, **cut))[0]),
         read.require(),
         batches,
         Forked(*filter(None, (watching, checkpoints))),
@@ -110,10 +109,13 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data) -> Result
     place = Path(folder)
     info = results.read_info(place)
     batches = _batches(model, data, seed=info.header["seed"])
-    original, batch = _traced(model, batches), _first(batches)
+    original, batch = _traced(model, batches)
     with evaluating(model), without_cache(model):
         calibrated = reopened(model, batch, original, info)
-    rules = _stored_rules(place)
+    # The built-in default is none that a file could state.
+    stored, rules = read_json(place / "config.resolved.json"), default_config()
+    if stored != resolved_document(rules):
+        rules = check_document(Document.of(stored, str(place / "config.resolved.json"))).require()
     plan = resolve(rules, calibrated.graph, original)
     results.check_plan(info, rules, plan.tensors)
     return Result(model, calibrated, plan, batches, follower(), folder=place)
@@ -127,23 +129,12 @@ def _batches(
     return load_batches(data, module=model, batch_size=batch_size, subset_len=subset_len, seed=seed, label="data")
 
 
-def _first(batches: Batches) -> Batch:
-    first = next(iter(batches), None)
-    if first is None:
+def _traced(model: nn.Module, batches: Batches) -> tuple[Graph, Batch]:
+    """The model's graph, and the batch that it was traced on."""
+    batch = next(iter(batches), None)
+    if batch is None:
         raise DataError("data gives no batch", help="give at least one")
-    return first
-
-
-def _traced(model: nn.Module, batches: Batches) -> Graph:
     device = next((parameter.device for parameter in model.parameters()), None)
-    batch = _first(batches)
+    batch = batch if device is None else batch.to(device)
     with evaluating(model), without_cache(model):
-        return traced(model, batch if device is None else batch.to(device))
-
-
-def _stored_rules(folder: Path) -> Rules:
-    """The config that a folder was calibrated with; the built-in default is none that a file could state."""
-    stored = read_json(folder / "config.resolved.json")
-    if stored == resolved_document(default_config()):
-        return default_config()
-    return check_document(Document.of(stored, str(folder / "config.resolved.json"))).require()
+        return traced(model, batch), batch

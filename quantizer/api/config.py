@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from quantizer.api.observers import ObserverBase
-from quantizer.api.reading import read_config
+from quantizer.api.observers import OBSERVERS, ObserverBase
 from quantizer.atomic import replace_file
 from quantizer.config.algorithm_settings import AlgoConfig, PreQuantOptConfig
+from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.document import Document
-from quantizer.config.load import check_document, load_config
+from quantizer.config.load import LoadResult, check_document, default_config, load_config
+from quantizer.config.spellings import canonical
 from quantizer.config.typed_fields import check, checked
 from quantizer.config.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
 from quantizer.config.wording import a_kind
@@ -103,7 +105,7 @@ class Config:
                 "the document has no global_quant_config, the config of all layers",
                 help="""write it, for example {"global_quant_config": {"weight": {"dtype": "int8"}}}""",
             )
-        return read_config(cls, check_document(Document.of(document, cls.__name__)))
+        return cls._of(check_document(Document.of(document, cls.__name__)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a config file.
@@ -111,10 +113,9 @@ class Config:
         Raises:
             UsageError: the file cannot be written, or `path` is no path.
         """
-        _check_path(path)
-        text = json.dumps(self.to_dict(), indent=2) + "\n"
+        place, text = path_of(path), json.dumps(self.to_dict(), indent=2) + "\n"
         try:
-            replace_file(Path(path), text.encode())
+            replace_file(place, text.encode())
         except OSError as error:
             raise UsageError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
 
@@ -126,13 +127,64 @@ class Config:
             ConfigError: with all findings and their places, if it cannot be used.
             UsageError: it is of the layered form, or `path` is no path.
         """
-        _check_path(path)
-        return read_config(cls, load_config(path))
+        path_of(path)
+        return cls._of(load_config(path))
+
+    @classmethod
+    def _of(cls, result: LoadResult) -> Config:
+        """The words of other versions end in `config`, and `canonical` turns them into ours."""
+        config = result.require()
+        assert result.document is not None  # a config came of it
+        if config.form != "hierarchical":
+            raise UsageError(
+                f"{config.source} is of the layered form, which the dataclasses cannot say",
+                help="`quantizer convert --to hierarchical` turns it into the form they can",
+            )
+        read: Config = _from_json(cls, canonical(result.document)[0].value)
+        return read
 
 
-def _check_path(path: Any) -> None:
+AnyConfig = str | os.PathLike[str] | Mapping[str, Any] | Config
+"""A config in whichever way Python gives it: a path, a dict or dataclasses, of either file form."""
+
+
+def check_kind(config: Any) -> None:
+    """Refuse what is no config at all.
+
+    Raises:
+        UsageError: saying what it is.
+    """
+    if not isinstance(config, (str, os.PathLike, Mapping, Config)):
+        raise UsageError(
+            f"config is {a_kind(config)}, not a config", help="give the path of a file, a dict or a quantizer.Config"
+        )
+
+
+def read_config(config: AnyConfig | None) -> LoadResult:
+    """The checked config; the built-in default for None.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if config is None:
+        return LoadResult(default_config(), (), {})
+    check_kind(config)
+    if isinstance(config, (str, os.PathLike)):
+        return load_config(config)
+    if isinstance(config, Config):
+        return check_document(Document.of(config.to_dict(), "Config"))
+    return check_document(Document.of(config, "config"))
+
+
+def path_of(path: Any, name: str = "path") -> Path:
+    """A path that was given as text or as a path object.
+
+    Raises:
+        UsageError: it is something else.
+    """
     if not isinstance(path, (str, os.PathLike)):
-        raise UsageError(f"path is {a_kind(path)}, not a path", help="give it as text or pathlib.Path")
+        raise UsageError(f"{name} is {a_kind(path)}, not a path", help="give it as text or pathlib.Path")
+    return Path(path)
 
 
 def _to_json(value: Any) -> Any:
@@ -149,3 +201,23 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _to_json(item) for key, item in value.items()}
     return [_to_json(item) for item in value] if isinstance(value, list) else value
+
+
+def _from_json(hint: Any, value: Any) -> Any:
+    """A JSON value as what an annotation asks for; keys without a field say nothing, or the check had refused them."""
+    if value is None:
+        return None
+    if get_origin(hint) in (Union, types.UnionType):
+        wanted = [member for member in get_args(hint) if (get_origin(member) is list) == isinstance(value, list)]
+        return _from_json(wanted[0], value)
+    if get_origin(hint) is type:
+        return OBSERVERS.get(value)
+    if get_origin(hint) is list:
+        return [_from_json(get_args(hint)[0], item) for item in value]
+    if get_origin(hint) is dict:
+        return {key: _from_json(get_args(hint)[1], item) for key, item in value.items() if not key.startswith("//")}
+    if is_dataclass(hint):
+        cls: Any = ALGORITHMS[value["name"]] if issubclass(hint, AlgoConfig) else hint  # type: ignore[arg-type]
+        hints, stated = get_type_hints(cls), [f.name for f in fields(cls) if value.get(f.name) is not None]
+        return cls(**{name: _from_json(hints[name], value[name]) for name in stated})
+    return hint[value] if isinstance(hint, type) and issubclass(hint, Enum) else value

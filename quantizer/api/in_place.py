@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import tee
 from typing import Any
 
-from quantizer.api.dataloader import batches_of
-from quantizer.api.read_config import AnyConfig, read_config
+import torch
+from torch import nn
+
+from quantizer.api.config import AnyConfig, read_config
+from quantizer.config.wording import a_kind
 from quantizer.engine import pipeline
 from quantizer.engine.job import Job
 from quantizer.engine.module_target import ModuleTarget
 from quantizer.errors import DataError
 from quantizer.nn.inplace import check_float
 from quantizer.nn.transaction import all_or_nothing
+from quantizer.sources.batches import Batch, as_batch, positional_inputs
+from quantizer.sources.data import Batches
 
 
 def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) -> None:
@@ -28,10 +34,17 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
             why, remedy = _wants_data(job)
             raise DataError(f"no dataloader, but {why}", help=f"give quantize_model(model, dataloader) {remedy}")
 
-    batches = batches_of(() if dataloader is None else dataloader, model, several_passes=bool(rules.algorithms))
-    job = Job(target, rules, batches, findings=read.diagnostics, confirm=confirm)
+    items = _items(() if dataloader is None else dataloader, model)
+
+    def batches() -> Iterator[Batch]:
+        """A pass; algorithms take several, so batches are kept for them, each read when a pass first comes to it."""
+        nonlocal items
+        items, again = tee(items) if rules.algorithms else (items, items)
+        return again
+
+    job = Job(target, rules, Batches(batches, "the dataloader"), findings=read.diagnostics, confirm=confirm)
     with all_or_nothing(model):
-        target.apply(pipeline.run(job))
+        pipeline.run(job)
 
 
 def _wants_data(job: Job) -> tuple[str, str]:
@@ -42,7 +55,27 @@ def _wants_data(job: Job) -> tuple[str, str]:
         return f"{reading} works on the values that data give", "some batches"
     if job.plan.needs_data:
         found = next(tensor for tensor in job.plan.tensors.values() if tensor.is_calibrated)
-        instead = "" if algorithms else ", or set is_dynamic=True"
         why = f"the {found.role} of {found.layer} has a static scale, which is found on data"
-        return why, f"some batches{instead}"
+        return why, "some batches" + ("" if algorithms else ", or set is_dynamic=True")
     return f"{algorithms[0].name} works on a trace of the model, which runs it on one batch", "one batch"
+
+
+def _items(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
+    """The user's items (tensors, tuples, lists or dicts) as batches on the model's device."""
+    try:
+        items = iter(dataloader)
+    except TypeError:
+        raise DataError(f"dataloader is {a_kind(dataloader)}, which gives no batches") from None
+    inputs = positional_inputs(model)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    index = -1
+    for index, item in enumerate(items):
+        try:
+            yield as_batch(item, inputs).to(device)
+        except DataError as error:
+            raise DataError(f"batch {index} {error.message}", help=error.help) from error
+    if index < 0:
+        raise DataError(
+            "the dataloader gave no batches",
+            help="give quantize_model a dataloader that gives batches; a generator gives its batches only once",
+        )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quantizer.api.read_config import AnyConfig, check_kind
+from quantizer.api.config import AnyConfig, check_kind
 
 if TYPE_CHECKING:
     from torch import nn

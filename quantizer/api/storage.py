@@ -6,19 +6,19 @@ Holds data only, no code: a float model of the same architecture takes it up.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantizer.api.stored import DESCRIPTION, FORMAT, TENSORS, aliases, checksum, inserted_layers, joined, read
+from quantizer.api.config import path_of
+from quantizer.api.stored import DESCRIPTION, FORMAT, INSERTED, TENSORS, checksum, further_names, joined, read
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import a_kind
 from quantizer.engine.module_attach import put
 from quantizer.engine.result_files import write_json, write_tensors
-from quantizer.errors import ModelError, ResultError, UsageError
+from quantizer.errors import ModelError, ResultError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
 from quantizer.nn.inplace import InPlace, add_bias, check_float, insert_before, keep_layers_called
 from quantizer.nn.quantizer import TensorQuantizer
@@ -40,10 +40,9 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         ResultError: the folder cannot be written.
         UsageError: `folder` is no path.
     """
-    place = folder_of(folder)
+    place = path_of(folder, "folder")
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is {a_kind(model)}, not a torch.nn.Module")
-    again = aliases(model)
     layers = {path: module for path, module in model.named_modules() if isinstance(module, InPlace)}
     if not layers:
         raise ModelError("the model has no quantized layer", help="call ModelQuantizer(config).quantize_model first")
@@ -51,18 +50,27 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     strange = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if strange:
         raise ModelError(f"{strange[0]} is state that is no tensor, so it cannot be written")
-    ties = _ties(model, state)
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    ties = further_names(each for each in named if each[0] in state)
+    shared = further_names(model.named_modules(remove_duplicate=False))
     codes = _encode(layers, state, ties)
     kept = {name: value for name, value in state.items() if name not in ties}
     described = {
         "format": FORMAT,
         "model": type(model).__name__,
-        "layers": {path: _described(module) for path, module in layers.items()},
-        "shared": {path: owner for path, owner in again.items() if owner in layers},
+        "layers": {
+            path: {
+                "class": type(layer).__name__,
+                "operator": operator_of(layer),
+                "tensors": {role: quantizer.spec.to_json() for role, quantizer in _quantizers(layer)},
+            }
+            for path, layer in layers.items()
+        },
+        "shared": {path: owner for path, owner in shared.items() if owner in layers},
         "codes": codes,
         "ties": ties,
         "biases": [path for path, module in model.named_modules() if "has_added_bias" in vars(module)],
-        "inserted": {path: inserted for path, module in layers.items() if (inserted := inserted_layers(module))},
+        "inserted": {path: inserted for path, module in layers.items() if (inserted := _inserted(module))},
     }
     try:
         described["tensors"] = write_tensors(place / TENSORS, kept)
@@ -79,76 +87,59 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         ResultError: the files are missing or damaged, or are of another model.
         UsageError: `folder` is no path. The model is as it was after all of these.
     """
-    place = folder_of(folder)
+    place = path_of(folder, "folder")
     check_float(model)
+    stored = read(place)
     modules = dict(model.named_modules(remove_duplicate=False))
-    stored = read(place, model)
     with all_or_nothing(model):
-        for path, layers in stored.inserted.items():
-            for layer in layers:
-                insert_before(modules[path], path, layer)
-        for path in stored.biases:
-            add_bias(modules[path], stored.values[joined(path, "bias")])
-        for name, tensor in stored.values.items():
+        with stored.telling_damage():
+            stored.check(model)
+            for path in stored.described["biases"]:
+                add_bias(modules[path], torch.zeros(stored.shape(joined(path, "bias"))))
+            quantized = stored.quantized(model)
+            values, inserted = stored.values(model, quantized), stored.inserted(model)
+        for path, layer in inserted:
+            insert_before(modules[path], path, layer)
+        for name, tensor in values.items():
             _set(modules, name, tensor)
-        for name, owner in stored.ties.items():
-            if owner in stored.values:
+        for name, owner in stored.described["ties"].items():
+            if owner in values:
                 (path, _, attribute), (holder, _, original) = name.rpartition("."), owner.rpartition(".")
                 setattr(modules[path], attribute, getattr(modules[holder], original))
-        for (path, role), quantizer in stored.quantizers.items():
-            put(modules[path], path, role, quantizer)
+        for (path, role), own in quantized.items():
+            put(modules[path], path, role, own)
         keep_layers_called(model)
 
 
-def folder_of(folder: Any) -> Path:
-    """A path that was given as text or as a path object.
-
-    Raises:
-        UsageError: it is something else.
-    """
-    if not isinstance(folder, (str, os.PathLike)):
-        raise UsageError(f"folder is {a_kind(folder)}, not a path", help="give it as text or pathlib.Path")
-    return Path(folder)
-
-
-def _described(layer: InPlace) -> dict[str, Any]:
-    """What tells the layer from others, and its specs."""
-    specs = {role: quantizer.spec.to_json() for role, quantizer in quantizers_of(layer).items()}
-    return {"class": type(layer).__name__, "operator": operator_of(layer), "tensors": specs}
+def _inserted(module: InPlace) -> list[dict[str, Any]]:
+    """What stands before a module: an operator and its constants each."""
+    found = []
+    for layer in module.get_submodule("input_layers").children() if "input_layers" in module._modules else ():
+        op, keys = next((op, keys) for op, (cls, keys) in INSERTED.items() if isinstance(layer, cls))
+        found.append({"op": op, "attrs": {key: getattr(layer, key) for key in keys}})
+    return found
 
 
 def _encode(layers: dict[str, InPlace], state: dict[str, Tensor], ties: dict[str, str]) -> dict[str, Any]:
     """Put codes in the places of quantized parameters in `state`, and say what is what."""
     codes: dict[str, Any] = {}
     for path, module in layers.items():
-        for role, quantizer in quantizers_of(module).items():
-            name = _parameter_path(path, module, role)
+        for role, quantizer in _quantizers(module):
+            key = parameter_name(role)
+            name = joined(path, parameters_of(module)[key]) if is_parameter(role) else None
             if name is None or name in ties:
                 continue
-            value = as_planned(module, parameter_name(role), state[name])
+            value = as_planned(module, key, state[name])
             found = quantizer.tensor.encoded(value)
             if found.codes is not None:
                 state[name] = pack(found.codes, found.spec)
-                codes[name] = {"layer": path, "role": role, "shape": list(value.shape), "dtype": _word(value.dtype)}
+                dtype = str(value.dtype).removeprefix("torch.")
+                codes[name] = {"layer": path, "role": role, "shape": list(value.shape), "dtype": dtype}
     return codes
 
 
-def quantizers_of(module: InPlace) -> dict[str, TensorQuantizer]:
-    """A layer's quantizers by role."""
-    return {role: child for role, child in module.quantizers.items() if isinstance(child, TensorQuantizer)}
-
-
-def _ties(model: nn.Module, state: Collection[str]) -> dict[str, str]:
-    """Each further name of a parameter or buffer in the state, and its first one."""
-    first: dict[int, str] = {}
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    found = [(name, first.setdefault(id(tensor), name)) for name, tensor in named if name in state]
-    return {name: owner for name, owner in found if name != owner}
-
-
-def _parameter_path(path: str, module: nn.Module, role: str) -> str | None:
-    """The state's name for the parameter in a role; None for activations."""
-    return joined(path, parameters_of(module)[parameter_name(role)]) if is_parameter(role) else None
+def _quantizers(module: InPlace) -> Iterator[tuple[str, TensorQuantizer]]:
+    return ((role, child) for role, child in module.quantizers.items() if isinstance(child, TensorQuantizer))
 
 
 def _set(modules: dict[str, nn.Module], name: str, tensor: Tensor) -> None:
@@ -156,13 +147,7 @@ def _set(modules: dict[str, nn.Module], name: str, tensor: Tensor) -> None:
     path, _, attribute = name.rpartition(".")
     module = modules[path]
     old = getattr(module, attribute)
-    device = "cpu" if old.is_meta else old.device
+    value = tensor.to("cpu" if old.is_meta else old.device)
     if isinstance(old, nn.Parameter):
-        value = nn.Parameter(tensor.to(device), requires_grad=old.requires_grad and tensor.is_floating_point())
-        setattr(module, attribute, value)
-    else:
-        module._buffers[attribute] = tensor.to(device)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        value = nn.Parameter(value, requires_grad=old.requires_grad and value.is_floating_point())
+    setattr(module, attribute, value)

@@ -44,7 +44,7 @@ def require_dpu(device: str) -> None:
 def run_exact(options: Options, outcome: Outcome, graph: Graph, info: QuantInfo, batches: Batches) -> Outcome:
     """Run the batches again in integers; adds the metric `exact_equal` and a table, and writes exact.json."""
     with Stage(progress(quiet=options.quiet), "exact", batches.total) as stage:
-        found = compare_exact(graph, info.solution, (batch.to("cpu") for batch in batches), stage.advance)
+        found = compare_exact(graph, info.solution, stage.counted(batch.to("cpu") for batch in batches))
     content = asdict(found) | {"equal": found.equal}
     write_json(Path(options.output_dir) / "exact.json", content)
     metric = {"exact_equal": found.equal}

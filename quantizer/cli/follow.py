@@ -22,7 +22,7 @@ EVERY_S = 10.0
 def progress(*, quiet: bool) -> Events:
     """Who shows how far a run is: a bar on a terminal, but never in CI, else lines; or nobody."""
     if quiet:
-        return Forked()
+        return Events()
     return Bars(session.console(stderr=True)) if sys.stderr.isatty() and not os.environ.get("CI") else Lines()
 
 
@@ -31,14 +31,10 @@ def followed(sources: Mapping[str, str], *, quiet: bool) -> Forked:
     return Forked(progress(quiet=quiet), Messages(sources, quiet=quiet))
 
 
-class Messages(Forked):
-    """Prints findings with the lines of the config that they are about; logs the rest, which prints it, too.
-
-    With no followers of its own, it lets all other events pass.
-    """
+class Messages(Events):
+    """Prints findings with the lines of the config that they are about; logs the rest, which prints it, too."""
 
     def __init__(self, sources: Mapping[str, str], *, quiet: bool) -> None:
-        super().__init__()
         self._sources, self._quiet = sources, quiet
 
     def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
@@ -49,11 +45,10 @@ class Messages(Forked):
             print_diagnostics((finding,), self._sources)
 
 
-class Lines(Forked):
+class Lines(Events):
     """Prints `calib 120/500 batches 24 % eta 63 s`, now and then."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._started = self._printed = time.monotonic()
 
     def started(self, stage: Stage) -> None:

@@ -19,12 +19,11 @@ from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import config_to_look, show_layers, table_view
 from quantizer.config.diagnostics import ConfigError
 from quantizer.engine import pipeline, results
-from quantizer.engine.calibrated import reopened
+from quantizer.engine.calibrated import reopened, window_length
 from quantizer.engine.checkpoint import Checkpoints
 from quantizer.engine.events import Forked
 from quantizer.engine.exact import require_wide
 from quantizer.engine.finetune import check_checkpoint, check_mode, require_finetuned
-from quantizer.engine.inputs import window_length
 from quantizer.engine.job import Job
 from quantizer.engine.result_files import locked, write_bytes, write_json
 from quantizer.engine.scores import Scores, measure, score

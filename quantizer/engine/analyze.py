@@ -46,7 +46,6 @@ class Row:
         values: how many values it holds.
         own: bits in the config.
         own_bytes: size in the config, with scales.
-        bits: of each width.
         sizes: bytes at each width, with scales.
         noise: at each width, the energy it adds to the network's output.
     """
@@ -55,7 +54,6 @@ class Row:
     values: int
     own: int
     own_bytes: int
-    bits: tuple[int, ...]
     sizes: tuple[int, ...]
     noise: tuple[float, ...]
 
@@ -79,6 +77,11 @@ class Analysis:
     rest: int
     passes: str
 
+    @property
+    def bits(self) -> list[int]:
+        """Of one value at each width."""
+        return [width_bits(width) for width in self.widths]
+
     def db(self, noise: float) -> float:
         """Signal to noise of the output."""
         return decibel(self.energy, noise)
@@ -93,8 +96,9 @@ class Analysis:
 
     def mean_bits(self, chosen: Sequence[int]) -> float:
         """Bits per value of the weights that were analysed, without scales."""
-        values = sum(row.values for row in self.rows)
-        return sum(row.values * row.bits[at] for row, at in zip(self.rows, chosen, strict=True)) / values
+        widths = self.bits
+        bits = sum(row.values * widths[at] for row, at in zip(self.rows, chosen, strict=True))
+        return bits / sum(row.values for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,11 @@ def analyze(
     elif passes == "network":
         errors = layer_errors(network, found, widths, batches(), after_layer)
         smallest, energy = output_noise(network, found, widths[:1], few(batches), after_layer)
-        noise = [_shrinking(known, each) for (known,), each in zip(smallest, errors, strict=True)]
+        # What was measured at the first width, times what the layer's error shrinks.
+        noise = [
+            tuple(known * error / each[0] if each[0] else 0.0 for error in each)
+            for (known,), each in zip(smallest, errors, strict=True)
+        ]
     else:
         noise, energy = output_noise(network, found, widths, few(batches), after_layer)
     rows = tuple(_row(plan, candidate, widths, each) for candidate, each in zip(found, noise, strict=True))
@@ -190,25 +198,13 @@ def _why_kept(plan: Plan, name: str) -> str | None:
     return None
 
 
-def _shrinking(known: float, errors: tuple[float, ...]) -> tuple[float, ...]:
-    """Noise at each width: that measured at the first one, times what the layer's error shrinks."""
-    return tuple(known * error / errors[0] if errors[0] else 0.0 for error in errors)
-
-
 def _row(plan: Plan, candidate: Candidate, widths: Sequence[Width], noise: tuple[float, ...]) -> Row:
     name, spec = candidate.layers[0], candidate.specs[0]
     values = plan.graph.tensors[plan.graph.by_name[name].params["weight"]].numel()
     scales = plan.tensors[name, "weights"].scales
     specs = [with_width(spec, width) for width in widths]
-    return Row(
-        candidate,
-        values,
-        bits_of(spec),
-        parameter_bytes(values, spec, scales),
-        tuple(map(bits_of, specs)),
-        tuple(parameter_bytes(values, each, scales if each.is_scaled else 0) for each in specs),
-        noise,
-    )
+    sizes = tuple(parameter_bytes(values, each, scales if each.is_scaled else 0) for each in specs)
+    return Row(candidate, values, bits_of(spec), parameter_bytes(values, spec, scales), sizes, noise)
 
 
 def chosen(found: Analysis, budget: Budget) -> tuple[int, ...]:
@@ -221,7 +217,7 @@ def chosen(found: Analysis, budget: Budget) -> tuple[int, ...]:
     pairs = zip(costs, found.rows, strict=True)
     picked = choose([list(map(Option, sizes, row.noise)) for sizes, row in pairs], limit)
     if picked is None:
-        least = [row.bits.index(min(row.bits)) for row in found.rows]
+        least = [found.bits.index(min(found.bits))] * len(found.rows)
         raise GateError(
             f"the budget cannot be met: the smallest choice takes {found.mean_bits(least):.4g} bits per weight, "
             f"{found.bytes(least) / 1e6:.4g} MB with all other weights ({found.rest / 1e6:.4g} MB) and scales",
@@ -234,14 +230,14 @@ def uniform(found: Analysis, budget: Budget) -> tuple[int, ...] | None:
     """The widest single width for all weights within the budget; None if there is none."""
     costs, limit = _costs(found, budget)
     fitting = [at for at in range(len(found.widths)) if sum(sizes[at] for sizes in costs) <= limit]
-    return (max(fitting, key=found.rows[0].bits.__getitem__),) * len(found.rows) if fitting else None
+    return (max(fitting, key=found.bits.__getitem__),) * len(found.rows) if fitting else None
 
 
 def _costs(found: Analysis, budget: Budget) -> tuple[list[list[int]], int]:
     """What each row costs at each width, and how much there is: in bits without scales, or in bytes with them."""
     if budget.bits is not None:
         values = sum(row.values for row in found.rows)
-        return [[row.values * bits for bits in row.bits] for row in found.rows], math.floor(budget.bits * values)
+        return [[row.values * bits for bits in found.bits] for row in found.rows], math.floor(budget.bits * values)
     own = found.rest + sum(row.own_bytes for row in found.rows)
     most = math.floor(budget.share * own) if budget.share is not None else budget.max_bytes or 0
     return [list(row.sizes) for row in found.rows], most - found.rest

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
 
 from torch import Tensor
 
 from quantizer.algorithms.bias_correction import ChannelMean, channel_axis
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
-from quantizer.engine.parameter_remarks import dead_channels, saturated
+from quantizer.config.wording import shortened
 from quantizer.engine.solution import Solution
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
+from quantizer.nn.execution import Watchers
+from quantizer.nn.inplace import ModuleTree
+from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.numerics.formats import format_named
 from quantizer.observers import NegativeValuesError, NonFiniteError, ObservationError, Observer
 from quantizer.plan.model import Key, Plan, TensorPlan
 from quantizer.sources.batches import Batch
 
 logger = logging.getLogger(__name__)
 
-Watchers = Mapping[str, Callable[[Tensor], None]]
+Watch = Callable[[Tensor], None]
 
 
-class Observable(Protocol):
-    """A model that shows the values of its nodes to who watches them."""
-
-    def observe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], watch: Watchers) -> Any:
-        """Run once; each watched node's value goes to its watcher."""
+Observable = Network | ModuleTree
+"""A model that shows the values of its nodes to who watches them."""
 
 
 @dataclass
@@ -95,8 +97,7 @@ def start(plan: Plan) -> Calibration:
     Raises:
         ModelError: NaN or Inf in a weight or a bias, whatever its format (layer and tensor are named).
     """
-    for remark in saturated(plan):
-        logger.warning("%s", remark)
+    _warn_of_saturation(plan)
     nodes = plan.graph.by_name
     calibration = Calibration(plan, means={name: ChannelMean(channel_axis(nodes[name])) for name in plan.corrected})
     shared: dict[tuple[str, QuantizationSpec], Observer] = {}
@@ -111,18 +112,37 @@ def start(plan: Plan) -> Calibration:
                     check_finite(parameter)
         elif tensor.is_calibrated:
             calibration.observers[key] = shared.setdefault((tensor.source, tensor.spec), Observer(tensor.spec))
-    for remark in dead_channels(calibration.observers):
-        logger.warning("%s", remark)
+    _warn_of_zeros(calibration.observers)
     return calibration
 
 
-def run(
-    calibration: Calibration,
-    network: Observable,
-    batches: Iterable[Batch],
-    after_batch: Callable[[Calibration], None] | None = None,
-) -> None:
-    """Observe every batch; `after_batch` is called between batches, for progress and checkpoints.
+def _warn_of_saturation(plan: Plan) -> None:
+    """Of parameters with values that a cast without a scale cuts to the largest of its format."""
+    for tensor in plan.tensors.values():
+        if is_parameter(tensor.role) and not tensor.spec.is_scaled:
+            value = plan.graph.tensors[plan.graph.by_name[tensor.layer].params[parameter_name(tensor.role)]]
+            largest, dtype = format_named(tensor.spec.dtype).largest, tensor.spec.dtype
+            if count := int((value.isfinite() & (value.abs() > largest)).sum()):
+                logger.warning(
+                    f"{tensor.role} of {tensor.layer}: {count} of {value.numel()} values are beyond {largest:g}, the "
+                    f"largest of {dtype}, and become it; bfloat16 has float32's range"
+                )
+
+
+def _warn_of_zeros(observers: Mapping[Key, Observer]) -> None:
+    """Of weights, per tensor or per channel, with scales that are for nothing but zeros."""
+    found = []
+    for (layer, role), observer in observers.items():
+        if role == "weights" and observer.spec.qscheme in ("per_tensor", "per_channel"):
+            zero = (observer.low == 0) & (observer.high == 0)
+            if zero.any():
+                found.append(f"{layer} ({int(zero.sum())} of {zero.numel()} scales)")
+    if found:
+        logger.warning("where all weights of a scale are zero it is 1, and they stay zero: %s", shortened(found))
+
+
+def run(calibration: Calibration, network: Observable, batches: Iterable[Batch]) -> None:
+    """Observe every batch.
 
     A plan that needs no data may be given no batches; tensors without a scale to find are looked at all the same.
 
@@ -139,8 +159,6 @@ def run(
             if isinstance(error, DataError):
                 raise DataError(f"batch {calibration.batches}: {error.message}", help=error.help) from error
             raise
-        if after_batch is not None:
-            after_batch(calibration)
     if not calibration.batches and calibration.plan.needs_data:
         raise DataError("the calibration data has no batches", help="check --data and --subset_len")
 
@@ -158,9 +176,6 @@ def check_finite(value: Tensor) -> None:
         raise NonFiniteError(int(value.isnan().sum()), int(value.isinf().sum()), value.numel())
 
 
-Watch = Callable[[Tensor], None]
-
-
 def _watchers(calibration: Calibration) -> Watchers:
     """Who looks at each node's value: every observer once, and where there is none, whether it is finite."""
     watched: dict[str, dict[int, tuple[TensorPlan, Watch]]] = {name: {} for name in calibration.means}
@@ -169,35 +184,28 @@ def _watchers(calibration: Calibration) -> Watchers:
             observer = calibration.observers.get(key)
             look = check_finite if observer is None else observer.observe
             watched.setdefault(tensor.source, {}).setdefault(id(observer), (tensor, look))
-    return {name: _watcher([*looks.values()], calibration.means.get(name)) for name, looks in watched.items()}
+    means = calibration.means
+    return {name: partial(_show, [*looks.values()], means.get(name)) for name, looks in watched.items()}
 
 
-def _watcher(looks: list[tuple[TensorPlan, Watch]], mean: ChannelMean | None) -> Watch:
-    def watch(value: Tensor) -> None:
-        for tensor, look in looks:
-            with _located(tensor, DataError):
-                look(value)
-        if mean is not None:
-            mean.observe(value)
-
-    return watch
+def _show(looks: list[tuple[TensorPlan, Watch]], mean: ChannelMean | None, value: Tensor) -> None:
+    for tensor, look in looks:
+        with _located(tensor, DataError):
+            look(value)
+    if mean is not None:
+        mean.observe(value)
 
 
-class _located:  # noqa: N801 - reads as a verb: with _located(...)
+@contextmanager
+def _located(tensor: TensorPlan, error: type[QuantizerError]) -> Iterator[None]:
     """Adds the tensor's layer to what an observer finds wrong."""
-
-    def __init__(self, tensor: TensorPlan, error: type[QuantizerError]) -> None:
-        self.tensor, self.error = tensor, error
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, ObservationError):
-            where = f"{self.tensor.role} of {self.tensor.layer}"
-            signs = isinstance(error, NegativeValuesError)
-            help_ = "make it signed, or asymmetric" if signs else "check the data and the weights"
-            raise self.error(f"{where}: {error}", help=f"{help_}, or leave this tensor float") from error
+    try:
+        yield
+    except ObservationError as found:
+        signs = isinstance(found, NegativeValuesError)
+        remedy = "make it signed, or asymmetric" if signs else "check the data and the weights"
+        where = f"{tensor.role} of {tensor.layer}"
+        raise error(f"{where}: {found}", help=f"{remedy}, or leave this tensor float") from found
 
 
 def solution(calibration: Calibration) -> Solution:

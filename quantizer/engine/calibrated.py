@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from quantizer.config.model import Settings
+from quantizer.config.roles import is_parameter
 from quantizer.engine import results
-from quantizer.engine.attach import quantized_network
-from quantizer.engine.inputs import OtherSizes, call_of_shapes, input_shapes
+from quantizer.engine.fingerprint import input_shapes
 from quantizer.engine.results import QuantInfo
-from quantizer.engine.solution import Solution
-from quantizer.errors import DataError, ModelError
+from quantizer.engine.solution import Solution, quantized_network
+from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.edits import inserted, with_weights
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
@@ -22,6 +24,9 @@ from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
 from quantizer.sources.models import materialize, try_first_batch
+
+Shapes = Sequence[Sequence[int | None] | None]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -43,14 +48,9 @@ class Calibrated:
         graph = inserted(run_passes(self.original, self.settings, device=False), self.solution.insertions)
         return with_weights(graph, self.solution.rescaled)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return next((tensor.device for tensor in self.original.tensors.values()), torch.device("cpu"))
-
     def network(self) -> Network:
         """The quantized network, a new one."""
-        return quantized_network(self.graph, self.solution).to(self.device)
+        return quantized_network(self.graph, self.solution).to(self.original.device)
 
 
 def traced(module: nn.Module, batch: Batch) -> Graph:
@@ -78,14 +78,79 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
     """
     shapes = info.header["inputs"]
     call = call_of_shapes(batch.args, batch.kwargs, shapes) if shapes != input_shapes(original) else None
-    if call is None:
-        results.check_model(info, original)
-        return Calibrated(original, info.settings, info.solution)
-    try:
-        calibrated = traced(module, replace(batch, args=call[0], kwargs=call[1]))
-    except (ModelError, DataError):
-        results.check_model(info, original)  # this model cannot have been calibrated with them
-        raise
+    calibrated = original
+    if call is not None:
+        try:
+            calibrated = traced(module, replace(batch, args=call[0], kwargs=call[1]))
+        except (ModelError, DataError):
+            results.check_model(info, original)  # this model cannot have been calibrated with them
+            raise
     results.check_model(info, calibrated)
-    OtherSizes(calibrated, original).check(info.solution)
+    if calibrated is not original:
+        check_sizes(calibrated, original, info.solution)
     return Calibrated(original, info.settings, info.solution)
+
+
+def window_length(shapes: Shapes) -> int | None:
+    """How many tokens the only input [b, s] had, if there was such a one."""
+    only = shapes[0] if len(shapes) == 1 else None
+    return only[1] if only is not None and len(only) == 2 else None
+
+
+def call_of_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Shapes) -> Call | None:
+    """The same call with zeros of other sizes; None if it has not as many inputs."""
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    if len(leaves) != len(shapes):
+        return None
+    resized = [
+        leaf.new_zeros([len(leaf) if size is None else size for size in shape])
+        if isinstance(leaf, Tensor) and shape is not None
+        else leaf
+        for leaf, shape in zip(leaves, shapes, strict=True)
+    ]
+    call: Call = pytree.tree_unflatten(resized, structure)
+    return call
+
+
+def check_sizes(calibrated: Graph, now: Graph, solution: Solution) -> None:
+    """Refuse sizes of inputs that a calibration does not hold for, of one model traced with both.
+
+    Raises:
+        ResultError: they change more than sizes, or there is a scale for each of those that differ.
+    """
+    for why in _differences(calibrated, now, solution):
+        shapes = [input_shapes(graph) for graph in (calibrated, now)]
+        said, here = (" and ".join(_text(shape) for shape in some if shape is not None) for some in shapes)
+        length = window_length(shapes[0])
+        remedy = f"give --seq_len {length}, or data of that shape" if length else f"give data of the shape {said}"
+        raise ResultError(f"calibrated with inputs of the shape {said}, this run has {here}: then {why}", help=remedy)
+
+
+def _differences(calibrated: Graph, now: Graph, solution: Solution) -> Iterator[str]:
+    before, after = _structure(calibrated), _structure(now)
+    for name in (*before, *after):
+        if before.get(name) != after.get(name):
+            yield f"layer {name} is another"
+    for (layer, role), tensor in solution.tensors.items():
+        axis, channels, node = tensor.spec.ch_axis, tensor.scale.numel(), now.by_name[layer]
+        if not is_parameter(role) and axis is not None and channels > 1:
+            is_own = role == "activation" or node.op == "input"
+            size = (node if is_own else now.by_name[node.input_roles()[role]]).shape
+            if size is not None and size[axis] != channels:
+                yield f"{role} of layer {layer} has {size[axis]} channels"
+
+
+def _structure(graph: Graph) -> dict[str, tuple[Any, ...]]:
+    """Per layer what results hold on to: its operator, its parameters, whose values it reads.
+
+    Sizes are free, and so are integers, as they index and are not quantized.
+    """
+    floats = {node.name: node for node in graph.nodes if node.is_float}
+    return {
+        name: (node.op, node.target, tuple(node.params.items()), tuple(ref for ref in node.refs() if ref in floats))
+        for name, node in floats.items()
+    }
+
+
+def _text(shape: Sequence[int | None]) -> str:
+    return f"[{', '.join('b' if size is None else str(size) for size in shape)}]"

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from quantizer.config.diagnostics import Diagnostic
-from quantizer.engine.events import Snapshot, Stage
+from quantizer.engine.events import Events, Snapshot, Stage
 from quantizer.engine.result_files import read_json, read_tensors, write_json, write_tensors
 from quantizer.errors import DataError, QuantizerError, ResultError
 
 EVERY_S = 30.0  # seconds of work that a kill may cost
 AGAIN = "run without --resume"
-_FIELDS = {"key", "state", "files", "tensors"}
 
 
 class Checkpoint:
@@ -28,7 +28,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, name: str, key: Mapping[str, Any]) -> None:
-        self._folder, self._name, self._key = folder, name, dict(key)
+        self._info, self._key = folder / f"checkpoint.{name}.json", dict(key)
         self._files: dict[int, str] = {}  # checksum by number
         self._stored: dict[int, tuple[Tensor, int, str]] = {}  # by id: the tensor, its file and its name there
         self._is_ours = False
@@ -42,16 +42,12 @@ class Checkpoint:
         if new:
             number = max(self._files, default=-1) + 1
             self._files[number] = write_tensors(self._path(number), new)
-            for name, tensor in new.items():
-                self._stored[id(tensor)] = (tensor, number, name)
-        kept = {id(tensor) for tensor in snapshot.tensors.values()}
-        self._stored = {at: row for at, row in self._stored.items() if at in kept}
+            self._stored |= {id(tensor): (tensor, number, name) for name, tensor in new.items()}
+        self._stored = {id(tensor): self._stored[id(tensor)] for tensor in snapshot.tensors.values()}
         used = {number for _, number, _ in self._stored.values()}
         unused, self._files = self._files.keys() - used, {at: self._files[at] for at in sorted(used)}
-        places = {}
-        for name, tensor in snapshot.tensors.items():
-            _, number, stored = self._stored[id(tensor)]
-            places[name] = [number, stored, str(tensor.device)]
+        tensors = snapshot.tensors.items()
+        places = {name: [*self._stored[id(tensor)][1:], str(tensor.device)] for name, tensor in tensors}
         content = {"key": self._key, "state": snapshot.state, "files": self._files, "tensors": places}
         write_json(self._info, content)
         for number in unused:
@@ -66,13 +62,18 @@ class Checkpoint:
         if not self._info.exists():
             return None
         info = read_json(self._info)
-        if not isinstance(info, dict) or not set(info) >= _FIELDS:
+        if not isinstance(info, dict) or not info.keys() >= {"key", "state", "files", "tensors"}:
             raise ResultError(f"{self._info} is damaged", help=AGAIN)
         for name, value in self._key.items():
             if info["key"].get(name) != value:
                 raise other_run(f"{name} differs")
         self._files = {int(number): digest for number, digest in info["files"].items()}
-        parts = {number: self._read(number, digest) for number, digest in self._files.items()}
+        parts = {}
+        for number, digest in self._files.items():
+            path = self._path(number)
+            if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+                raise ResultError(f"{path} is damaged", help=AGAIN)
+            parts[number] = read_tensors(path)
         tensors: dict[str, Tensor] = {}
         moved: dict[tuple[int, str], Tensor] = {}
         for name, (number, stored, device) in info["tensors"].items():
@@ -82,21 +83,11 @@ class Checkpoint:
         self._is_ours = True
         return Snapshot(tensors, info["state"])
 
-    @property
-    def _info(self) -> Path:
-        return self._folder / f"checkpoint.{self._name}.json"
-
     def _path(self, number: int) -> Path:
-        return self._folder / f"checkpoint.{self._name}.{number:04}.safetensors"
-
-    def _read(self, number: int, digest: str) -> dict[str, Tensor]:
-        path = self._path(number)
-        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise ResultError(f"{path} is damaged", help=AGAIN)
-        return read_tensors(path)
+        return self._info.with_suffix(f".{number:04}.safetensors")
 
 
-class Checkpoints:
+class Checkpoints(Events):
     """The checkpoints of a run's stages in one folder. Follows the run's events: saves at boundaries and when it stops.
 
     Args:
@@ -110,11 +101,7 @@ class Checkpoints:
         self._saved, self._news = time.monotonic(), False
 
     def restore(self, name: str, key: Mapping[str, Any]) -> Snapshot | None:
-        """What a stopped run has left of a stage, if this run is to go on from it.
-
-        Raises:
-            ResultError: it is damaged, or belongs to another run.
-        """
+        """What a stopped run has left of a stage, if this run is to go on from it; raises what `Checkpoint` does."""
         self._open[name] = Checkpoint(self.folder, name, key)
         return self._open[name].restore() if self.resume else None
 
@@ -135,7 +122,6 @@ class Checkpoints:
             path.unlink(missing_ok=True)
 
     def started(self, stage: Stage) -> None:
-        """Nothing is new yet."""
         self._news = False
 
     def advanced(self, stage: Stage) -> None:
@@ -143,9 +129,6 @@ class Checkpoints:
         self._news = stage.snapshot is not None
         if self._news and (stage.at_boundary or time.monotonic() - self._saved >= EVERY_S):
             self._save(stage)
-
-    def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
-        """Nothing to save."""
 
     def stopped(self, stage: Stage, error: BaseException | None) -> None:
         """Save what a stop would lose. Where the data are the reason, a run with other data cannot go on from it."""
@@ -163,6 +146,26 @@ class Checkpoints:
         assert stage.snapshot is not None
         self._open[stage.saved_as].save(stage.snapshot())
         self._saved = time.monotonic()
+
+
+def snapshot_of(value: Any, data: Mapping[str, Any] | None = None) -> Snapshot:
+    """Of nested dicts, tuples and registered dataclasses; `data` is the fingerprint of what it was found on."""
+    leaves, structure = pytree.tree_flatten(value)
+    tensors = {str(at): leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return Snapshot(tensors, {"structure": pytree.treespec_dumps(structure), "values": others, "data": data})
+
+
+def value_of(snapshot: Snapshot) -> Any:
+    """The inverse of `snapshot_of`."""
+    leaves = [snapshot.tensors.get(str(at), value) for at, value in enumerate(snapshot.state["values"])]
+    return pytree.tree_unflatten(leaves, pytree.treespec_loads(snapshot.state["structure"]))
+
+
+def register(*classes: type) -> None:
+    """Dataclasses that snapshots may hold."""
+    for cls in classes:
+        torch.export.register_dataclass(cls, serialized_type_name=f"quantizer.{cls.__name__}")
 
 
 def other_run(why: str) -> ResultError:

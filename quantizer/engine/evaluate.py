@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.engine.perplexity import TokenLoss, next_tokens
 from quantizer.errors import DataError
-from quantizer.graph.ir import Node
 from quantizer.nn.network import Network
 from quantizer.numerics.metrics import decibel, energy
 from quantizer.sources.batches import Batch, naming_batch
@@ -57,6 +56,30 @@ class LayerNoise:
 
 
 @dataclass
+class Score:
+    """What targets say of one network: how many samples it ranks right, or how well it predicts tokens."""
+
+    labelled: int = 0
+    correct: int = 0
+    loss: TokenLoss = field(default_factory=TokenLoss)
+
+    def add(self, output: Tensor, batch: Batch) -> None:
+        """Take in one batch; an output that does not fit its targets says nothing."""
+        target = batch.target
+        if target is not None and output.dim() == 2 and target.shape == output.shape[:1]:
+            self.labelled += len(target)
+            self.correct += int((output.argmax(1) == target.to(output.device)).sum())
+        following = next_tokens(batch) if output.dim() == 3 else None
+        if following is not None and following.shape == output.shape[:2]:
+            self.loss.add(output, following)
+
+    def metrics(self) -> dict[str, float]:
+        """Top-1 accuracy on labelled samples, perplexity on text."""
+        found = {"top1": self.correct / self.labelled} if self.labelled else {}
+        return found | ({"perplexity": self.loss.perplexity} if self.loss.tokens else {})
+
+
+@dataclass
 class Comparison:
     """What a paired run found; figures about classes are absent when the output or the data has none."""
 
@@ -65,11 +88,7 @@ class Comparison:
     samples: int = 0
     agreeing: int = 0
     rankable: bool = True
-    labelled: int = 0
-    correct_float: int = 0
-    correct_quantized: int = 0
-    loss_float: TokenLoss = field(default_factory=TokenLoss)
-    loss_quantized: TokenLoss = field(default_factory=TokenLoss)
+    scores: tuple[Score, Score] = field(default_factory=lambda: (Score(), Score()))
 
     def metrics(self) -> dict[str, float]:
         """The figures that gates and reports use."""
@@ -80,101 +99,64 @@ class Comparison:
 
     def pairs(self) -> dict[str, dict[str, float]]:
         """Top-1 accuracy or perplexity of both networks, where the data has labels or is text."""
-        found = {}
-        if self.labelled:
-            hits = {"float": self.correct_float, "quantized": self.correct_quantized}
-            found["top1"] = {which: correct / self.labelled for which, correct in hits.items()}
-        if self.loss_float.tokens:
-            both = {"float": self.loss_float, "quantized": self.loss_quantized}
-            found["perplexity"] = {which: loss.perplexity for which, loss in both.items()}
-        return found
+        before, after = (score.metrics() for score in self.scores)
+        return {name: {"float": value, "quantized": after[name]} for name, value in before.items()}
 
 
 def measure(model: Callable[..., Any], batches: Iterable[Batch]) -> dict[str, float]:
     """Top-1 accuracy of one model on labelled batches, perplexity on text; nothing when the data has no targets."""
-    labelled = correct = 0
-    loss = TokenLoss()
+    score = Score()
     for batch in batches:
         output = pytree.tree_leaves(model(*batch.args, **batch.kwargs))[0]
-        target = batch.target
-        if not isinstance(target, Tensor) or not isinstance(output, Tensor):
-            continue
-        if output.dim() == 2 and target.shape == output.shape[:1]:
-            labelled += len(target)
-            correct += int((output.argmax(1) == target.to(output.device)).sum())
-        elif (following := _following(output, batch)) is not None:
-            loss.add(output, following)
-    found = {"top1": correct / labelled} if labelled else {}
-    return found | ({"perplexity": loss.perplexity} if loss.tokens else {})
+        if isinstance(output, Tensor):
+            score.add(output, batch)
+    return score.metrics()
 
 
-def _following(output: Tensor, batch: Batch) -> Tensor | None:
-    """The tokens that the logits of a language model should predict; None if the output does not fit the targets."""
-    following = next_tokens(batch) if output.dim() == 3 else None
-    return following if following is not None and following.shape == output.shape[:2] else None
+def over_batches(batches: Iterable[Batch], run: Callable[[Batch], None]) -> None:
+    """Run something on each batch, without gradients.
+
+    Raises:
+        DataError: there is no batch; or `run` says so, and the batch is named.
+    """
+    count = 0
+    with torch.no_grad():
+        for count, batch in enumerate(batches, 1):
+            with naming_batch(count - 1):
+                run(batch)
+    if not count:
+        raise DataError("the evaluation data has no batches", help="check --data and --subset_len")
 
 
-Tap = tuple[nn.Module, LayerNoise]
-
-
-def compare(
-    reference: Network,
-    quantized: Network,
-    batches: Iterable[Batch],
-    after_batch: Callable[[int], None] | None = None,
-) -> Comparison:
+def compare(reference: Network, quantized: Network, batches: Iterable[Batch]) -> Comparison:
     """Run both networks on each batch, once.
 
     Raises:
         DataError: no batch at all, or an output that is not finite.
     """
     result = Comparison(_parameters(reference, quantized))
-    taps: dict[str, list[Tap]] = {}
+    taps: dict[str, list[tuple[nn.Module, LayerNoise]]] = {}
     for name, role, quantizer in quantized.quantizers():
         if not is_parameter(role):
-            noise = LayerNoise(name, role, accumulated=Noise())
+            node, noise = quantized.graph.by_name[name], LayerNoise(name, role, accumulated=Noise())
             result.layers.append(noise)
-            taps.setdefault(_source(quantized.graph.by_name[name], role), []).append((quantizer, noise))
-    count = 0
-    with torch.no_grad():
-        for batch in batches:
-            with naming_batch(count):
-                _one_batch(reference, quantized, batch, taps, result)
-            count += 1
-            if after_batch is not None:
-                after_batch(count)
-    if not count:
-        raise DataError("the evaluation data has no batches", help="check --data and --subset_len")
+            # A layer's input is quantized where the value is that it reads.
+            source = name if role == "activation" or node.op == "input" else node.input_roles()[role]
+            taps.setdefault(source, []).append((quantizer, noise))
+
+    def one_batch(batch: Batch) -> None:
+        """Both networks in step, so that each pair of values is compared while it exists."""
+        left, right = reference.start(batch.args, batch.kwargs), quantized.start(batch.args, batch.kwargs)
+        for (name, x), (_, y) in zip(left.steps(), right.steps(), strict=True):
+            for quantizer, noise in taps.get(name, ()):
+                noise.local.add(x, quantizer(x.clone()))  # which it may overwrite
+                assert noise.accumulated is not None  # only parameters have none
+                # What the quantizer hands on: a layer quantizes its own input after the value that both networks made.
+                noise.accumulated.add(x, y if noise.layer == name else quantizer(y.clone()))
+        _outputs(left.float_outputs(), right.float_outputs(), batch, result)
+
+    over_batches(batches, one_batch)
     return result
-
-
-def _one_batch(
-    reference: Network,
-    quantized: Network,
-    batch: Batch,
-    taps: Mapping[str, list[Tap]],
-    result: Comparison,
-) -> None:
-    """Run both networks in step, so that each pair of values is compared while it exists."""
-    left, right = reference.start(batch.args, batch.kwargs), quantized.start(batch.args, batch.kwargs)
-    for (name, x), (_, y) in zip(left.steps(), right.steps(), strict=True):
-        for quantizer, noise in taps.get(name, ()):
-            noise.local.add(x, _apart(quantizer, x))
-            assert noise.accumulated is not None  # only parameters have none
-            # What the quantizer hands on: a layer quantizes its own input after the value that both networks made.
-            noise.accumulated.add(x, y if noise.layer == name else _apart(quantizer, y))
-    _outputs(left.float_outputs(), right.float_outputs(), batch, result)
-
-
-def _source(node: Node, role: str) -> str:
-    """The node whose value a quantizer sees: its own layer's, or for a layer's input the one it reads."""
-    return node.name if role == "activation" or node.op == "input" else node.input_roles()[role]
-
-
-def _apart(quantizer: nn.Module, x: Tensor) -> Tensor:
-    """The quantized value, in memory of its own."""
-    quantized: Tensor = quantizer(x.clone())
-    return quantized
 
 
 def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
@@ -185,7 +167,7 @@ def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
             key = parameter_name(role)
             row, exact = LayerNoise(name, role), reference.layers[name].get_parameter(key)
             is_bias = base_role(role) == "bias"
-            row.local.add(exact, _apart(quantizer, exact) if is_bias else quantized.layers[name].get_parameter(key))
+            row.local.add(exact, quantizer(exact.clone()) if is_bias else quantized.layers[name].get_parameter(key))
             rows.append(row)
     return rows
 
@@ -197,18 +179,14 @@ def _outputs(reference: list[Tensor], quantized: list[Tensor], batch: Batch, res
         if not bool(torch.isfinite(x).all()):
             raise DataError("the float model's output is not finite", help="check the data and the weights")
         result.output.add(x, y)
-    first = pairs[0] if pairs else None
-    if first is not None and (following := _following(first[0], batch)) is not None:
-        result.loss_float.add(first[0], following)
-        result.loss_quantized.add(first[1], following)
-    if first is None or first[0].dim() != 2 or first[0].shape[1] < 2:
-        result.rankable = False
-        return
-    classes, quantized_classes = first[0].argmax(1), first[1].argmax(1)
-    result.samples += len(classes)
-    result.agreeing += int((classes == quantized_classes).sum())
-    target = batch.target
-    if isinstance(target, Tensor) and target.shape == classes.shape and not target.is_floating_point():
-        result.labelled += len(target)
-        result.correct_float += int((classes == target.to(classes.device)).sum())
-        result.correct_quantized += int((quantized_classes == target.to(classes.device)).sum())
+    shape = pairs[0][0].shape if pairs else ()
+    is_ranking = len(shape) == 2 and shape[1] > 1
+    result.rankable &= is_ranking
+    if is_ranking:
+        classes, quantized_classes = (output.argmax(1) for output in pairs[0])
+        result.samples += len(classes)
+        result.agreeing += int((classes == quantized_classes).sum())
+    is_index = batch.target is not None and not batch.target.is_floating_point()
+    if is_index and (is_ranking or len(shape) == 3):
+        for score, output in zip(result.scores, pairs[0], strict=True):
+            score.add(output, batch)

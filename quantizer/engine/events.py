@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantizer.config.diagnostics import Diagnostic
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -59,14 +60,20 @@ class Stage:
         self.done, self.at_boundary = self.done + 1 if done is None else done, at_boundary
         self.events.advanced(self)
 
+    def counted(self, units: Iterable[T]) -> Iterator[T]:
+        """Hand on units, each of which is done when the next one is asked for."""
+        for unit in units:
+            yield unit
+            self.advance()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.events.stopped(self, error)
 
 
-class Events(Protocol):
-    """Whoever follows a run. Each method may do nothing."""
+class Events:
+    """Whoever follows a run. Each method does nothing, for followers to override."""
 
     def started(self, stage: Stage) -> None:
         """A stage begins, with `stage.done` units done if it was resumed."""
@@ -81,49 +88,35 @@ class Events(Protocol):
         """A stage ends, complete or with an error."""
 
 
-class Logged:
+class Logged(Events):
     """Messages go to the package's logger, progress nowhere: for Python, where the application owns the terminal."""
 
-    def started(self, stage: Stage) -> None:
-        """Nothing."""
-
-    def advanced(self, stage: Stage) -> None:
-        """Nothing."""
-
     def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
-        """Log it."""
         logger.log(level, "%s", text)
 
-    def stopped(self, stage: Stage, error: BaseException | None) -> None:
-        """Nothing."""
 
-
-class Forked:
+class Forked(Events):
     """Several followers as one, in order; a stop goes to the last one first, as things are closed."""
 
     def __init__(self, *followers: Events) -> None:
         self._followers = followers
 
     def started(self, stage: Stage) -> None:
-        """To each."""
         for follower in self._followers:
             follower.started(stage)
 
     def advanced(self, stage: Stage) -> None:
-        """To each."""
         for follower in self._followers:
             follower.advanced(stage)
 
     def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
-        """To each."""
         for follower in self._followers:
             follower.message(level, text, finding)
 
     def stopped(self, stage: Stage, error: BaseException | None) -> None:
-        """To each, the last first."""
         for follower in reversed(self._followers):
             follower.stopped(stage, error)
 
 
-NOBODY = Forked()
+NOBODY = Events()
 """No follower."""

@@ -15,14 +15,7 @@ from torch import Tensor
 
 from quantizer.graph.ir import Node
 from quantizer.nn.layer import Layer
-from quantizer.numerics.integer import (
-    HARDSWISH_POSITION,
-    INT32,
-    LEAKY_SLOPE,
-    SIXTH,
-    requantize,
-    wrap_int32,
-)
+from quantizer.numerics.integer import HARDSWISH_POSITION, INT32, LEAKY_SLOPE, SIXTH, requantize, wrap_int32
 
 FINEST_CONSTANT = 24
 
@@ -71,24 +64,27 @@ class Step:
         return Fixed(codes, position)
 
 
-def compute(step: Step) -> Any:
-    """The layer's wide result, or None if it has no integer form here."""
-    if step.node.target in _BY_TARGET:
-        return _BY_TARGET[step.node.target](step)
-    if step.node.op in _BY_OPERATOR:
-        return _BY_OPERATOR[step.node.op](step)
-    return _moved(step) if step.node.row.kind == "passthrough" else None
+IntegerRule = Callable[[Step], Any]
+"""From a layer about to run to its wide result, or None where it has no integer form."""
 
 
-def is_known(node: Node) -> bool:
-    """Whether there is a row for the operator at all."""
-    return node.target in _BY_TARGET or node.op in _BY_OPERATOR or node.row.kind in ("passthrough", "structural")
+def rule_of(node: Node) -> IntegerRule | None:
+    """How the operator runs in integers; None if there is no row for it at all."""
+    by_kind: dict[str, IntegerRule] = {"passthrough": _moved, "structural": lambda step: None}
+    return _RULES.get(node.target) or _RULES.get(node.op) or by_kind.get(node.row.kind)
 
 
-def run_on_codes(step: Step, inputs: Mapping[str, Any]) -> Any:
-    """The layer itself, in float64, on codes."""
-    with torch.no_grad():
-        return step.layer(**inputs)
+def _reads(*names: str) -> Callable[[Callable[..., Fixed | None]], IntegerRule]:
+    """The rule is given these operands, and there is no result if one of them has no codes."""
+
+    def wrapped(rule: Callable[..., Fixed | None]) -> IntegerRule:
+        def run(step: Step) -> Fixed | None:
+            operands = [step.operand(name) for name in names]
+            return None if any(each is None for each in operands) else rule(step, *operands)
+
+        return run
+
+    return wrapped
 
 
 def _accumulate(step: Step) -> Fixed | None:
@@ -96,7 +92,7 @@ def _accumulate(step: Step) -> Fixed | None:
     x = step.inputs.get("input")
     if not isinstance(x, Fixed) or step.weight_position is None:
         return None
-    products = run_on_codes(step, {**step.inputs, "input": x.codes})
+    products = step.layer(**{**step.inputs, "input": x.codes})
     position = step.weight_position + x.position
     if step.bias is None:
         return step.accumulated(products, position)
@@ -105,18 +101,18 @@ def _accumulate(step: Step) -> Fixed | None:
     return step.accumulated(products * 2.0 ** (finest - position) + bias, finest)
 
 
-def _add(step: Step) -> Fixed | None:
-    a, b = step.operand("input"), step.operand("other")
-    if a is None or b is None or step.node.attrs.get("alpha", 1) != 1:
+@_reads("input", "other")
+def _add(step: Step, a: Fixed, b: Fixed) -> Fixed | None:
+    if step.node.attrs.get("alpha", 1) != 1:
         return None
     finest = max(a.position, b.position)
     sign = -1 if step.node.op == "sub" else 1
     return step.accumulated(a.at(finest) + sign * b.at(finest), finest)
 
 
-def _multiply(step: Step) -> Fixed | None:
-    a, b = step.operand("input"), step.operand("other")
-    return None if a is None or b is None else step.accumulated(a.codes * b.codes, a.position + b.position)
+@_reads("input", "other")
+def _multiply(step: Step, a: Fixed, b: Fixed) -> Fixed:
+    return step.accumulated(a.codes * b.codes, a.position + b.position)
 
 
 def _join(step: Step) -> Fixed | None:
@@ -125,7 +121,7 @@ def _join(step: Step) -> Fixed | None:
     if not all(isinstance(part, Fixed) for part in parts):
         return None
     finest = max(part.position for part in parts)
-    return Fixed(run_on_codes(step, {"tensors": [part.at(finest) for part in parts]}), finest)
+    return Fixed(step.layer(tensors=[part.at(finest) for part in parts]), finest)
 
 
 def _moved(step: Step) -> Any:
@@ -134,7 +130,7 @@ def _moved(step: Step) -> Any:
     if len(fixed) != 1 or (step.node.op == "pad" and step.node.attrs.get("value")):
         return None
     inputs = {key: value.codes if isinstance(value, Fixed) else value for key, value in step.inputs.items()}
-    found, position = run_on_codes(step, inputs), fixed[0].position
+    found, position = step.layer(**inputs), fixed[0].position
     if isinstance(found, Tensor):
         return Fixed(found, position)
     return [Fixed(part, position) if part.is_floating_point() else part for part in found]  # indices have no codes
@@ -146,45 +142,42 @@ def _pick(step: Step) -> Any:
     return several[index] if isinstance(several, list) and isinstance(several[index], Fixed) else None
 
 
-def _relu(step: Step) -> Fixed | None:
-    x = step.operand("input")
-    return x and Fixed(x.codes.clamp(min=0), x.position)
+@_reads("input")
+def _relu(step: Step, x: Fixed) -> Fixed:
+    return Fixed(x.codes.clamp(min=0), x.position)
 
 
-def _relu6(step: Step) -> Fixed | None:
-    x, attrs = step.operand("input"), step.node.attrs
-    low, high = attrs.get("min_val", attrs.get("min", 0)), attrs.get("max_val", attrs.get("max", 6))
-    if x is None or low is None or high is None or (step.node.op != "relu6" and (low, high) != (0, 6)):
-        return None
-    return Fixed(x.codes.clamp(0, 6 * 2.0**x.position), x.position)
+@_reads("input")
+def _relu6(step: Step, x: Fixed) -> Fixed | None:
+    attrs = step.node.attrs
+    bounds = attrs.get("min_val", attrs.get("min", 0)), attrs.get("max_val", attrs.get("max", 6))
+    if step.node.op == "relu6" or bounds == (0, 6):
+        return Fixed(x.codes.clamp(0, 6 * 2.0**x.position), x.position)
+    return None
 
 
-def _leaky_relu(step: Step) -> Fixed | None:
+@_reads("input")
+def _leaky_relu(step: Step, x: Fixed) -> Fixed | None:
     multiplier, shift = LEAKY_SLOPE
-    x = step.operand("input")
-    if x is None or step.node.attrs.get("negative_slope") != multiplier / 2**shift:
+    if step.node.attrs.get("negative_slope") != multiplier / 2**shift:
         return None
     return Fixed(torch.where(x.codes < 0, x.codes * multiplier, x.codes * 2.0**shift), x.position + shift)
 
 
-def _average(step: Step) -> Fixed | None:
-    x = step.operand("input")
-    if x is None:
-        return None
+@_reads("input")
+def _average(step: Step, x: Fixed) -> Fixed:
     # The layer's own factor is m / 2^s: in float64 it makes the sum times m at s more fraction bits.
     shift = int(step.node.attrs["shift"])
-    return step.accumulated(run_on_codes(step, {"input": x.codes}) * 2.0**shift, x.position + shift)
+    return step.accumulated(step.layer(input=x.codes) * 2.0**shift, x.position + shift)
 
 
-def _hardsigmoid(step: Step) -> Fixed | None:
-    x = step.operand("input")
-    return x and _sixths(x)
+@_reads("input")
+def _hardsigmoid(step: Step, x: Fixed) -> Fixed:
+    return _sixths(x)
 
 
-def _hardswish(step: Step) -> Fixed | None:
-    x = step.operand("input")
-    if x is None:
-        return None
+@_reads("input")
+def _hardswish(step: Step, x: Fixed) -> Fixed:
     wide = _sixths(x)
     gate = requantize(wide.codes, wide.position - HARDSWISH_POSITION, -128, 127, "half_up")
     return Fixed(x.codes * gate, x.position + HARDSWISH_POSITION)
@@ -206,10 +199,9 @@ def _constant(value: Any) -> Fixed | None:
     return None
 
 
-IntegerRule = Callable[[Step], Any]
-_BY_OPERATOR: dict[str, IntegerRule] = {
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "linear"), _accumulate),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _accumulate),
+_MULTIPLYING = ("conv1d", "conv2d", "conv3d", "linear", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_RULES: dict[str, IntegerRule] = {
+    **dict.fromkeys(_MULTIPLYING, _accumulate),
     "add": _add,
     "sub": _add,
     "mul": _multiply,
@@ -221,9 +213,8 @@ _BY_OPERATOR: dict[str, IntegerRule] = {
     "hardtanh": _relu6,
     "clamp": _relu6,
     "leaky_relu": _leaky_relu,
-}
-_BY_TARGET: dict[str, IntegerRule] = {
     "dpu.avg_pool2d": _average,
     "dpu.hardsigmoid": _hardsigmoid,
     "dpu.hardswish": _hardswish,
 }
+"""By operator, or by what runs it."""

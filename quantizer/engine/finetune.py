@@ -7,32 +7,29 @@ import logging
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from quantizer.algorithms.activation_store import ActivationStore
+from quantizer.algorithms.adjustment import Rounded
 from quantizer.algorithms.fast_finetune import FinetunedLayer, fast_finetune
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import Config
 from quantizer.engine import fingerprint
-from quantizer.engine.attach import quantized_network
-from quantizer.engine.checkpoint import Checkpoints
+from quantizer.engine.checkpoint import Checkpoints, register, snapshot_of, value_of
 from quantizer.engine.evaluate import Noise
-from quantizer.engine.events import Snapshot
 from quantizer.engine.job import Job
-from quantizer.engine.solution import Solution
+from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import ResultError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.nn.execution import float_leaves
 from quantizer.nn.network import Network
-from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.qparams import QParams
 from quantizer.sources.batches import Batch
 
-AfterLayer = Callable[[Mapping[str, FinetunedLayer]], None]
-
-
+register(FinetunedLayer)
 FEW_SAMPLES = 32
 """Below, finetuned weights fit the calibration data more than the model."""
 
@@ -48,9 +45,10 @@ def finetune_weights(job: Job) -> None:
     if (samples := data.get("samples", 0)) < FEW_SAMPLES:
         text = f"finetuning on {samples} samples: weights fit these and not others; give it at least {FEW_SAMPLES}"
         job.events.message(logging.WARNING, text)
-    scales = fingerprint.combined({"|".join(key): _digest(tensor) for key, tensor in found.tensors.items()})
+    digest = fingerprint.tensor_digest
+    scales = fingerprint.digest([[*key, digest(t.scale), digest(t.zero_point)] for key, t in found.tensors.items()])
     restored = job.restored("finetune", mode=mode, data=data, scales=scales)
-    layers: Mapping[str, FinetunedLayer] = _layers_of(restored) if restored else {}
+    layers: Mapping[str, FinetunedLayer] = value_of(restored) if restored else {}
     if layers:
         job.events.message(logging.INFO, f"finetuning goes on after {len(layers)} layers")
     begun = dict(layers)
@@ -60,38 +58,13 @@ def finetune_weights(job: Job) -> None:
         layers = so_far
         stage.advance()
 
-    saved = {"saved_as": "finetune", "snapshot": lambda: _snapshot_of(layers)}
+    saved = {"saved_as": "finetune", "snapshot": lambda: snapshot_of(dict(layers))}
     with job.stage("fast finetune", len(graph.nodes), "layers", **saved) as stage:
         stage.advance(0, at_boundary=True)  # from now on, this run can be resumed in this mode alone
-        made = finetune(
-            graph,
-            found,
-            lambda: job.read_again("fast finetuning", "leave --fast_finetune out"),
-            mode,
-            seed=job.seed,
-            done=begun,
-            after_layer=after_layer,
-        )
+        read = partial(job.read_again, "fast finetuning", "leave --fast_finetune out")
+        made = finetune(graph, found, read, mode, seed=job.seed, done=begun, after_layer=after_layer)
     job.events.message(logging.WARNING if made.undone or not made.layers else logging.INFO, made.summary)
     job.solution, job.is_finetuned = made.solution, bool(made.layers) and not made.undone
-
-
-def _digest(tensor: QuantizedTensor) -> str:
-    return fingerprint.tensor_digest(torch.cat([tensor.scale.flatten(), tensor.zero_point.flatten().to(tensor.scale)]))
-
-
-def _snapshot_of(layers: Mapping[str, FinetunedLayer]) -> Snapshot:
-    tensors = {f"{name}|{part}": getattr(row, part) for name, row in layers.items() for part in ("weight", "scale")}
-    return Snapshot(tensors, {name: [row.before, row.after] for name, row in layers.items()})
-
-
-def _layers_of(snapshot: Snapshot) -> dict[str, FinetunedLayer]:
-    """The inverse of `_snapshot_of`."""
-    tensors = snapshot.tensors
-    return {
-        name: FinetunedLayer(tensors[f"{name}|weight"], tensors[f"{name}|scale"], *errors)
-        for name, errors in snapshot.state.items()
-    }
 
 
 @dataclass(frozen=True)
@@ -184,18 +157,25 @@ def finetune(
     *,
     seed: int,
     done: Mapping[str, FinetunedLayer],
-    after_layer: AfterLayer,
+    after_layer: Callable[[Mapping[str, FinetunedLayer]], None],
 ) -> Finetuned:
     """Weights, and with "adaquant" their scales, for which the quantized network is nearer to the float one.
 
     `batches` opens a pass over the calibration data, on the graph's device; there are two. `done` holds what an
     interrupted run had found. The errors are those of `fast_finetune`.
     """
-    store, device = ActivationStore(), next((tensor.device for tensor in graph.tensors.values()), torch.device("cpu"))
-    plain, outputs = quantized_network(graph, found).to(device), list[Any]()
+    store, outputs = ActivationStore(), list[Any]()
+    plain = quantized_network(graph, found).to(graph.device)
+
+    def with_outputs() -> Iterator[Batch]:
+        """Each batch, after keeping what the network returns for it."""
+        for batch in batches():
+            outputs.append(store.keep(float_leaves(plain(*batch.args, **batch.kwargs))))
+            yield batch
+
     with torch.no_grad():
-        reference = SequentialRunner(Network(graph), _with_outputs(plain, batches(), outputs, store), store)
-        quantized = SequentialRunner(quantized_network(graph, found).to(device), batches(), store)
+        reference = SequentialRunner(Network(graph), with_outputs(), store)
+        quantized = SequentialRunner(quantized_network(graph, found).to(graph.device), batches(), store)
     layers = fast_finetune(reference, quantized, mode, seed=seed, done=done, after_layer=after_layer)
     targets = list(reference.outputs())
     before, after = _noise(targets, outputs), _noise(targets, quantized.outputs())
@@ -208,18 +188,11 @@ def finetune(
 
 def finetuned(found: Solution, layers: Mapping[str, FinetunedLayer]) -> Solution:
     """The solution with the weights and scales of finetuned layers."""
-    zero_points = {name: found.tensors[name, "weights"].zero_point for name in layers}
-    qparams = {name: QParams(layer.scale, zero_points[name]) for name, layer in layers.items()}
-    return found.with_qparams(qparams).with_weights({name: {"weight": layer.weight} for name, layer in layers.items()})
-
-
-def _with_outputs(
-    network: Network, batches: Iterable[Batch], outputs: list[Any], store: ActivationStore
-) -> Iterator[Batch]:
-    """Hand on each batch, after keeping what the network returns for it."""
-    for batch in batches:
-        outputs.append(store.keep(float_leaves(network(*batch.args, **batch.kwargs))))
-        yield batch
+    rounded = {}
+    for name, row in layers.items():
+        qparams = QParams(row.scale, found.tensors[name, "weights"].zero_point)
+        rounded[name] = Rounded(row.weight, qparams, row.before, row.after)
+    return found.with_rounded(rounded)
 
 
 def _noise(targets: Iterable[Any], outputs: Iterable[Any]) -> Noise:

@@ -25,34 +25,28 @@ def weights(graph: Graph) -> dict[str, str]:
 
 def layers(graph: Graph) -> dict[str, str]:
     """A digest per layer: operator, constants and what it reads; devices are left out, so results move between them."""
-    return {
-        node.name: _text(
-            [node.op, node.target, repr(node.inputs), repr(_without_device(node.attrs)), dict(node.params)]
-        )
-        for node in graph.nodes
-    }
+    found = {}
+    for node in graph.nodes:
+        attrs = {key: value for key, value in node.attrs.items() if not isinstance(value, torch.device)}
+        found[node.name] = digest([node.op, node.target, repr(node.inputs), repr(attrs), dict(node.params)])
+    return found
+
+
+def input_shapes(graph: Graph) -> list[list[int | None] | None]:
+    """The shape of each input, in the order of the call; None for the batch, and for what is no tensor."""
+    return [None if node.shape is None else list(node.shape) for node in graph.nodes if node.op == "input"]
 
 
 def config(value: Config) -> str:
     """A digest of what the config says, defaults written out; comments do not count."""
-    return _text(resolved_document(value))
+    return digest(resolved_document(value))
 
 
 def decisions(plan: Plan) -> str:
     """A digest of what a plan decided: the settings, and the spec of each tensor. Where it was said does not count."""
     settings = {key: value for key, value in asdict(plan.settings).items() if key != "places"}
     specs = [[*key, tensor.spec.to_json()] for key, tensor in sorted(plan.tensors.items())]
-    return _text([settings, specs])
-
-
-def values(value: Any) -> str:
-    """A digest of nested values that JSON can hold."""
-    return _text(value)
-
-
-def combined(digests: Mapping[str, str]) -> str:
-    """One digest of many."""
-    return _text(dict(digests))
+    return digest([settings, specs])
 
 
 def first_difference(stored: Mapping[str, str], current: Mapping[str, str]) -> str | None:
@@ -72,9 +66,6 @@ def tensor_digest(tensor: Tensor) -> str:
     return digest.hexdigest()[:16]
 
 
-def _text(value: Any) -> str:
+def digest(value: Any) -> str:
+    """A digest of nested values that JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _without_device(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in attrs.items() if not isinstance(value, torch.device)}

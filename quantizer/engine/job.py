@@ -37,7 +37,7 @@ class Job:
         facts: what else the results depend on, for checkpoints.
         findings: on the config, from reading it.
         confirm: called when the plan is made and nothing is changed yet; it may raise.
-        plan, adjustment, report, calibration, solution, is_finetuned: found by the steps.
+        plan, adjustment, calibration, solution, is_finetuned: found by the steps.
     """
 
     target: Target
@@ -52,7 +52,6 @@ class Job:
     confirm: Callable[[Job], None] = lambda job: None
     plan: Plan = field(init=False)
     adjustment: Adjustment | None = None
-    report: Mapping[str, Any] = field(default_factory=dict)
     calibration: Calibration = field(init=False)
     solution: Solution = field(init=False)
     is_finetuned: bool = False
@@ -85,8 +84,8 @@ class Job:
     def key(self) -> Mapping[str, Any]:
         """What every checkpoint of this run belongs to."""
         return {
-            "weights": fingerprint.combined(fingerprint.weights(self.target.original)),
-            "layers": fingerprint.combined(fingerprint.layers(self.target.original)),
+            "weights": fingerprint.digest(fingerprint.weights(self.target.original)),
+            "layers": fingerprint.digest(fingerprint.layers(self.target.original)),
             "config": fingerprint.config(self.config),
             **self.facts,
         }
@@ -108,11 +107,11 @@ class Job:
         first = next(iter(self.batches), None)
         if first is None:
             raise DataError("the data has no batches", help="check --data")
-        return first.to(self.target.device)
+        return first.to(self.target.original.device)
 
     def read(self) -> Iterator[Batch]:
         """A pass over the calibration data, on the target's device."""
-        device = self.target.device
+        device = self.target.original.device
         return (batch.to(device) for batch in self.batches)
 
     def read_again(self, step: str, remedy: str) -> Iterator[Batch]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Rounded, adjusted
-from quantizer.config.model import QuantizationSpec
+from quantizer.config.model import Algorithm, QuantizationSpec
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import is_called, parameters_of
 from quantizer.graph.passes import load_pass
-from quantizer.graph.structure import InputGroup, Structure
+from quantizer.graph.structure import Structure
 from quantizer.graph.trace import trace
 from quantizer.nn.inplace import add_bias, insert_before, lacks_bias
 from quantizer.nn.network import build_layer
@@ -33,12 +33,11 @@ PASSES = ("remove_dropout", "linear_from_matmul")
 
 @dataclass(frozen=True)
 class Home:
-    """Where a parameter lives: a module's path, its attribute, whether a graph has it transposed; or is to live."""
+    """Where a parameter lives: a module's path, its attribute, whether a graph has it transposed."""
 
     path: str
     attribute: str
     is_transposed: bool = False
-    is_new: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,17 @@ class TracedModules:
         Raises:
             ModelError: it cannot be traced.
         """
-        return cls(model, _graph(model, first), plan)
+        try:
+            with without_cache(model):
+                graph = trace(model, first.args, first.kwargs)
+        except ModelError as error:
+            raise ModelError(
+                f"the config has algorithms, which work on a trace of the model: {error.message}",
+                help=error.help or "leave the algorithms out",
+            ) from error
+        for name in PASSES:
+            graph = load_pass(name)(graph)
+        return cls(model, graph, plan)
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
@@ -92,20 +101,11 @@ class TracedModules:
             return None
         return module if is_called(module) and home.path == self.graph.by_name[name].scope else None
 
-    def home_of_bias(self, name: str) -> Home | None:
-        """Where a layer without a bias could have one."""
-        module = self.module_of(name)
-        has_room = module is not None and lacks_bias(module)
-        return Home(self.homes[name, "weight"].path, "bias", is_new=True) if has_room else None
-
     @cached_property
     def names(self) -> dict[str, str]:
         """The plan's layer for each node of the trace that multiplies by its weight."""
-        owners = {}
-        for node in self.plan.graph.nodes:
-            if node.params:
-                weight = parameters_of(self.modules[node.scope]).get("weight")
-                owners[node.scope, weight] = node.name
+        paths = {node.scope: node.name for node in self.plan.graph.nodes if node.params}
+        owners = {(path, parameters_of(self.modules[path]).get("weight")): name for path, name in paths.items()}
         found = {}
         for node in self.graph.nodes:
             home = self.homes.get((node.name, "weight"))
@@ -116,15 +116,10 @@ class TracedModules:
     @property
     def specs(self) -> dict[Key, QuantizationSpec]:
         """Of the plan, by nodes of the trace."""
-        planned = self.plan.tensors.items()
-        return {
-            (node, role): tensor.spec
-            for node, name in self.names.items()
-            for (own, role), tensor in planned
-            if own == name
-        }
+        layers = self.names.items()
+        return {(node, role): t.spec for node, name in layers for role, t in self.plan.of_layer(name).items()}
 
-    def fitting(self, algorithm: str, stage: str, structure: Structure) -> Structure:
+    def fitting(self, algorithm: Algorithm, structure: Structure) -> Structure:
         """The structure without what cannot be done to modules."""
         groups, again = [], set[Home]()
         for group in structure.groups:
@@ -134,15 +129,12 @@ class TracedModules:
             fold = group.fold
             if fold is not None and self.shared & {fold.node, *fold.extra}:
                 group = replace(group, fold=None, why_not=f"{fold.node} runs more than once")
-            if stage == "round" or group.fold is not None or self._takes_insertions(group):
+            takes_insertions = all(self.module_of(name) is not None for name in group.layers)
+            if algorithm.stage == "round" or group.fold is not None or takes_insertions:
                 groups.append(group)
         for home in sorted(again, key=lambda home: home.path):
-            logger.warning("%s runs more than once, so %s leaves it as it is", home.path, algorithm)
+            logger.warning("%s runs more than once, so %s leaves it as it is", home.path, algorithm.name)
         return replace(structure, groups=tuple(groups))
-
-    def _takes_insertions(self, group: InputGroup) -> bool:
-        """Whether the layers read the group's value as the first argument of their modules."""
-        return all(self.module_of(name) is not None for name in group.layers)
 
     def write(self, found: Adjustment) -> dict[str, Rounded]:
         """Write what algorithms found into the model; returns rounded weights by layer of the plan.
@@ -152,76 +144,55 @@ class TracedModules:
         Raises:
             ModelError: an algorithm changes what has no place in a module.
         """
-        _insert(self, found)
-        _write(self, found)
-        rounded = found.rounded.items()
-        return {self.names[name]: _as_module(self.homes[name, "weight"], layer) for name, layer in rounded}
+        self._insert(found)
+        self._write_parameters(found)
+        written = {}
+        for name, layer in found.rounded.items():
+            weight = layer.weight.t().contiguous() if self.homes[name, "weight"].is_transposed else layer.weight
+            written[self.names[name]] = replace(layer, weight=weight)
+        return written
+
+    def _insert(self, found: Adjustment) -> None:
+        graph = adjusted(self.graph, found)
+        for row in found.insertions:
+            for reader in row.readers:
+                module = self.module_of(reader)
+                if module is None:
+                    raise ModelError(
+                        f"{reader} is no layer of its own in the model, so nothing can be put before it",
+                        help="leave it out of the algorithm, or use the command line, which quantizes the trace",
+                    )
+                layer = build_layer(graph, graph.by_name[row.name])
+                layer.weight = nn.Parameter(row.weight.detach().clone(), requires_grad=False)
+                insert_before(module, self.homes[reader, "weight"].path, layer)
+
+    def _write_parameters(self, found: Adjustment) -> None:
+        """In float; one that is tied leaves the tie, unless all that hold it change alike."""
+        values: dict[Home, list[Tensor]] = defaultdict(list)
+        for name, own in found.parameters.items():
+            module = self.module_of(name)
+            for key, tensor in own.items():
+                home = self.homes.get((name, key))
+                if home is not None and not (name in self.shared and values[home]):
+                    values[home].append(tensor)
+                elif home is None and key == "bias" and module is not None and lacks_bias(module):
+                    add_bias(module, tensor)
+                else:
+                    raise ModelError(
+                        f"{name} has no {key} of its own in the model, and an algorithm would change it",
+                        help="leave the layer out of the algorithm, or use the command line, which quantizes the trace",
+                    )
+        for home, (tensor, *_) in values.items():
+            if _set(self.model, home, tensor.t() if home.is_transposed else tensor):
+                logger.warning("%s.%s is not tied any more: an algorithm changed it", home.path, home.attribute)
 
 
 def write_rounded(model: nn.Module, graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Put weights, by layer and key, into the layers of a module graph."""
-    modules = dict(model.named_modules())
     for name, own in weights.items():
         path = graph.by_name[name].scope
         for key, weight in own.items():
-            _set(model, Home(path, parameters_of(modules[path])[key]), weight)
-
-
-def _graph(model: nn.Module, batch: Batch) -> Graph:
-    try:
-        with without_cache(model):
-            graph = trace(model, batch.args, batch.kwargs)
-    except ModelError as error:
-        raise ModelError(
-            f"the config has algorithms, which work on a trace of the model: {error.message}",
-            help=error.help or "leave the algorithms out",
-        ) from error
-    for name in PASSES:
-        graph = load_pass(name)(graph)
-    return graph
-
-
-def _insert(traced: TracedModules, found: Adjustment) -> None:
-    graph = adjusted(traced.graph, found)
-    for row in found.insertions:
-        for reader in row.readers:
-            module = traced.module_of(reader)
-            if module is None:
-                raise ModelError(
-                    f"{reader} is no layer of its own in the model, so nothing can be put before it",
-                    help="leave it out of the algorithm, or use the command line, which quantizes the trace",
-                )
-            layer = build_layer(graph, graph.by_name[row.name])
-            layer.weight = nn.Parameter(row.weight.detach().clone(), requires_grad=False)
-            insert_before(module, traced.homes[reader, "weight"].path, layer)
-
-
-def _write(traced: TracedModules, found: Adjustment) -> None:
-    """Float parameters; one that is tied leaves the tie, unless all that hold it change alike."""
-    values: dict[Home, list[Tensor]] = defaultdict(list)
-    for (name, key), tensor in _changes(found):
-        home = traced.homes.get((name, key)) or (traced.home_of_bias(name) if key == "bias" else None)
-        if home is None or (name in traced.shared and values[home]):
-            raise ModelError(
-                f"{name} has no {key} of its own in the model, and an algorithm would change it",
-                help="leave the layer out of the algorithm, or use the command line, which quantizes the trace",
-            )
-        values[home].append(tensor)
-    for home, (tensor, *_) in values.items():
-        if home.is_new:
-            add_bias(traced.modules[home.path], tensor)
-        elif _set(traced.model, home, tensor.t() if home.is_transposed else tensor):
-            logger.warning("%s.%s is not tied any more: an algorithm changed it", home.path, home.attribute)
-
-
-def _changes(found: Adjustment) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    for name, own in found.parameters.items():
-        yield from (((name, key), tensor) for key, tensor in own.items())
-
-
-def _as_module(home: Home, layer: Rounded) -> Rounded:
-    """The rounded weight as its module has it."""
-    return replace(layer, weight=layer.weight.t().contiguous()) if home.is_transposed else layer
+            _set(model, Home(path, parameters_of(model.get_submodule(path))[key]), weight)
 
 
 def _set(model: nn.Module, home: Home, value: Tensor) -> bool:

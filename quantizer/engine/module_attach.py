@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter, defaultdict
 
 import torch
 from torch import nn
@@ -14,28 +12,12 @@ from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import OPERATORS, as_planned, is_transposed, parameters_of
-from quantizer.nn.inplace import InPlace, keep_layers_called, make_quantizable
+from quantizer.nn.inplace import keep_layers_called, make_quantizable
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 
-
-@dataclass(frozen=True)
-class _Use:
-    """One layer's claim on a parameter: how it is to be quantized."""
-
-    layer: str
-    module: nn.Module
-    key: str
-    role: str
-    spec: QuantizationSpec
-
-    @property
-    def attribute(self) -> str:
-        return parameters_of(self.module)[self.key]
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        return self.module.get_parameter(self.attribute)
+Use = tuple[nn.Module, str, QuantizedTensor]
+"""A layer, a role, and how its tensor in that role is to be quantized."""
 
 
 def attach(model: nn.Module, graph: Graph, solution: Solution) -> None:
@@ -44,58 +26,40 @@ def attach(model: nn.Module, graph: Graph, solution: Solution) -> None:
     A tied parameter stays tied if all that hold it want the same. Else each that is quantized gets its own.
     """
     modules = dict(model.named_modules())
-    uses = list(_uses(modules, graph, solution))
-    quantizers = {
-        key: quantizer_of(modules[graph.by_name[key[0]].scope], key[1], tensor)
-        for key, tensor in solution.tensors.items()
-    }
-    done: set[int] = set()
-    agreed = _agreed(model, uses)
-    for use in uses:
-        if id(use.parameter) not in agreed:
-            own = nn.Parameter(use.parameter.detach().clone(), requires_grad=use.parameter.requires_grad)
-            setattr(use.module, use.attribute, own)
-        if id(use.parameter) not in done:
-            _quantize(use, quantizers[use.layer, use.role])
-            done.add(id(use.parameter))
-    for (name, role), quantizer in quantizers.items():
-        path = graph.by_name[name].scope
-        put(modules[path], path, role, quantizer)
+    paths = {name: graph.by_name[name].scope for name, _ in solution.tensors}
+    uses = [(modules[paths[name]], role, tensor) for (name, role), tensor in solution.tensors.items()]
+    _quantize_parameters(model, [use for use in uses if is_parameter(use[1])])
+    for (name, role), tensor in solution.tensors.items():
+        put(modules[paths[name]], paths[name], role, tensor)
     keep_layers_called(model)
 
 
-def put(module: nn.Module, path: str, role: str, quantizer: TensorQuantizer) -> None:
-    """A quantizer in its role; one of a parameter only says what was done to it."""
+def put(module: nn.Module, path: str, role: str, tensor: QuantizedTensor) -> None:
+    """A quantizer in a role of the module at `path`; one of a parameter only says what was done to it."""
     layer = make_quantizable(module, path)
-    if role == "activation":
-        layer.attach(role, quantizer)
-    else:
-        layer.quantizers[role] = quantizer
+    # The output of torch's own layers is fresh memory, which a quantizer may overwrite.
+    inplace = role == "activation" and layer.float_class in OPERATORS
+    layer.quantizers[role] = TensorQuantizer.of(tensor, inplace=inplace)
 
 
-def quantizer_of(module: nn.Module, role: str, tensor: QuantizedTensor) -> TensorQuantizer:
-    """A quantizer for a layer's tensor; the output of torch's own layers is fresh memory, which it may overwrite."""
-    cls = module.float_class if isinstance(module, InPlace) else type(module)
-    inplace = role == "activation" and cls in OPERATORS
-    return TensorQuantizer.of(tensor, inplace=inplace)
-
-
-def _uses(modules: dict[str, nn.Module], graph: Graph, solution: Solution) -> Iterator[_Use]:
-    for (name, role), tensor in solution.tensors.items():
-        if is_parameter(role):
-            yield _Use(name, modules[graph.by_name[name].scope], parameter_name(role), role, tensor.spec)
-
-
-def _agreed(model: nn.Module, uses: list[_Use]) -> set[int]:
-    """The parameters, by id, of which all modules that hold them want the same."""
+def _quantize_parameters(model: nn.Module, uses: list[Use]) -> None:
     holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    wishes: dict[int, list[tuple[QuantizationSpec, bool]]] = {}
-    for use in uses:
-        wishes.setdefault(id(use.parameter), []).append((use.spec, is_transposed(use.module)))
-    return {at for at, wish in wishes.items() if len(wish) == holders[at] and len(set(wish)) == 1}
+    wishes: dict[int, list[tuple[QuantizationSpec, bool]]] = defaultdict(list)
+    for module, role, tensor in uses:
+        wishes[id(_parameter(module, role))].append((tensor.spec, is_transposed(module)))
+    agreed = {at for at, wish in wishes.items() if len(wish) == holders[at] and len(set(wish)) == 1}
+    done: set[int] = set()
+    for module, role, tensor in uses:
+        parameter, key = _parameter(module, role), parameter_name(role)
+        if id(parameter) not in agreed:
+            parameter = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            setattr(module, parameters_of(module)[key], parameter)
+        if id(parameter) not in done:
+            with torch.no_grad():
+                quantized = TensorQuantizer.of(tensor)(as_planned(module, key, parameter.data))
+                parameter.data = as_planned(module, key, quantized).contiguous()
+            done.add(id(parameter))
 
 
-def _quantize(use: _Use, quantizer: TensorQuantizer) -> None:
-    with torch.no_grad():
-        planned = as_planned(use.module, use.key, use.parameter.data)
-        use.parameter.data = as_planned(use.module, use.key, quantizer(planned)).contiguous()
+def _parameter(module: nn.Module, role: str) -> nn.Parameter:
+    return module.get_parameter(parameters_of(module)[parameter_name(role)])

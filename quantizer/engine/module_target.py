@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
 from torch import nn
 
 from quantizer.algorithms.adjustment import Adjustment, Rounded
@@ -17,7 +15,7 @@ from quantizer.engine.calibrate import Observable
 from quantizer.engine.module_algorithms import TracedModules, write_rounded
 from quantizer.engine.module_attach import attach
 from quantizer.engine.solution import Solution
-from quantizer.engine.target import AlgorithmScope
+from quantizer.engine.target import AlgorithmScope, Target
 from quantizer.errors import UsageError
 from quantizer.graph.modules import left_out, module_graph
 from quantizer.nn.inplace import ModuleTree, check_float, check_quantizable
@@ -35,7 +33,7 @@ NEEDS_TRACE = {
 """Settings that no single module can follow, and what each does."""
 
 
-class ModuleTarget:
+class ModuleTarget(Target):
     """A model whose layers become quantized layers of the same classes. Whoever calls undoes a failure.
 
     Raises:
@@ -50,17 +48,8 @@ class ModuleTarget:
         self._traced: TracedModules | None = None
         self._rounded: dict[str, Rounded] = {}
 
-    @property
-    def device(self) -> torch.device:
-        """Where its first parameter is."""
-        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-
     def prepare(self, config: Config) -> None:
-        """Refuse what only a trace can do.
-
-        Raises:
-            UsageError: naming the setting, and what can do it.
-        """
+        """Refuse what only a trace can do."""
         for name, what in NEEDS_TRACE.items():
             if getattr(config.settings, name):
                 raise UsageError(
@@ -77,7 +66,6 @@ class ModuleTarget:
                 )
 
     def plan(self, config: Config) -> Plan:
-        """Resolve the config on single layers."""
         return resolve(config, self.graph, self.graph)
 
     def check(self, plan: Plan) -> None:
@@ -99,21 +87,13 @@ class ModuleTarget:
             yield logging.WARNING, text
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
-        """A trace of the model, without what cannot be done to its modules.
-
-        Raises:
-            ModelError: it cannot be traced.
-        """
+        """A trace of the model, without what cannot be done to its modules."""
         with evaluating(self.model):
             self._traced = TracedModules.of(self.model, plan, first)
         return AlgorithmScope(self._traced.graph, self._traced.specs, self._traced.fitting)
 
     def adjust(self, found: Adjustment) -> None:
-        """Write float parameters and inserted layers into the modules.
-
-        Raises:
-            ModelError: an algorithm changes what has no place in a module.
-        """
+        """Write float parameters and inserted layers into the modules."""
         assert self._traced is not None  # algorithms ran in its scope
         self._rounded = self._traced.write(found)
         self.graph = module_graph(self.model)
@@ -121,28 +101,21 @@ class ModuleTarget:
 
     @contextmanager
     def observed(self) -> Iterator[Observable]:
-        """The model in evaluation mode, watched by hooks."""
         with evaluating(self.model):
             yield self._tree
 
     def unreached(self) -> Collection[str]:
-        """Layers that no batch has come to."""
         return self._tree.layers.keys() - self._tree.reached
 
-    def solved(self, found: Solution, adjustment: Adjustment, report: Mapping[str, Any]) -> Solution:
+    def solved(self, found: Solution, adjustment: Adjustment) -> Solution:
         """With rounded weights on their scales; the modules hold all else already."""
-        made = found.with_qparams({name: layer.qparams for name, layer in self._rounded.items()})
-        return made.with_weights({name: {"weight": layer.weight} for name, layer in self._rounded.items()})
+        return found.with_rounded(self._rounded)
 
-    def encoded(self, solution: Solution) -> Solution:
-        """As it is: the modules hold their parameters, rounded, and codes are made of them when they are saved."""
-        return solution
-
-    def apply(self, solution: Solution) -> nn.Module:
-        """The same model, its layers quantized."""
+    def finished(self, solution: Solution) -> Solution:
+        """Codes are made of the modules' parameters, when they are saved."""
         write_rounded(self.model, self.graph, solution.weights)
         attach(self.model, self.graph, solution)
-        return self.model
+        return solution
 
 
 @contextmanager

@@ -19,13 +19,12 @@ from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Settings
 from quantizer.engine import calibrate
-from quantizer.engine.attach import quantized_network
 from quantizer.engine.checkpoint import other_run
 from quantizer.engine.events import Snapshot
 from quantizer.engine.finetune import finetune_weights
 from quantizer.engine.job import Job
-from quantizer.engine.run_algorithms import run_algorithms
-from quantizer.engine.solution import Solution
+from quantizer.engine.run_algorithms import report, run_algorithms
+from quantizer.engine.solution import Solution, quantized_network
 from quantizer.graph.ir import Graph
 from quantizer.sources.batches import Batch
 
@@ -75,20 +74,33 @@ def start_observers(job: Job) -> None:
 def observe(job: Job) -> None:
     """Run the float model over the data; resumed, over those that a stopped run has left. Observers see its values."""
     calibration, batches = job.calibration, job.batches
-    done, data = _restored(job)
+    seen: Any = None
+    if restored := job.restored("calibration"):
+        calibration.load_state_dict(restored.tensors)
+        calibration.batches, seen = int(restored.state["batches"]), restored.state["data"]
+    done = calibration.batches
 
     def snapshot() -> Snapshot:
         tensors = {name: tensor.clone() for name, tensor in calibration.state_dict().items()}
-        return Snapshot(tensors, {"batches": calibration.batches, "data": data})
+        return Snapshot(tensors, {"batches": calibration.batches, "data": seen})
 
-    def after_batch(_: calibrate.Calibration) -> None:
-        nonlocal data
-        data = batches.seen
-        stage.advance()
+    def unseen() -> Iterator[Batch]:
+        """A stopped run's batches are read again, too, and must be the same."""
+        nonlocal seen
+        count = 0
+        for count, batch in enumerate(job.read(), 1):
+            if count > done:
+                yield batch
+                seen = batches.seen
+                stage.advance()
+            elif count == done and batches.seen != seen:
+                raise other_run("the data differ")
+        if count < done:
+            raise other_run("the data differ")
 
     saved: dict[str, Any] = {"saved_as": "calibration", "snapshot": snapshot}
     with job.stage("calib", batches.total, done=done, **saved) as stage, job.target.observed() as model:
-        calibrate.run(calibration, model, _rest(job, done, data), after_batch)
+        calibrate.run(calibration, model, unseen())
         if job.fast_finetune:
             stage.advance(stage.done, at_boundary=True)
     unreached = job.target.unreached()
@@ -99,34 +111,14 @@ def observe(job: Job) -> None:
     job.calibration = calibration.without(unreached)
 
 
-def _restored(job: Job) -> tuple[int, Any]:
-    """How many batches a stopped run has observed, and their fingerprint; what it found goes into the calibration."""
-    snapshot = job.restored("calibration")
-    if snapshot is None:
-        return 0, None
-    job.calibration.load_state_dict(snapshot.tensors)
-    job.calibration.batches = int(snapshot.state["batches"])
-    return job.calibration.batches, snapshot.state["data"]
-
-
-def _rest(job: Job, done: int, data: Any) -> Iterator[Batch]:
-    """The batches that a resumed run has not seen; the others are read again and must be the same."""
-    count = 0
-    for count, batch in enumerate(job.read(), 1):
-        if count > done:
-            yield batch
-        elif count == done and job.batches.seen != data:
-            raise other_run("the data differ")
-    if count < done:
-        raise other_run("the data differ")
-
-
 def find_scales(job: Job) -> None:
     """Scales and zero points, of what was observed or what algorithms have found."""
     if job.algorithms_need_data and not job.calibration.batches and job.batches.fingerprint is not None:
         job.calibration.batches = job.batches.fingerprint["batches"]
-    found = calibrate.solution(job.calibration)
-    job.solution = job.target.solved(found, job.adjustment, job.report) if job.adjustment else found
+    job.solution = calibrate.solution(job.calibration)
+    if job.adjustment:
+        algorithms = report(job.config.algorithms, job.adjustment)
+        job.solution = dataclasses.replace(job.target.solved(job.solution, job.adjustment), algorithms=algorithms)
 
 
 def align_to_dpu(job: Job) -> None:
@@ -138,10 +130,9 @@ def align_to_dpu(job: Job) -> None:
 
 def aligned(found: Solution, graph: Graph, settings: Settings) -> tuple[Solution, tuple[Move, ...]]:
     """The solution at aligned positions, with a note at each tensor that was moved, and the moves."""
-    known = {key: tensor.position for key, tensor in found.tensors.items() if tensor.spec.symmetric}
     positions, moves = align(
         graph,
-        {key: at for key, at in known.items() if at is not None},
+        found.positions,
         change_concat_input_fix=settings.change_concat_input_fix,
         change_pool_input_fix=settings.change_pool_input_fix,
     )
@@ -161,21 +152,21 @@ def correct_biases(job: Job) -> None:
         DataError: a correction is not finite, or the data are not the same when they are read again.
     """
     data = job.read_again("bias correction", "set include_bias_corr to false")
-    runner = SequentialRunner(quantized_network(job.plan.graph, job.solution).to(job.target.device), data)
-    as_codes = job.plan.settings.target_device == "DPU"
-    with job.stage("bias correction", len(job.plan.graph.nodes), "layers") as stage:
-        found = bias_correction.correct_biases(
-            runner, job.calibration.means, as_codes=as_codes, after_layer=stage.advance
-        )
-    name, largest = max(((layer, float(c.abs().max())) for layer, c in found.items()), key=lambda pair: pair[1])
-    text = f"biases of {len(found)} layers corrected, by at most {largest:.3g} in {name}"
+    graph, as_codes = job.plan.graph, job.plan.settings.target_device == "DPU"
+    runner = SequentialRunner(quantized_network(graph, job.solution).to(graph.device), data)
+    with job.stage("bias correction", len(graph.nodes), "layers") as stage:
+        means, advance = job.calibration.means, stage.advance
+        found = bias_correction.correct_biases(runner, means, as_codes=as_codes, after_layer=advance)
+    sizes = {layer: float(correction.abs().max()) for layer, correction in found.items()}
+    largest = max(sizes, key=sizes.__getitem__)
+    text = f"biases of {len(found)} layers corrected, by at most {sizes[largest]:.3g} in {largest}"
     job.events.message(logging.INFO, text)
     job.solution = dataclasses.replace(job.solution, corrections=found)
 
 
-def encode_parameters(job: Job) -> None:
-    """Make codes of the quantized parameters: what is stored, run and exported from now on."""
-    job.solution = job.target.encoded(job.solution)
+def finish(job: Job) -> None:
+    """Make codes of the quantized parameters: what is stored, run and exported from now on; or change the modules."""
+    job.solution = job.target.finished(job.solution)
 
 
 STEPS: tuple[Step, ...] = (
@@ -189,7 +180,7 @@ STEPS: tuple[Step, ...] = (
     Step(align_to_dpu, when=lambda job: job.plan.settings.target_device == "DPU"),
     Step(finetune_weights, when=lambda job: bool(job.fast_finetune)),
     Step(correct_biases, when=lambda job: bool(job.calibration.means)),
-    Step(encode_parameters),
+    Step(finish),
 )
 
 

@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +62,7 @@ def read_json(path: Path) -> Any:
     Raises:
         ResultError: missing or not JSON.
     """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ResultError(
-            f"{path} does not exist", help="run --quant_mode calib first, with the same --output_dir"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ResultError(
-            f"{path} is not a readable JSON file: {error}", help="run --quant_mode calib again"
-        ) from error
+    return _parsed(path, lambda content: json.loads(content.decode()), "JSON")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -80,15 +71,20 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Raises:
         ResultError: missing or damaged.
     """
+    tensors: dict[str, Tensor] = _parsed(path, load, "safetensors")
+    return tensors
+
+
+def _parsed(path: Path, parse: Callable[[bytes], Any], kind: str) -> Any:
     try:
-        return load(path.read_bytes())
+        return parse(path.read_bytes())
     except FileNotFoundError:
         raise ResultError(
             f"{path} does not exist", help="run --quant_mode calib first, with the same --output_dir"
         ) from None
-    except Exception as error:
+    except Exception as error:  # of whatever class the parser has
         raise ResultError(
-            f"{path} is not a readable safetensors file: {error}", help="run --quant_mode calib again"
+            f"{path} is not a readable {kind} file: {error}", help="run --quant_mode calib again"
         ) from error
 
 

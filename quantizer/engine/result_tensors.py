@@ -1,4 +1,4 @@
-"""What algorithms and finetuning replaced, in the result folder: a header's entries and the tensors beside them."""
+"""A solution as the result folder has it: files of tensors, and what a header says of them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,42 @@ from typing import Any
 from torch import Tensor
 
 from quantizer.config.roles import parameter_name
-from quantizer.engine.insertions import described, insertion
 from quantizer.engine.result_files import read_tensors
 from quantizer.engine.solution import Solution
+from quantizer.graph.edits import Insertion
+from quantizer.nn.load import CORRECTIONS, GROUP_SCALES, WEIGHTS, quantized_tensor
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import pack
 
-WEIGHTS = "weights.safetensors"
 RESCALED = "rescaled.safetensors"
 """Float parameters that are as good as the model's, by `<module>.<parameter>`, where `WEIGHTS` has codes or others."""
+TENSORS = (WEIGHTS, CORRECTIONS, GROUP_SCALES, RESCALED)
+
+
+def tensors_of(network: Network, found: Solution) -> dict[str, dict[str, Tensor]]:
+    """The files that a solution needs, each tensor by its name there; parameters that have codes are these, packed."""
+    modules = network.module_names
+    weights, scales = dict(network.state_dict()), dict[str, Tensor]()
+    for (layer, role), tensor in found.tensors.items():
+        spec, name = tensor.spec, f"{modules[layer]}.{role}"
+        if tensor.codes is not None:
+            weights[f"{modules[layer]}.{parameter_name(role)}"] = pack(tensor.codes, spec)
+        if spec.qscheme == "per_group" and not spec.is_dynamic:  # too much for quant_info.json
+            scales[f"{name}.scale"] = tensor.scale
+            if spec.dtype == "int" and not spec.symmetric:
+                scales[f"{name}.zero_point"] = tensor.zero_point
+    rescaled = {
+        f"{modules[name]}.{key}": tensor
+        for name, own in found.rescaled.items()
+        for key, tensor in own.items()
+        if found.weights.get(name, {}).get(key) is not tensor  # else it is in WEIGHTS
+    }
+    others = {CORRECTIONS: dict(found.corrections), GROUP_SCALES: scales, RESCALED: rescaled}
+    return {WEIGHTS: weights, **{name: tensors for name, tensors in others.items() if tensors}}
 
 
 def header_of(network: Network, found: Solution) -> dict[str, Any]:
-    """The header's entries; their tensors are in `WEIGHTS`, those of `float_tensors` in `RESCALED`."""
+    """The header's entries on what algorithms and finetuning replaced."""
     modules = network.module_names
     return {
         "replaced": {
@@ -32,45 +55,39 @@ def header_of(network: Network, found: Solution) -> dict[str, Any]:
             }
             for name in sorted({*found.weights, *found.rescaled})
         },
-        "insertions": [{**described(row), "module": modules[row.name]} for row in found.insertions],
+        "insertions": [
+            {key: value for key, value in vars(row).items() if key != "weight"} | {"module": modules[row.name]}
+            for row in found.insertions
+        ],
         "algorithms": list(found.algorithms.get("algorithms", ())),
     }
 
 
-def stored_parameters(network: Network, found: Solution) -> dict[str, Tensor]:
-    """The parameters of the network by `<module>.<parameter>`; in the place of one that has codes these, packed."""
-    codes = {
-        f"{network.module_names[layer]}.{parameter_name(role)}": pack(tensor.codes, tensor.spec)
-        for (layer, role), tensor in found.tensors.items()
-        if tensor.codes is not None
-    }
-    return {**network.state_dict(), **codes}
+def solution_of(folder: Path, header: Mapping[str, Any], entries: Mapping[str, Any]) -> Solution:
+    """The inverse of `tensors_of` and `header_of`; `entries` are the tensors of quant_info.json.
 
-
-def float_tensors(network: Network, found: Solution) -> dict[str, Tensor]:
-    """The rescaled parameters that something else took the place of."""
-    return {
-        f"{network.module_names[name]}.{key}": tensor
-        for name, own in found.rescaled.items()
-        for key, tensor in own.items()
-        if found.weights.get(name, {}).get(key) is not tensor
-    }
-
-
-def read_replaced(folder: Path, header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> dict[str, Any]:
-    """`weights`, `rescaled` and `insertions` of a `Solution`; `stored` is what `WEIGHTS` holds.
-
-    Raises KeyError or TypeError for what is not there.
+    Raises KeyError, TypeError or ValueError for what is not there.
     """
-    floats = {**stored, **(read_tensors(folder / RESCALED) if RESCALED in header["files"] else {})}
-    return {
-        **{
-            kind: {
-                name: {key: tensors[f"{entry['module']}.{key}"] for key in entry[kind]}
-                for name, entry in header["replaced"].items()
-                if entry[kind]
-            }
-            for kind, tensors in (("weights", stored), ("rescaled", floats))
-        },
-        "insertions": tuple(insertion(row, stored[f"{row['module']}.weight"]) for row in header["insertions"]),
+    files = {name: read_tensors(folder / name) if name in header["files"] else {} for name in TENSORS}
+    stored = files[WEIGHTS]
+
+    def replaced(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        rows = {name: entry for name, entry in header["replaced"].items() if entry[kind]}
+        return {name: {key: tensors[f"{row['module']}.{key}"] for key in row[kind]} for name, row in rows.items()}
+
+    tensors = {
+        (layer, role): quantized_tensor(entry, role, {**stored, **files[GROUP_SCALES]})
+        for layer, roles in entries.items()
+        for role, entry in roles.items()
     }
+    insertions = []
+    for row in header["insertions"]:
+        weight = stored[f"{row['module']}.weight"]
+        insertions.append(Insertion(row["name"], row["op"], row["source"], tuple(row["readers"]), weight, row["attrs"]))
+    return Solution(
+        tensors,
+        weights=replaced("weights", stored),
+        corrections=files[CORRECTIONS],
+        insertions=tuple(insertions),
+        rescaled=replaced("rescaled", {**stored, **files[RESCALED]}),
+    )

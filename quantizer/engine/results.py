@@ -4,52 +4,38 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import quantizer
 from quantizer.config.algorithm_words import written
 from quantizer.config.model import Config, Settings
 from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
-from quantizer.engine.attach import encoded, writes_inplace
 from quantizer.engine.calibrate import Calibration
-from quantizer.engine.inputs import input_shapes
-from quantizer.engine.result_files import read_json, read_tensors, write_bytes, write_json, write_tensors
-from quantizer.engine.result_tensors import (
-    RESCALED,
-    WEIGHTS,
-    float_tensors,
-    header_of,
-    read_replaced,
-    stored_parameters,
-)
-from quantizer.engine.solution import Solution
+from quantizer.engine.result_files import read_json, write_bytes, write_json, write_tensors
+from quantizer.engine.result_tensors import TENSORS, header_of, solution_of, tensors_of
+from quantizer.engine.solution import Solution, encoded, writes_inplace
 from quantizer.errors import ResultError
 from quantizer.graph.edits import with_weights
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
-from quantizer.nn.load import GROUP_SCALES, quantized_tensor
+from quantizer.nn.load import GROUP_SCALES
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 
 FORMAT = 3
 INFO = "quant_info.json"
-CORRECTIONS = "bias_corr.safetensors"
+STATISTICS = "statistics.safetensors"
 ALGORITHMS = "algorithms.json"
 ORIGINS = ("plan.json", "config.resolved.json")
 """Where decisions come from, for people to read. Files that say the same differ in it, so no sum names these."""
-TESTED = (
-    "report.json",
-    "layers.csv",
-    "exact.json",
-    "export/verify.json",
-)  # what test mode found holds for one calibration only
+TESTED = ("report.json", "layers.csv", "exact.json", "export/verify.json")
+"""What test mode found, which holds for one calibration only."""
 
 
 @dataclass(frozen=True)
@@ -97,18 +83,11 @@ def write_results(
     network = Network(with_weights(graph, found.weights))
     for name in (*_owned(folder), *TESTED):
         (folder / name).unlink(missing_ok=True)
-    files = {
-        WEIGHTS: write_tensors(folder / WEIGHTS, stored_parameters(network, found)),
-        "statistics.safetensors": write_tensors(folder / "statistics.safetensors", calibration.state_dict()),
-        f"{graph.model}.py": write_bytes(folder / f"{graph.model}.py", emit(graph).encode()),
-    }
+    tensors = {**tensors_of(network, found), STATISTICS: calibration.state_dict()}
+    files = {name: write_tensors(folder / name, own) for name, own in tensors.items()}
+    files[f"{graph.model}.py"] = write_bytes(folder / f"{graph.model}.py", emit(graph).encode())
     for name, content in zip(ORIGINS, (plan.to_json(), resolved_document(config)), strict=True):
         write_json(folder / name, content)
-    if found.corrections:
-        files[CORRECTIONS] = write_tensors(folder / CORRECTIONS, dict(found.corrections))
-    for name, more in ((GROUP_SCALES, _group_scales(found, network)), (RESCALED, float_tensors(network, found))):
-        if more:
-            files[name] = write_tensors(folder / name, more)
     if found.algorithms:
         files[ALGORITHMS] = write_json(folder / ALGORITHMS, found.algorithms)
     settings = {key: value for key, value in asdict(config.settings).items() if key != "places"}
@@ -120,7 +99,7 @@ def write_results(
         "threads": torch.get_num_threads(),
         "settings": settings,
         "batches": calibration.batches,
-        "inputs": input_shapes(original),
+        "inputs": fingerprint.input_shapes(original),
         "config": fingerprint.decisions(plan),
         "weights": fingerprint.weights(original),
         "layers": fingerprint.layers(original),
@@ -128,43 +107,26 @@ def write_results(
         **header_of(network, found),
         **run,
     }
-    tensors: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for (layer, role), tensor in found.tensors.items():
-        entry = _entry(calibration, network, (layer, role), tensor)
-        if (layer, role) in found.notes:
-            entry["notes"] = list(found.notes[layer, role])
-        tensors.setdefault(layer, {})[role] = entry
-    content = {"header": header, "tensors": tensors}
+        notes = {"notes": list(found.notes[layer, role])} if (layer, role) in found.notes else {}
+        entries.setdefault(layer, {})[role] = _entry(calibration, network, (layer, role), tensor) | notes
+    content = {"header": header, "tensors": entries}
     write_json(folder / INFO, content | {"checksum": _checksum(content), "complete": True})
 
 
 def names_of(folder: Path) -> list[str]:
     """The files that a complete calibration consists of, quant_info.json last."""
-    files = read_json(folder / INFO)["header"]["files"]
-    return [*files, *ORIGINS, INFO]
+    return [*read_json(folder / INFO)["header"]["files"], *ORIGINS, INFO]
 
 
 def _owned(folder: Path) -> list[str]:
     """quant_info.json, which goes first, and the files it names: what calibration wrote before, of any model."""
     try:
-        files = read_json(folder / INFO)["header"]["files"]
-        named = [name for name in files if "/" not in name and "\\" not in name]
+        named = [name for name in names_of(folder) if "/" not in name and "\\" not in name]
     except (ResultError, KeyError, TypeError):
         named = []
-    return [INFO, CORRECTIONS, GROUP_SCALES, RESCALED, ALGORITHMS, *ORIGINS, *named]
-
-
-def _group_scales(found: Solution, network: Network) -> dict[str, Tensor]:
-    """What is too much for quant_info.json, by `<module>.<role>.scale` and, where it says something, `.zero_point`."""
-    tensors = {}
-    for (layer, role), tensor in found.tensors.items():
-        spec = tensor.spec
-        if spec.qscheme == "per_group" and not spec.is_dynamic:
-            name = f"{network.module_names[layer]}.{role}"
-            tensors[f"{name}.scale"] = tensor.scale
-            if spec.dtype == "int" and not spec.symmetric:
-                tensors[f"{name}.zero_point"] = tensor.zero_point
-    return tensors
+    return [INFO, *TENSORS, ALGORITHMS, *ORIGINS, *named]
 
 
 def _entry(calibration: Calibration, network: Network, key: tuple[str, str], tensor: QuantizedTensor) -> dict[str, Any]:
@@ -201,41 +163,28 @@ def read_info(folder: Path) -> QuantInfo:
     Raises:
         ResultError: missing, unfinished, from another format, or a file was changed since.
     """
-    content = read_json(folder / INFO)
+    path = folder / INFO
+    content = read_json(path)
     if not isinstance(content, dict) or content.get("complete") is not True or "header" not in content:
-        raise ResultError(
-            f"{folder / INFO} is not complete: calibration did not finish", help="run --quant_mode calib again"
-        )
+        raise _useless(f"{path} is not complete: calibration did not finish")
     header = content["header"]
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ResultError(
-            f"{folder / INFO} has another format than {FORMAT}, which this version reads", help="calibrate again"
-        )
+        raise ResultError(f"{path} has another format than {FORMAT}, which this version reads", help="calibrate again")
     for name, digest in header.get("files", {}).items():
-        path = folder / name
-        if "/" in name or not path.is_file():
-            raise ResultError(f"{path} is missing", help="run --quant_mode calib again")
-        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise ResultError(f"{path} was changed after calibration", help="run --quant_mode calib again")
+        if "/" in name or not (folder / name).is_file():
+            raise _useless(f"{folder / name} is missing")
+        if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
+            raise _useless(f"{folder / name} was changed after calibration")
     if content.get("checksum") != _checksum({key: content.get(key) for key in ("header", "tensors")}):
-        raise ResultError(f"{folder / INFO} was changed after calibration", help="run --quant_mode calib again")
+        raise _useless(f"{path} was changed after calibration")
     try:
-        return QuantInfo(header, _solution(folder, header, content["tensors"]))
+        return QuantInfo(header, solution_of(folder, header, content["tensors"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ResultError(f"{folder / INFO} is damaged: {error}", help="run --quant_mode calib again") from error
+        raise _useless(f"{path} is damaged: {error}") from error
 
 
-def _solution(folder: Path, header: Mapping[str, Any], entries: Mapping[str, Any]) -> Solution:
-    """The calibration itself, from quant_info.json and the tensor files it names."""
-    stored = read_tensors(folder / WEIGHTS)
-    known = stored | (read_tensors(folder / GROUP_SCALES) if GROUP_SCALES in header["files"] else {})
-    tensors = {
-        (layer, role): quantized_tensor(entry, role, known)
-        for layer, roles in entries.items()
-        for role, entry in roles.items()
-    }
-    corrections = read_tensors(folder / CORRECTIONS) if CORRECTIONS in header["files"] else {}
-    return Solution(tensors, corrections=corrections, **read_replaced(folder, header, stored))
+def _useless(what: str) -> ResultError:
+    return ResultError(what, help="run --quant_mode calib again")
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
@@ -269,23 +218,21 @@ def check_plan(info: QuantInfo, config: Config, planned: Mapping[tuple[str, str]
     Raises:
         ResultError: naming the first setting or layer that differs.
     """
-    for f in fields(Settings):
-        if f.name != "places" and getattr(config.settings, f.name) != getattr(info.settings, f.name):
-            raise ResultError(
-                f"the config is not the calibrated one: {f.name} is {getattr(config.settings, f.name)!r}, "
-                f"calibrated with {getattr(info.settings, f.name)!r}",
-                help="calibrate with this config first, or leave out --config_file",
-            )
-    if [written(each.settings) for each in config.algorithms] != info.header["algorithms"]:
+    for what in _differences(info, config, planned):
         raise ResultError(
-            "the config is not the calibrated one: its algorithms differ",
+            f"the config is not the calibrated one: {what}",
             help="calibrate with this config first, or leave out --config_file",
         )
+
+
+def _differences(info: QuantInfo, config: Config, planned: Mapping[tuple[str, str], Any]) -> Iterator[str]:
+    for name in (f.name for f in fields(Settings) if f.name != "places"):
+        mine, stored = getattr(config.settings, name), getattr(info.settings, name)
+        if mine != stored:
+            yield f"{name} is {mine!r}, calibrated with {stored!r}"
+    if [written(each.settings) for each in config.algorithms] != info.header["algorithms"]:
+        yield "its algorithms differ"
     known = info.solution.tensors
     for key in [*planned, *known]:
-        mine, stored = planned.get(key), known.get(key)
-        if mine is None or stored is None or mine.spec != stored.spec:
-            raise ResultError(
-                f"the config is not the calibrated one: {key[1]} of layer {key[0]} differs",
-                help="calibrate with this config first, or leave out --config_file",
-            )
+        if key not in planned or key not in known or planned[key].spec != known[key].spec:
+            yield f"{key[1]} of layer {key[0]} differs"

@@ -10,28 +10,29 @@ import logging
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from quantizer.algorithms.adjustment import Adjustment, Run, Task, adjusted
+from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Run, Task, adjusted
 from quantizer.config.algorithm_words import written
-from quantizer.config.algorithms import ALGORITHMS, AlgoConfig
+from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.model import Algorithm
 from quantizer.config.wording import shortened
-from quantizer.engine.adjustment_snapshot import AlgorithmProgress, progress_of, snapshot_of
 from quantizer.engine.calibrate import check_finite
-from quantizer.engine.checkpoint import other_run
+from quantizer.engine.checkpoint import other_run, register, snapshot_of, value_of
 from quantizer.engine.events import Snapshot
 from quantizer.engine.job import Job
 from quantizer.engine.target import AlgorithmScope
 from quantizer.errors import ModelError
+from quantizer.graph.edits import Insertion
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Structure
 from quantizer.nn.network import Network
+from quantizer.numerics.qparams import QParams
 from quantizer.observers import NonFiniteError
 from quantizer.sources.batches import Batch
 
@@ -40,17 +41,23 @@ KEPT = 1e-3
 
 
 @dataclass(frozen=True)
-class AlgorithmStep:
-    """One algorithm of a config, ready to run: `run(Task(…, structure, …), settings, found)`."""
+class Progress:
+    """How far the algorithms of a config are.
 
-    settings: AlgoConfig
-    structure: Structure
-    run: Run
+    Args:
+        index: of the algorithm that runs, or is next.
+        done: how many of its groups are in `found`.
+        found: by all so far.
+        before: what that algorithm was given when it began.
+    """
 
-    @property
-    def name(self) -> str:
-        """As in the config."""
-        return self.settings.name
+    index: int = 0
+    done: int = 0
+    found: Adjustment = field(default_factory=Adjustment)
+    before: Adjustment = field(default_factory=Adjustment)
+
+
+register(Progress, Adjustment, Insertion, Rounded, QParams, Remark)
 
 
 def run_algorithms(job: Job) -> None:
@@ -58,51 +65,53 @@ def run_algorithms(job: Job) -> None:
 
     Raises:
         ConfigError: an algorithm's entry names what is not in the model.
+        ModelError: NaN or infinity in a weight, which would spread to layers before it.
         DataError: a value in the network is not finite, or the data are not the same when they are read again.
     """
-    scope = job.target.scope(job.plan, job.first_batch())
-    steps = algorithm_steps(scope.graph, job.config.algorithms)
-    start = _restored(job, steps)
-    found = start.found
-    for index, step in enumerate(steps[start.index :], start.index):
-        done, before = (start.done, start.before) if index == start.index else (0, found)
-        step = replace(step, structure=scope.fitting(step.name, step.settings.stage, step.structure))
-        found = _run_step(job, scope, step, AlgorithmProgress(index, done, found, before))
-        for level, line in _summary_lines(step, before, found):
+    algorithms, scope = job.config.algorithms, job.target.scope(job.plan, job.first_batch())
+    _check_weights(scope.graph)
+    structures = [find_structure(scope.graph, each.names) for each in algorithms]  # before more data are read
+    progress = _restored(job)
+    for algorithm, structure in zip(algorithms[progress.index :], structures[progress.index :], strict=True):
+        before = progress.before
+        progress = _run(job, scope, algorithm, scope.fitting(algorithm, structure), progress)
+        for level, line in _summary_lines(algorithm, before, progress.found):
             job.events.message(level, line)
+    found = progress.found
     if found.parameters or found.insertions:
-        job.events.message(*_difference_line(difference(scope.graph, found, job.first_batch())))
+        job.events.message(*_difference_line(scope.graph, found, job.first_batch()))
     job.target.adjust(found)
-    job.adjustment, job.report = found, report(steps, found)
+    job.adjustment = found
 
 
-def _batches(job: Job) -> Iterator[Batch]:
+def _read_again(job: Job) -> Iterator[Batch]:
     return job.read_again("the algorithms", "calibrate with batches that stay the same")
 
 
-def _restored(job: Job, steps: Sequence[AlgorithmStep]) -> AlgorithmProgress:
+def _restored(job: Job) -> Progress:
     """Where a stopped run was; the data are read once to see that they are the same."""
     snapshot = job.restored("algorithms")
     if snapshot is None:
-        return AlgorithmProgress()
+        return Progress()
     if (data := snapshot.state["data"]) is not None:
-        for _ in _batches(job):
+        for _ in _read_again(job):
             pass
         if job.batches.fingerprint != data:
             raise other_run("the data differ")
-    start = progress_of(snapshot)
-    name = steps[start.index].name if start.index < len(steps) else "the last one"
-    where = f"{start.done} groups of {name}" if start.done else f"{start.index} of {len(steps)}"
+    start: Progress = value_of(snapshot)
+    names = [each.name for each in job.config.algorithms]
+    name = [*names, "the last one"][start.index]
+    where = f"{start.done} groups of {name}" if start.done else f"{start.index} of {len(names)}"
     job.events.message(logging.INFO, f"the algorithms go on after {where}")
     return start
 
 
-def _run_step(job: Job, scope: AlgorithmScope, step: AlgorithmStep, start: AlgorithmProgress) -> Adjustment:
+def _run(job: Job, scope: AlgorithmScope, algorithm: Algorithm, structure: Structure, start: Progress) -> Progress:
     """One algorithm, whose groups are the units of its progress; each block of the network ends in a checkpoint."""
-    progress, groups = start, step.structure.groups
+    progress, groups = start, structure.groups
 
     def snapshot() -> Snapshot:
-        return snapshot_of(progress, job.batches.fingerprint)
+        return snapshot_of(progress, job.batches.fingerprint)  # of a pass over the data, once one is complete
 
     def after_group(found: Adjustment, done: int) -> None:
         nonlocal progress
@@ -111,29 +120,13 @@ def _run_step(job: Job, scope: AlgorithmScope, step: AlgorithmStep, start: Algor
         stage.advance(done, at_boundary=ends_block or groups[done].block is None)
 
     saved: dict[str, Any] = {"saved_as": "algorithms", "snapshot": snapshot, "needs_same_data": True}
-    with job.stage(step.name, len(groups), "groups", done=start.done, **saved) as stage:
-        batches = partial(_batches, job)
-        task = Task(scope.graph, scope.specs, step.structure, batches, after_group, start.done, start.before)
-        found = step.run(task, step.settings, start.found)
-        progress = AlgorithmProgress(start.index + 1, 0, found, found)
+    with job.stage(algorithm.name, len(groups), "groups", done=start.done, **saved) as stage:
+        batches = partial(_read_again, job)
+        task = Task(scope.graph, scope.specs, structure, batches, after_group, start.done, start.before)
+        found = load_run(algorithm.name)(task, algorithm.settings, start.found)
+        progress = Progress(start.index + 1, 0, found, found)
         stage.advance(len(groups), at_boundary=True)
-    return found
-
-
-def report(todo: Sequence[AlgorithmStep], found: Adjustment) -> dict[str, Any]:
-    """algorithms.json: what ran, and what it did to each layer; errors as shares of the energy of a layer's outputs."""
-    layers = {
-        name: {"error_rtn": layer.before, "error": layer.after, "is_rtn": not layer.after < layer.before}
-        for name, layer in found.rounded.items()
-    }
-    inserted = [{"layer": row.name, "reads": row.source, "readers": list(row.readers)} for row in found.insertions]
-    return {
-        "algorithms": [written(step.settings) for step in todo],
-        "rounded": layers,
-        "rescaled": {name: sorted(own) for name, own in found.parameters.items()},
-        "inserted": inserted,
-        "remarks": [{"layer": remark.layer, "text": remark.text} for remark in found.remarks],
-    }
+    return progress
 
 
 def load_run(name: str) -> Run:
@@ -143,17 +136,19 @@ def load_run(name: str) -> Run:
     return run
 
 
-def algorithm_steps(graph: Graph, algorithms: Sequence[Algorithm]) -> tuple[AlgorithmStep, ...]:
-    """What each algorithm works on, found before any data is read.
-
-    Raises:
-        ConfigError: an algorithm's entry names what is not in the graph.
-        ModelError: NaN or infinity in a weight, which would spread to layers before it.
-    """
-    _check_weights(graph)
-    return tuple(
-        AlgorithmStep(each.settings, find_structure(graph, each.names), load_run(each.name)) for each in algorithms
-    )
+def report(algorithms: Sequence[Algorithm], found: Adjustment) -> dict[str, Any]:
+    """algorithms.json: what ran, and what it did to each layer; errors as shares of the energy of a layer's outputs."""
+    layers = {
+        name: {"error_rtn": layer.before, "error": layer.after, "is_rtn": not layer.after < layer.before}
+        for name, layer in found.rounded.items()
+    }
+    return {
+        "algorithms": [written(each.settings) for each in algorithms],
+        "rounded": layers,
+        "rescaled": {name: sorted(own) for name, own in found.parameters.items()},
+        "inserted": [{"layer": i.name, "reads": i.source, "readers": list(i.readers)} for i in found.insertions],
+        "remarks": [{"layer": remark.layer, "text": remark.text} for remark in found.remarks],
+    }
 
 
 def _check_weights(graph: Graph) -> None:
@@ -165,42 +160,9 @@ def _check_weights(graph: Graph) -> None:
                 raise ModelError(f"weights of {node.name}: {error}", help="check the checkpoint") from error
 
 
-def difference(graph: Graph, found: Adjustment, batch: Batch) -> float:
-    """How far the outputs of the adjusted float network are from the model's, as a share of the largest; 0 if equal."""
-    with torch.no_grad():
-        want = Network(graph).start(batch.args, batch.kwargs).advance().float_outputs()
-        have = Network(adjusted(graph, found)).start(batch.args, batch.kwargs).advance().float_outputs()
-    shares = [0.0]
-    for x, y in zip(want, have, strict=True):
-        if x.numel():
-            shares.append(float((x - y).abs().max() / x.abs().max().clamp_min(torch.finfo(x.dtype).tiny)))
-    return max(shares)
-
-
-def summary(step: AlgorithmStep, before: Adjustment, after: Adjustment) -> str:
-    """One line on what an algorithm did."""
-    parts = []
-    rounded = {name: layer for name, layer in after.rounded.items() if before.rounded.get(name) is not layer}
-    changed = [name for name, own in after.parameters.items() if before.parameters.get(name) is not own]
-    inserted = len(after.insertions) - len(before.insertions)
-    if step.settings.stage == "rescale":
-        parts.append(f"{_layers(len(changed))} rescaled, {_layers(inserted)} inserted")
-    if rounded:
-        better = [layer.after / layer.before for layer in rounded.values() if layer.after < layer.before]
-        left = f"; median output error {statistics.median(better):.0%} of round-to-nearest" if better else ""
-        plain = len(rounded) - len(better)
-        kept = f"; {plain} {'keeps' if plain == 1 else 'keep'} round-to-nearest" if plain else ""
-        parts.append(f"{_layers(len(rounded))} quantized{left}{kept}")
-    return f"{step.name}: {'; '.join(parts) or 'nothing to quantize'}"
-
-
-def _layers(count: int) -> str:
-    return "1 layer" if count == 1 else f"{count} layers"
-
-
-def _summary_lines(step: AlgorithmStep, before: Adjustment, after: Adjustment) -> Iterator[tuple[int, str]]:
+def _summary_lines(algorithm: Algorithm, before: Adjustment, after: Adjustment) -> Iterator[tuple[int, str]]:
     """What an algorithm did, and what it remarked, each text once: lines with their logging levels."""
-    yield logging.INFO, summary(step, before, after)
+    yield logging.INFO, f"{algorithm.name}: {'; '.join(_done(algorithm, before, after)) or 'nothing to quantize'}"
     texts: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for remark in after.remarks[len(before.remarks) :]:
         texts[remark.text, remark.is_warning].append(remark.layer)
@@ -208,8 +170,33 @@ def _summary_lines(step: AlgorithmStep, before: Adjustment, after: Adjustment) -
         yield logging.WARNING if is_warning else logging.INFO, f"{shortened(layers, 1)}: {text}"
 
 
-def _difference_line(share: float) -> tuple[int, str]:
-    """How well the float function was kept, as `difference` found."""
+def _done(algorithm: Algorithm, before: Adjustment, after: Adjustment) -> Iterator[str]:
+    """What an algorithm did, in parts of a sentence."""
+    if algorithm.stage == "rescale":
+        changed = [name for name, own in after.parameters.items() if before.parameters.get(name) is not own]
+        inserted = len(after.insertions) - len(before.insertions)
+        yield f"{_layers(len(changed))} rescaled, {_layers(inserted)} inserted"
+    rounded = [layer for name, layer in after.rounded.items() if before.rounded.get(name) is not layer]
+    if rounded:
+        better = [layer.after / layer.before for layer in rounded if layer.after < layer.before]
+        left = f"; median output error {statistics.median(better):.0%} of round-to-nearest" if better else ""
+        plain = len(rounded) - len(better)
+        kept = f"; {plain} {'keeps' if plain == 1 else 'keep'} round-to-nearest" if plain else ""
+        yield f"{_layers(len(rounded))} quantized{left}{kept}"
+
+
+def _layers(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"
+
+
+def _difference_line(graph: Graph, found: Adjustment, batch: Batch) -> tuple[int, str]:
+    """How far the outputs of the adjusted float network are from the model's, with a logging level."""
+    with torch.no_grad():
+        want = Network(graph).start(batch.args, batch.kwargs).advance().float_outputs()
+        have = Network(adjusted(graph, found)).start(batch.args, batch.kwargs).advance().float_outputs()
+    pairs = [(x, y) for x, y in zip(want, have, strict=True) if x.numel()]
+    shares = [(x - y).abs().max() / x.abs().max().clamp_min(torch.finfo(x.dtype).tiny) for x, y in pairs]
+    share = max([0.0, *map(float, shares)])
     text = f"the rescaled float network's outputs differ by {share:.1e} of the largest"
     if share <= KEPT:
         return logging.INFO, text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from quantizer.engine.evaluate import Comparison
 from quantizer.engine.events import Events, Stage
 from quantizer.errors import ModelError
 from quantizer.nn.network import Network
-from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.models import Evaluate
 from quantizer.sources.user_code import user_errors
@@ -63,14 +62,14 @@ def score(
     Raises:
         DataError: no batch, or an output that is not finite.
     """
-    device, quantized = calibrated.device, calibrated.network()
+    device, quantized = calibrated.original.device, calibrated.network()
     before: Mapping[str, float] = {}
     if function is not None:
         before = measure(module, batches, device, events, "evaluate float", function)
         check(before.keys())
     with Stage(events, "test", batches.total) as stage:
-        on_device = _on_device(batches, device)
-        compared = evaluate.compare(Network(calibrated.float_graph), quantized, on_device, stage.advance)
+        on_device = stage.counted(batch.to(device) for batch in batches)
+        compared = evaluate.compare(Network(calibrated.float_graph), quantized, on_device)
     if function is None:
         return Scores(compared, compared.pairs())
     after = measure(quantized, batches, device, events, "evaluate quantized", function)
@@ -84,22 +83,12 @@ def measure(
     device: torch.device,
     events: Events,
     label: str,
-    function: Evaluate | None = None,
+    function: Evaluate | None,
 ) -> dict[str, float]:
     """The metrics of one model: the user's, or without `function` what the targets allow."""
     with Stage(events, label, batches.total) as stage, torch.no_grad():
-        counted = _counted(_on_device(batches, device), stage)
+        counted = stage.counted(batch.to(device) for batch in batches)
         if function is not None:
             return function(model, (batch.raw for batch in counted))
         with user_errors(f"running the {label} model", ModelError):
             return evaluate.measure(model, counted)
-
-
-def _on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    return (batch.to(device) for batch in batches)
-
-
-def _counted(batches: Iterator[Batch], stage: Stage) -> Iterator[Batch]:
-    for batch in batches:
-        yield batch
-        stage.advance()

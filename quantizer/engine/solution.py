@@ -1,4 +1,6 @@
-"""What calibration and the corrections after it found: all that turns the float network into the quantized one."""
+"""What calibration and the corrections after it found: all that turns the float network into the quantized one, and the
+only place that does.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import Adjustment
-from quantizer.config.roles import parameter_name
-from quantizer.graph.edits import Insertion
+from quantizer.algorithms.adjustment import Rounded
+from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.graph.edits import Insertion, with_weights
+from quantizer.graph.ir import Graph
+from quantizer.nn.load import attach
+from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.qparams import QParams
 from quantizer.plan.model import Key
 
@@ -34,6 +40,12 @@ class Solution:
     rescaled: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     algorithms: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def positions(self) -> dict[Key, int]:
+        """The fix positions of symmetric tensors that have one."""
+        known = {key: tensor.position for key, tensor in self.tensors.items() if tensor.spec.symmetric}
+        return {key: at for key, at in known.items() if at is not None}
+
     def parameters(self) -> dict[str, dict[str, Tensor]]:
         """The parameters by layer and name that are not the model's: those replaced, and those that have codes."""
         found = {name: dict(own) for name, own in self.weights.items()}
@@ -52,9 +64,39 @@ class Solution:
         changed = {(name, "weights"): self.tensors[name, "weights"].at(own) for name, own in qparams.items()}
         return replace(self, tensors={**self.tensors, **changed})
 
-    def adjusted_by(self, found: Adjustment, report: Mapping[str, Any]) -> Solution:
-        """With what algorithms found: their parameters, and rounded weights; `report` is algorithms.json."""
-        qparams = {**found.qparams, **{name: layer.qparams for name, layer in found.rounded.items()}}
-        weights = {name: {"weight": layer.weight} for name, layer in found.rounded.items()}
-        made = replace(self, insertions=found.insertions, rescaled=found.parameters, algorithms=report)
-        return made.with_qparams(qparams).with_weights(found.parameters).with_weights(weights)
+    def with_rounded(self, layers: Mapping[str, Rounded]) -> Solution:
+        """With weights that are rounded, on their scales."""
+        made = self.with_qparams({name: layer.qparams for name, layer in layers.items()})
+        return made.with_weights({name: {"weight": layer.weight} for name, layer in layers.items()})
+
+
+def quantized_network(graph: Graph, solution: Solution) -> Network:
+    """A network with the quantizers, weights and bias corrections of `solution`.
+
+    Parameters that have codes are what these stand for, others are quantized at once.
+    """
+    network = Network(with_weights(graph, solution.parameters()))
+    for (name, role), tensor in solution.tensors.items():
+        attach(network.layers[name], role, tensor, inplace=writes_inplace(graph, name, role))
+    for name, correction in solution.corrections.items():
+        network.layers[name].correct_bias(correction)
+    return network
+
+
+def encoded(graph: Graph, solution: Solution) -> Solution:
+    """The solution with the codes of all quantized parameters, as far as codes give them back bit for bit."""
+    graph = with_weights(graph, solution.parameters())
+    tensors = dict(solution.tensors)
+    weights = {name: dict(own) for name, own in solution.weights.items()}
+    for (name, role), tensor in solution.tensors.items():
+        if is_parameter(role) and tensor.codes is None:
+            value = graph.tensors[graph.by_name[name].params[parameter_name(role)]]
+            tensors[name, role] = tensor.encoded(TensorQuantizer.of(tensor)(value))
+            if tensors[name, role].codes is not None:
+                weights.get(name, {}).pop(parameter_name(role), None)
+    return replace(solution, tensors=tensors, weights={name: own for name, own in weights.items() if own})
+
+
+def writes_inplace(graph: Graph, name: str, role: str) -> bool:
+    """Whether a quantizer may overwrite what it is given: the output of a layer that computes into fresh memory."""
+    return role == "activation" and graph.by_name[name].row.fresh

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
-from torch import nn
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from quantizer.algorithms.adjustment import Adjustment, adjusted
-from quantizer.config.model import Config, QuantizationSpec
-from quantizer.engine.attach import encoded, quantized_network
+from quantizer.config.model import Algorithm, Config, QuantizationSpec
 from quantizer.engine.calibrate import Observable
-from quantizer.engine.solution import Solution
+from quantizer.engine.solution import Solution, encoded
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.structure import Structure
@@ -32,19 +28,13 @@ class AlgorithmScope:
 
     graph: Graph
     specs: Mapping[Key, QuantizationSpec]
-    fitting: Callable[[str, str, Structure], Structure] = lambda name, stage, structure: structure
+    fitting: Callable[[Algorithm, Structure], Structure] = lambda algorithm, structure: structure
 
 
 class Target(Protocol):
-    """What the steps of the pipeline do to a model, whichever way it is held."""
+    """What the steps of the pipeline do to a model, whichever way it is held: `original`, as it was given."""
 
-    @property
-    def original(self) -> Graph:
-        """As it was given."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
+    original: Graph
 
     def prepare(self, config: Config) -> None:
         """Bring the graph into the form that is planned.
@@ -60,10 +50,18 @@ class Target(Protocol):
         """What the user should hear of the plan, with levels of `logging`."""
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
-        """What algorithms work on; `first` is a batch to trace with."""
+        """What algorithms work on; `first` is a batch to trace with.
+
+        Raises:
+            ModelError: it cannot be traced.
+        """
 
     def adjust(self, found: Adjustment) -> None:
-        """Take up what algorithms found: the float function stays."""
+        """Take up what algorithms found: the float function stays.
+
+        Raises:
+            ModelError: an algorithm changes what has no place in a module.
+        """
 
     def observed(self) -> AbstractContextManager[Observable]:
         """The float model, whose values can be watched for a while."""
@@ -71,33 +69,23 @@ class Target(Protocol):
     def unreached(self) -> Collection[str]:
         """Layers that no batch has come to."""
 
-    def solved(self, found: Solution, adjustment: Adjustment, report: Mapping[str, Any]) -> Solution:
+    def solved(self, found: Solution, adjustment: Adjustment) -> Solution:
         """The solution with what algorithms found."""
 
-    def encoded(self, solution: Solution) -> Solution:
-        """The solution with the codes of parameters, where it holds these."""
-
-    def apply(self, solution: Solution) -> nn.Module:
-        """The quantized model."""
+    def finished(self, solution: Solution) -> Solution:
+        """The solution with codes of the parameters, or applied to the modules, which then hold them."""
 
 
-class TracedTarget:
+class TracedTarget(Target):
     """A graph that `torch.export` made of a model: `original` as traced, `graph` with what was done to it since."""
 
     def __init__(self, original: Graph) -> None:
         self.original = self.graph = original
 
-    @property
-    def device(self) -> torch.device:
-        """Where the graph's tensors are."""
-        return next((tensor.device for tensor in self.original.tensors.values()), torch.device("cpu"))
-
     def prepare(self, config: Config) -> None:
-        """Run the passes that the settings ask for."""
         self.graph = run_passes(self.original, config.settings)
 
     def plan(self, config: Config) -> Plan:
-        """Resolve the config."""
         return resolve(config, self.graph, self.original)
 
     def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
@@ -105,30 +93,23 @@ class TracedTarget:
         return ((logging.INFO, text) for text in remarks(plan))
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
-        """The graph itself."""
         return AlgorithmScope(plan.graph, {key: tensor.spec for key, tensor in plan.tensors.items()})
 
     def adjust(self, found: Adjustment) -> None:
-        """Into the graph."""
         self.graph = adjusted(self.graph, found)
 
-    @contextmanager
-    def observed(self) -> Iterator[Observable]:
-        """The float network."""
-        yield Network(self.graph)
+    def observed(self) -> AbstractContextManager[Observable]:
+        return nullcontext(Network(self.graph))
 
     def unreached(self) -> Collection[str]:
         """A trace holds nothing that does not run."""
         return ()
 
-    def solved(self, found: Solution, adjustment: Adjustment, report: Mapping[str, Any]) -> Solution:
+    def solved(self, found: Solution, adjustment: Adjustment) -> Solution:
         """With rounded weights on their scales, and with all that the float network was changed by."""
-        return found.adjusted_by(adjustment, report)
+        rescaled = adjustment.parameters
+        made = replace(found, insertions=adjustment.insertions, rescaled=rescaled)
+        return made.with_qparams(adjustment.qparams).with_weights(rescaled).with_rounded(adjustment.rounded)
 
-    def encoded(self, solution: Solution) -> Solution:
-        """With the codes of all quantized parameters."""
+    def finished(self, solution: Solution) -> Solution:
         return encoded(self.graph, solution)
-
-    def apply(self, solution: Solution) -> Network:
-        """A network with quantizers."""
-        return quantized_network(self.graph, solution).to(self.device)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from quantizer.engine.events import NOBODY, Stage
+from quantizer.engine.events import NOBODY, Events, Stage
 from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from quantizer.engine.events import Events
     from quantizer.engine.solution import Solution
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment
     from quantizer.graph.ir import Graph
-    from quantizer.sources.batches import Batch
 
 FOLDER = "export"
 
@@ -85,14 +83,9 @@ def export(
     write = getattr(importlib.import_module(module), name)
     try:
         with Stage(events, f"verify {target}", total) as stage:
-            verification: Verification = write(replace(deployment, batches=_counted(deployment.batches, stage)), path)
+            batches = stage.counted(batch.to("cpu") for batch in deployment.batches)
+            verification: Verification = write(replace(deployment, batches=batches), path)
     except (UsageError, ModelError, VerificationError):
         path.unlink(missing_ok=True)
         raise
     return verification
-
-
-def _counted(batches: Iterable[Batch], stage: Stage) -> Iterator[Batch]:
-    for batch in batches:
-        yield batch.to("cpu")
-        stage.advance()

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantizer.engine.attach import encoded, quantized_network
 from quantizer.engine.calibrated import Calibrated
-from quantizer.engine.solution import Solution
+from quantizer.engine.solution import Solution, encoded, quantized_network
 from quantizer.graph.ir import Graph, references
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
@@ -68,14 +67,12 @@ class Deployment:
     @cached_property
     def steps(self) -> list[float | None]:
         """For each tensor of the output the distance of two codes, None where it is not integers times one scale."""
-        return [self._step(name) for name in references(self.graph.output)]
-
-    def _step(self, name: str) -> float | None:
-        if (name, "activation") not in self.solution.tensors:
-            return None
-        tensor = self.solution.tensors[name, "activation"]
-        has_step = tensor.spec.dtype == "int" and tensor.scale.numel() == 1 and not tensor.spec.is_dynamic
-        return float(tensor.scale) if has_step else None
+        found: list[float | None] = []
+        for name in references(self.graph.output):
+            tensor = self.solution.tensors.get((name, "activation"))
+            is_even = tensor is not None and tensor.spec.dtype == "int" and not tensor.spec.is_dynamic
+            found.append(float(tensor.scale) if tensor and is_even and tensor.scale.numel() == 1 else None)
+        return found
 
     @cached_property
     def blank(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

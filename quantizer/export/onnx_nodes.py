@@ -1,4 +1,6 @@
-"""One activation's quantization as ONNX nodes that give test mode's values exactly. Knows no network."""
+"""One tensor's quantization as ONNX nodes that give test mode's values exactly: an activation's, or a weight's with its
+codes. Knows no network.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from onnx import NodeProto, TensorProto, helper
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.onnx_tensors import Carrier, activation_carrier, codes_tensor, float_tensor
-from quantizer.graph.ir import Graph
+from quantizer.export.onnx_tensors import INT32, Carrier, activation_carrier, carrier_of, codes_tensor, float_tensor
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import FLOAT_FORMATS
+from quantizer.numerics.granularity import from_rows, to_rows
 
-_CASTS = {
-    "float16": TensorProto.FLOAT16,
-    "bfloat16": TensorProto.BFLOAT16,
-}
+_CASTS = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+BLOCKS = 21
+"""The first operator set whose DequantizeLinear has a block_size."""
 FLOATS = {"fp8_e4m3": TensorProto.FLOAT8E4M3FN, "fp8_e5m2": TensorProto.FLOAT8E5M2}
 """The scaled formats that QuantizeLinear has."""
 FLOATS_FROM = 19
@@ -60,21 +62,8 @@ class Emission:
         return output or label
 
 
-@dataclass(frozen=True)
-class Quantization:
-    """How the values of a layer in a role are quantized, and the codes of a parameter."""
-
-    layer: str
-    role: str
-    spec: QuantizationSpec
-    scale: Tensor
-    zero_point: Tensor
-    codes: Tensor | None = None
-
-
-def refusal(wanted: Quantization, graph: Graph, opset: int) -> tuple[str, str] | None:
-    """Why ONNX cannot quantize an activation as test mode does, and what to change; None if it can."""
-    spec, dtype = wanted.spec, graph.by_name[wanted.layer].dtype
+def refusal(spec: QuantizationSpec, dtype: torch.dtype | None, opset: int) -> tuple[str, str] | None:
+    """Why ONNX cannot quantize an activation of a dtype as test mode does, and what to change; None if it can."""
     if dtype is not None and dtype.is_floating_point and dtype != torch.float32:
         return f"is {dtype}", "compute it in float32, or leave it float"
     if not spec.is_scaled:
@@ -95,45 +84,45 @@ def refusal(wanted: Quantization, graph: Graph, opset: int) -> tuple[str, str] |
     return None
 
 
-def quantize_activation(wanted: Quantization, x: str, y: str, opset: int) -> Emission:
+def quantize_activation(name: str, tensor: QuantizedTensor, x: str, y: str, opset: int) -> Emission:
     """Nodes from value `x` to value `y`; `refusal` has nothing against it.
 
     Integers become QuantizeLinear and DequantizeLinear. Codes that end before those of their integer type are clipped
     before; a rounding mode other than half_even is applied before, after which QuantizeLinear meets no half-way point.
     """
-    spec, emission = wanted.spec, Emission(f"{wanted.layer}.{wanted.role}")
+    spec, emission = tensor.spec, Emission(name)
     if not spec.is_scaled:
         _cast(emission, spec.dtype, x, y)
         return emission
     if spec.dtype != "int":
-        _float(emission, wanted, x, y)
+        _float(emission, tensor, x, y)
         return emission
     found = activation_carrier(spec, opset)
     assert found is not None  # `refusal` saw to it
     carrier, offset = found
-    scale = emission.constant("scale", wanted.scale)
-    low, high = spec.quant_min - int(wanted.zero_point), spec.quant_max - int(wanted.zero_point)
+    scale = emission.constant("scale", tensor.scale)
+    low, high = spec.quant_min - int(tensor.zero_point), spec.quant_max - int(tensor.zero_point)
     if spec.round_mode != "half_even":
         x = emission.add("Div", x, scale)
         x = emission.add("Clip", x, emission.constant("low", low), emission.constant("high", high))
         x = emission.add("Mul", _rounded(emission, spec.round_mode, x), scale)
     elif (spec.quant_min + offset, spec.quant_max + offset) != (carrier.low, carrier.high):
-        bounds = emission.constant("low", low * wanted.scale), emission.constant("high", high * wanted.scale)
+        bounds = emission.constant("low", low * tensor.scale), emission.constant("high", high * tensor.scale)
         x = emission.add("Clip", x, *bounds)
-    zero_point = emission.codes("zero_point", wanted.zero_point + offset, carrier)
+    zero_point = emission.codes("zero_point", tensor.zero_point + offset, carrier)
     codes = emission.add("QuantizeLinear", x, scale, zero_point)
     emission.add("DequantizeLinear", codes, scale, zero_point, output=y)
     return emission
 
 
-def _float(emission: Emission, wanted: Quantization, x: str, y: str) -> None:
+def _float(emission: Emission, tensor: QuantizedTensor, x: str, y: str) -> None:
     """QuantizeLinear to an 8-bit format; what lies outside is cut off before, as runtimes differ in what they make of
     it, and not by Clip, which ONNX Runtime's optimizer cannot take before these formats.
     """
-    data_type, largest = FLOATS[wanted.spec.dtype], FLOAT_FORMATS[wanted.spec.dtype].largest
-    scale = emission.constant("scale", wanted.scale)
-    x = emission.add("Max", x, emission.constant("low", -largest * wanted.scale))
-    x = emission.add("Min", x, emission.constant("high", largest * wanted.scale))
+    data_type, largest = FLOATS[tensor.spec.dtype], FLOAT_FORMATS[tensor.spec.dtype].largest
+    scale = emission.constant("scale", tensor.scale)
+    x = emission.add("Max", x, emission.constant("low", -largest * tensor.scale))
+    x = emission.add("Min", x, emission.constant("high", largest * tensor.scale))
     zero = TensorProto(name=f"{emission.name}.zero_point", data_type=data_type, dims=[], raw_data=b"\0")
     emission.initializers.append(zero)
     codes = emission.add("QuantizeLinear", x, scale, zero.name)
@@ -157,3 +146,50 @@ def _rounded(emission: Emission, mode: str, x: str) -> str:
         operands = () if operand is None else (emission.constant(f"factor_{index}", operand),)
         x = emission.add(operator, x, *operands)
     return emission.add("Mul", x, sign) if on_magnitude else x
+
+
+def quantize_weights(name: str, tensor: QuantizedTensor, values: Tensor, y: str, opset: int) -> Emission | None:
+    """Codes, scale, zero point and the node that makes `values` of them as `y`; None where floats have to stay.
+
+    Floats stay, exact as they are, in floating-point formats, in groups before operator set 21, and where float32
+    cannot compute the value from the code, as of more than 24 bits. `values` are what the codes stand for.
+    """
+    spec, carrier = tensor.spec, _carrier(tensor, opset)
+    if carrier is None or tensor.codes is None:
+        return None
+    cut = spec.qscheme, spec.ch_axis, spec.group_size
+    scale, zero_point = tensor.scale.reshape(-1, 1), tensor.zero_point.reshape(-1, 1)
+    # As DequantizeLinear computes it: in float32.
+    restored = (to_rows(tensor.codes, *cut).to(torch.int64) - zero_point).to(torch.float32) * scale
+    if not torch.equal(from_rows(restored, tuple(values.shape), *cut), values):
+        return None
+    emission = Emission(name)
+    inputs = [emission.codes("codes", tensor.codes, carrier), emission.constant("scale", _placed(tensor.scale, spec))]
+    if carrier is not INT32:
+        inputs.append(emission.codes("zero_point", _placed(tensor.zero_point, spec), carrier))
+    emission.add("DequantizeLinear", *inputs, output=y, **_attributes(spec, values))
+    return emission
+
+
+def _placed(scales: Tensor, spec: QuantizationSpec) -> Tensor:
+    """Scales of groups where ONNX has them: along the axis that is cut."""
+    return scales.movedim(-1, spec.ch_axis) if spec.qscheme == "per_group" and spec.ch_axis is not None else scales
+
+
+def _attributes(spec: QuantizationSpec, values: Tensor) -> dict[str, int]:
+    if spec.ch_axis is None:
+        return {}
+    if spec.qscheme != "per_group":
+        return {"axis": spec.ch_axis}
+    whole = spec.group_size in (None, -1)
+    return {"axis": spec.ch_axis, "block_size": values.shape[spec.ch_axis] if whole else int(spec.group_size or 0)}
+
+
+def _carrier(tensor: QuantizedTensor, opset: int) -> Carrier | None:
+    """The type of the codes; DequantizeLinear takes 32-bit ones without a zero point, and groups from set 21 on."""
+    if tensor.spec.dtype != "int" or (tensor.spec.qscheme == "per_group" and opset < BLOCKS):
+        return None
+    narrow = carrier_of(tensor.spec, opset)
+    if narrow is not None or tensor.zero_point.any() or tensor.spec.quant_max > INT32.high:
+        return narrow
+    return INT32

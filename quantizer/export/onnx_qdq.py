@@ -12,11 +12,12 @@ from typing import Any
 
 import onnx
 import torch
-from onnx import ModelProto, NodeProto, TensorProto
+from onnx import ModelProto, NodeProto, TensorProto, helper
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import quantizer
+from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.config.wording import shortened
 from quantizer.engine.result_files import write_bytes
@@ -24,21 +25,25 @@ from quantizer.engine.solution import Solution
 from quantizer.errors import ModelError, UsageError
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.onnx_guards import keep_float_weights
-from quantizer.export.onnx_nodes import Emission, Quantization, quantize_activation, refusal
+from quantizer.export.onnx_nodes import BLOCKS, Emission, quantize_activation, quantize_weights, refusal
 from quantizer.export.onnx_sessions import verify_sessions
-from quantizer.export.onnx_tensors import activation_carrier, carrier_of
-from quantizer.export.onnx_weights import BLOCKS, quantize_weights
-from quantizer.export.program import exported
+from quantizer.export.onnx_tensors import INT32, activation_carrier, carrier_of
+from quantizer.export.torch_pt2 import exported
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import quiet
 from quantizer.nn.network import Network
+from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.plan.model import Key
 
+Wanted = Sequence[tuple[Key, QuantizedTensor]]
+"""What is quantized; a mark stands for one by its index."""
 OPSETS = range(18, 24)
 """The operator sets that torch.onnx writes."""
 LARGEST = 2**31 - 2**20
 """Bytes of parameters, as float32, that fit one protobuf message."""
 _DOMAIN = "quantizer"
+_CHANNELS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1}
+"""Operators whose weights stay float in between, and the axis of the weight that their outputs lie along."""
 
 
 def export(deployment: Deployment, path: Path) -> Verification:
@@ -53,12 +58,12 @@ def export(deployment: Deployment, path: Path) -> Verification:
         VerificationError: a session does not give test mode's outputs.
     """
     check(deployment.graph, deployment.solution, deployment.opset)
-    wanted = _quantizations(deployment.encoded)
-    opset = operator_set(wanted) if deployment.opset == -1 else deployment.opset
+    wanted = list(deployment.encoded.tensors.items())
+    opset = operator_set(deployment.encoded) if deployment.opset == -1 else deployment.opset
     network = deployment.network()
     model = _translate(deployment, _Flat(network, deployment, wanted), opset)
     _lower(model, network, wanted, opset)
-    keep_float_weights(model)
+    _keep_float_weights(model)
     _clean(model, deployment.graph.model)
     onnx.checker.check_model(model)
     content = model.SerializeToString(deterministic=True)
@@ -73,8 +78,7 @@ def check(graph: Graph, solution: Solution, opset: int) -> None:
     Raises:
         UsageError: the reason, with the first tensors it holds for.
     """
-    everything = _quantizations(solution)
-    opset = operator_set(everything) if opset == -1 else opset
+    opset = operator_set(solution) if opset == -1 else opset
     if opset not in OPSETS:
         raise UsageError(
             f"--deploy onnx writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}",
@@ -87,38 +91,32 @@ def check(graph: Graph, solution: Solution, opset: int) -> None:
             help="use --deploy pt2 or safetensors",
         )
     reasons: dict[tuple[str, str], list[str]] = {}
-    for wanted in everything:
-        found = None if is_parameter(wanted.role) else refusal(wanted, graph, opset)
+    for (layer, role), tensor in solution.tensors.items():
+        found = None if is_parameter(role) else refusal(tensor.spec, graph.by_name[layer].dtype, opset)
         if found is not None:
-            reasons.setdefault(found, []).append(f"{wanted.role} of {wanted.layer}")
+            reasons.setdefault(found, []).append(f"{role} of {layer}")
     if reasons:
         texts = [shortened(names) + (": each " if names[1:] else " ") + why for (why, _), names in reasons.items()]
         helps = dict.fromkeys(help_ for _, help_ in reasons)
         raise UsageError(f"--deploy onnx: {'; '.join(texts)}", help="; ".join(helps))
 
 
-def operator_set(wanted: Sequence[Quantization]) -> int:
+def operator_set(solution: Solution) -> int:
     """20, which every optimization of ONNX Runtime knows; 21 if a type or the blocks of a weight came only with it."""
-    return max([20, *(_oldest(each) for each in wanted if each.spec.dtype == "int")])
+    specs = {key: tensor.spec for key, tensor in solution.tensors.items() if tensor.spec.dtype == "int"}
+    return max([20, *(_oldest(role, spec) for (_, role), spec in specs.items())])
 
 
-def _oldest(wanted: Quantization) -> int:
+def _oldest(role: str, spec: QuantizationSpec) -> int:
     """The first operator set with the type of a tensor's codes; floats, as biases are, need none."""
-    spec, newest = wanted.spec, OPSETS[-1]
-    if base_role(wanted.role) == "bias":
+    newest = OPSETS[-1]
+    if base_role(role) == "bias":
         return 0
-    if not is_parameter(wanted.role):
+    if not is_parameter(role):
         found = activation_carrier(spec, newest)
         return found[0].opset if found else 0
     carrier = carrier_of(spec, newest)
     return max(carrier.opset if carrier else 0, BLOCKS if spec.qscheme == "per_group" else 0)
-
-
-def _quantizations(solution: Solution) -> list[Quantization]:
-    return [
-        Quantization(layer, role, found.spec, found.scale, found.zero_point, found.codes)
-        for (layer, role), found in solution.tensors.items()
-    ]
 
 
 class _Mark(nn.Module):
@@ -142,12 +140,12 @@ class _Flat(nn.Module):
     Weights are marked where they are used, so that torch.onnx does not fold them into something else.
     """
 
-    def __init__(self, network: Network, deployment: Deployment, wanted: list[Quantization]) -> None:
+    def __init__(self, network: Network, deployment: Deployment, wanted: Wanted) -> None:
         super().__init__()
         self.network = network
         self.leaves, self.spec = pytree.tree_flatten(deployment.blank)
         self.weights: dict[str, _Mark] = {}
-        for index, (layer, role) in enumerate((each.layer, each.role) for each in wanted):
+        for index, ((layer, role), _) in enumerate(wanted):
             if base_role(role) == "weights":
                 self.weights[f"{network.module_names[layer]}.{parameter_name(role)}"] = _Mark(index)
             elif not is_parameter(role):
@@ -195,7 +193,7 @@ def _translate(deployment: Deployment, flat: _Flat, opset: int) -> ModelProto:
     return model
 
 
-def _lower(model: ModelProto, network: Network, wanted: list[Quantization], opset: int) -> None:
+def _lower(model: ModelProto, network: Network, wanted: Wanted, opset: int) -> None:
     """Put the quantizations in where the marks are: nodes, and codes for weights."""
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     nodes: list[NodeProto] = []
@@ -203,12 +201,14 @@ def _lower(model: ModelProto, network: Network, wanted: list[Quantization], opse
         if node.domain != _DOMAIN:
             nodes.append(node)
             continue
-        (source,), (result,), quantization = node.input, node.output, wanted[node.attribute[0].i]
-        if not is_parameter(quantization.role):
-            emission = quantize_activation(quantization, source, result, opset)
+        (source,), (result,), ((layer, role), tensor) = node.input, node.output, wanted[node.attribute[0].i]
+        name = f"{layer}.{role}"
+        if not is_parameter(role):
+            emission = quantize_activation(name, tensor, source, result, opset)
         else:
-            values = network.layers[quantization.layer].get_parameter(parameter_name(quantization.role)).detach()
-            emission = quantize_weights(quantization, values, result, opset) or _as_it_is(tensors[source], result)
+            values = network.layers[layer].get_parameter(parameter_name(role)).detach()
+            codes = quantize_weights(name, tensor, values, result, opset)
+            emission = codes or _as_it_is(tensors[source], result)
         model.graph.initializer.extend(emission.initializers)
         nodes += emission.nodes
     del model.graph.node[:]
@@ -225,6 +225,38 @@ def _as_it_is(tensor: TensorProto, name: str) -> Emission:
     copy.CopyFrom(tensor)
     copy.name = name
     return Emission(name, initializers=[copy])
+
+
+def _keep_float_weights(model: ModelProto) -> None:
+    """Make the biases of layers with float weights something that the optimizer cannot look into.
+
+    Between quantized values it would else quantize such weights itself, to 8 bits per tensor. A bias that is computed
+    keeps it from that, and DequantizeLinear is never computed ahead.
+    """
+    shapes = {t.name: tuple(t.dims) for t in model.graph.initializer if t.data_type == TensorProto.FLOAT}
+    quantized = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
+    nodes: list[NodeProto] = []
+    for node in model.graph.node:
+        if node.op_type in _CHANNELS and node.input[0] in quantized and node.input[1] in shapes:
+            emission = Emission(f"{node.name}.bias")
+            zeros = emission.codes("zeros", torch.zeros(_channels(node, shapes[node.input[1]])), INT32)
+            bias = emission.add("DequantizeLinear", zeros, emission.constant("one", 1.0))
+            if len(node.input) == 3:
+                node.input[2] = emission.add("Add", node.input[2], bias)
+            else:
+                node.input.append(bias)
+            model.graph.initializer.extend(emission.initializers)
+            nodes += emission.nodes
+        nodes.append(node)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+
+
+def _channels(node: NodeProto, shape: tuple[int, ...]) -> int:
+    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    if attributes.get("transB"):
+        return shape[0]
+    return shape[_CHANNELS[node.op_type]] * (attributes.get("group", 1) if node.op_type == "ConvTranspose" else 1)
 
 
 def _clean(model: ModelProto, name: str) -> None:

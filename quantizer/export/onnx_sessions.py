@@ -47,7 +47,9 @@ def verify_sessions(content: bytes, deployment: Deployment, name: str) -> Verifi
     verified = {label: agreement.result() for label, agreement in agreements.items()}
     for label, verification in verified.items():
         if not _agrees(verification, deployment.sqnr_db):
-            raise _refusal(name, label, verification, deployment.sqnr_db)
+            other = f"{label} does not compute what test mode does: {verification.figures()}"
+            itself = f"test mode itself is {deployment.sqnr_db:.1f} dB from the float network"
+            raise VerificationError(f"{name} is not written: {other}; {itself}", help=_HELP)
     return replace(verified[PLAIN], default_session=verified[DEFAULT])
 
 
@@ -58,13 +60,6 @@ def _agrees(found: Verification, sqnr_db: float) -> bool:
     if found.sqnr_db is None:
         return found.equal >= WITHIN
     return found.sqnr_db >= min(ENOUGH_DB, sqnr_db - MARGIN_DB)
-
-
-def _refusal(name: str, label: str, found: Verification, sqnr_db: float) -> VerificationError:
-    other = f"{label} does not compute what test mode does: {found.figures()}"
-    return VerificationError(
-        f"{name} is not written: {other}; test mode itself is {sqnr_db:.1f} dB from the float network", help=_HELP
-    )
 
 
 def _session(content: bytes, label: str, name: str) -> onnxruntime.InferenceSession:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_name
-from quantizer.engine.attach import quantized_network
 from quantizer.engine.result_files import read_tensors, write_tensors
+from quantizer.engine.solution import quantized_network
 from quantizer.errors import ResultError
 from quantizer.export.agreement import Verification, verify
 from quantizer.export.deployment import Deployment
@@ -37,7 +37,19 @@ def export(deployment: Deployment, path: Path) -> Verification:
     each quantized tensor by its name, and `dtypes`, in which test mode computes with each parameter stored as codes.
     The parameters of `load` equal test mode's.
     """
-    tensors, specs, dtypes = _contents(deployment)
+    solution = deployment.encoded
+    tensors = _parameters(quantized_network(deployment.graph, replace(solution, corrections={})))
+    specs: dict[str, Any] = {}
+    dtypes: dict[str, str] = {}
+    for (layer, role), tensor in solution.tensors.items():
+        name, spec = f"{layer}.{parameter_name(role)}", tensor.spec
+        specs[name] = spec.to_json()
+        if spec.is_scaled and not spec.is_dynamic:
+            tensors |= {f"{name}.scale": tensor.scale}
+            tensors |= {f"{name}.zero_point": tensor.zero_point} if spec.dtype == "int" else {}
+        if tensor.codes is not None:
+            tensors[name], dtypes[name] = tensor.codes, str(tensor.dtype).removeprefix("torch.")
+    tensors |= {f"{layer}{CORRECTION}": tensor for layer, tensor in solution.corrections.items()}
     described = {"format": FORMAT, "model": deployment.graph.model, "specs": specs, "dtypes": dtypes}
     write_tensors(path, tensors, {METADATA: json.dumps(described, sort_keys=True)})
     expected, found = _parameters(deployment.network()), load(path)
@@ -66,24 +78,6 @@ def load(path: Path) -> dict[str, Tensor]:
         bias, correction = f"{name.removesuffix(CORRECTION)}.bias", parameters.pop(name)
         parameters[bias] = parameters[bias] + correction if bias in parameters else correction
     return parameters
-
-
-def _contents(deployment: Deployment) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
-    """The file's tensors, the specs by tensor name, and the dtypes of parameters that are codes."""
-    solution = deployment.encoded
-    tensors = _parameters(quantized_network(deployment.graph, replace(solution, corrections={})))
-    specs: dict[str, Any] = {}
-    dtypes: dict[str, str] = {}
-    for (layer, role), tensor in solution.tensors.items():
-        name, spec = f"{layer}.{parameter_name(role)}", tensor.spec
-        specs[name] = spec.to_json()
-        if spec.is_scaled and not spec.is_dynamic:
-            tensors |= {f"{name}.scale": tensor.scale}
-            tensors |= {f"{name}.zero_point": tensor.zero_point} if spec.dtype == "int" else {}
-        if tensor.codes is not None:
-            tensors[name], dtypes[name] = tensor.codes, str(tensor.dtype).removeprefix("torch.")
-    corrections = {f"{layer}{CORRECTION}": tensor for layer, tensor in solution.corrections.items()}
-    return tensors | corrections, specs, dtypes
 
 
 def _parameters(network: Network) -> dict[str, Tensor]:

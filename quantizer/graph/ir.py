@@ -139,6 +139,11 @@ class Graph:
             table[name].append("")
         return {name: tuple(readers) for name, readers in table.items()}
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
+
     def source(self, node: Node) -> Node | None:
         """The node whose value is the first argument."""
         first = next(iter(node.inputs.values()), None)

@@ -32,9 +32,7 @@ class DpuAvgPool2d(Layer):
         self.multiplier, self.shift, self.keepdim = multiplier, shift, keepdim
 
     def forward(self, input: Tensor) -> Any:  # noqa: A002 - as torch.nn names it
-        """The scaled sums of [b, channels, height, width], quantized where the plan says so."""
-        (x,), _ = self.quantize_inputs((input,), {})
-        scaled = self.sums(x) * (self.multiplier * 2.0**-self.shift)
+        scaled = self.sums(self.quantize_input(input)) * (self.multiplier * 2.0**-self.shift)
         return self.finish(scaled if self.keepdim else scaled.flatten(1))
 
     def sums(self, x: Tensor) -> Tensor:
@@ -45,7 +43,6 @@ class DpuAvgPool2d(Layer):
         return F.avg_pool2d(x, self.kernel_size, self.stride, self.padding, divisor_override=1)
 
     def extra_repr(self) -> str:
-        """The window and the factor."""
         return f"kernel_size={self.kernel_size}, stride={self.stride}, factor={self.multiplier}/2^{self.shift}"
 
 
@@ -53,17 +50,14 @@ class DpuHardsigmoid(Layer):
     """relu6(x + 3) * 2731 / 2^14."""
 
     def forward(self, input: Tensor) -> Any:  # noqa: A002
-        """The activation, quantized where the plan says so."""
-        (x,), _ = self.quantize_inputs((input,), {})
-        return self.finish(_hardsigmoid(x))
+        return self.finish(_hardsigmoid(self.quantize_input(input)))
 
 
 class DpuHardswish(Layer):
     """x times its hardsigmoid in 8 bits at position 7, rounded half_up."""
 
     def forward(self, input: Tensor) -> Any:  # noqa: A002
-        """The activation, quantized where the plan says so."""
-        (x,), _ = self.quantize_inputs((input,), {})
+        x = self.quantize_input(input)
         steps = 2.0**HARDSWISH_POSITION
         gate = half_up(_hardsigmoid(x).mul_(steps)).clamp_(max=steps - 1).mul_(1 / steps)
         return self.finish(gate.mul_(x))

@@ -22,11 +22,8 @@ NOBODY: Watchers = {}
 class Runnable(Protocol):
     """What can be executed node by node; `last_uses` names for each node the values that nothing reads after it."""
 
-    @property
-    def graph(self) -> Graph: ...
-
-    @property
-    def last_uses(self) -> Mapping[str, Sequence[str]]: ...
+    graph: Graph
+    last_uses: Mapping[str, Sequence[str]]
 
     def run_node(self, node: Node, values: Mapping[str, Any]) -> Any:
         """The node's value, given those of the nodes that it reads; an input finds its own among them."""

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from quantizer.graph.describe import FUNCTION_LAYERS
 from quantizer.graph.targets import resolve, takes_self
 from quantizer.nn.layer import Layer
 
@@ -33,7 +32,8 @@ class Function(Layer):
         super().__init__()
         self._target = target or self.target
         self._constants = constants
-        self._call = resolve(_inplace_twin(self._target) if inplace else self._target)
+        twin = "_.".join(self._target.rsplit(".", 1))  # aten.relu_.default
+        self._call = resolve(twin if inplace else self._target)
         self._renames_self = takes_self(self._call)
         self._positional = not hasattr(self._call, "_schema")
         self._params = tuple(params or ())
@@ -41,41 +41,26 @@ class Function(Layer):
             self.register_parameter(name, nn.Parameter(torch.empty(tuple(shape)), requires_grad=False))
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
-        """The function of its inputs, quantized where the plan says so."""
         if self.quantizers:
             args, inputs = self.quantize_inputs(args, inputs)
         if self._positional:
-            return self.finish(
-                self._call(*args, *(value for _, value in sorted({**self._constants, **inputs}.items())))
-            )
+            named = sorted({**self._constants, **inputs}.items())
+            return self.finish(self._call(*args, *(value for _, value in named)))
         values = {**self._constants, **inputs, **dict(zip(("input",), args, strict=False))}
-        for name in self._params:
-            values[name] = getattr(self, name)
+        values |= {name: getattr(self, name) for name in self._params}
         if self._renames_self:
             values["self"] = values.pop("input")
         return self.finish(self._call(**values))
 
     def extra_repr(self) -> str:
-        """The constants."""
         return ", ".join(f"{key}={value!r}" for key, value in self._constants.items())
-
-
-def _inplace_twin(target: str) -> str:
-    namespace, packet, overload = target.split(".")
-    return f"{namespace}.{packet}_.{overload}"
-
-
-def layer_class(name: str) -> type[Function]:
-    """The class of a function layer by its name in `FUNCTION_LAYERS`."""
-    return type(name, (Function,), {"target": FUNCTION_LAYERS[name], "__module__": "quantizer.nn"})
 
 
 class Input(Layer):
     """Where one of the network's inputs enters."""
 
     def forward(self, input: Any) -> Any:  # noqa: A002 - the seed's spelling of the call
-        """The input, quantized where the plan says so."""
-        return self.quantizers["input"](input) if "input" in self.quantizers else input
+        return self.quantize_input(input)
 
 
 class QuantStub(Input):
@@ -86,7 +71,6 @@ class DeQuantStub(Layer):
     """Where the quantized part ends."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch.ao.quantization names it
-        """The input."""
         return input
 
 
@@ -100,7 +84,6 @@ class Constant(Layer):
         self.register_parameter("weight", nn.Parameter(torch.empty(tuple(shape), dtype=dtype), requires_grad=False))
 
     def forward(self) -> Tensor:
-        """The tensor."""
         return self.weight
 
 

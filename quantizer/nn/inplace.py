@@ -1,13 +1,13 @@
 """Quantizers for modules where they stand: the object stays, its class becomes a subclass of its own class.
 
-Finds no scales and decides nothing. The quantized layers of traced graphs are in `weighted` and `recurrent`.
+Finds no scales and decides nothing. The quantized layers of traced graphs are in `weighted`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -60,7 +60,7 @@ class InPlace(Layer):
         return (_blank, (self.float_class,), *reduced[2:])
 
 
-@functools.cache
+@cache
 def quantized_class(cls: Any) -> type[InPlace]:
     """The class that modules of class `cls` get. It has the same name."""
     make: Any = type(cls)
@@ -69,7 +69,7 @@ def quantized_class(cls: Any) -> type[InPlace]:
     return made
 
 
-_OUR_NAMES = {*dir(InPlace), "float_class", "quantizers", "input_layers", "_output_quantizer"} - {*dir(nn.Module)}
+_OUR_NAMES = {*dir(InPlace), "float_class", "quantizers", "input_layers"} - {*dir(nn.Module)}
 """What quantized layers have and others have not."""
 
 
@@ -132,7 +132,6 @@ def make_quantizable(module: nn.Module, path: str) -> InPlace:
         cls: Any = type(module)
         module.__class__ = quantized_class(cls)
         module.quantizers = nn.ModuleDict()
-        object.__setattr__(module, "_output_quantizer", None)
         object.__setattr__(module, "quantized_path", path or "the model")
     assert isinstance(module, InPlace)
     return module
@@ -196,8 +195,12 @@ class ModuleTree:
             torch.backends.mha.set_fastpath_enabled(False)  # it would pass the layers by
             hooks.callback(torch.backends.mha.set_fastpath_enabled, fused)
             for name, watcher in watch.items():
-                layer = self.readers.get(name)
-                hooks.callback((self._watch_input if layer else self._watch_output)(layer or name, watcher))
+                if reader := self.readers.get(name):
+                    show = partial(self._show_input, reader, watcher)
+                    hook = self.layers[reader].register_forward_pre_hook(show, with_kwargs=True)
+                else:
+                    hook = self.layers[name].register_forward_hook(partial(self._show_output, name, watcher))
+                hooks.callback(hook.remove)
             try:
                 return self.model(*args, **kwargs)
             except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
@@ -207,28 +210,22 @@ class ModuleTree:
                     help="check shapes, dtypes and devices of the data; a dict gives keyword arguments",
                 ) from error
 
-    def _watch_input(self, layer: str, watcher: Watcher) -> Callable[[], None]:
-        inserted = self.layers[layer]._modules.get("input_layers")
+    def _show_input(
+        self, layer: str, watcher: Watcher, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.reached.add(layer)
+        inserted = module._modules.get("input_layers")
 
         def look(value: Tensor) -> Tensor:
             watcher(value if inserted is None else inserted(value))
             return value
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.reached.add(layer)
-            on_first(look, args, kwargs)
+        on_first(look, args, kwargs)
 
-        remove: Callable[[], None] = self.layers[layer].register_forward_pre_hook(before, with_kwargs=True).remove
-        return remove
-
-    def _watch_output(self, layer: str, watcher: Watcher) -> Callable[[], None]:
-        def after(_: nn.Module, __: Any, output: Any) -> None:
-            self.reached.add(layer)
-            if isinstance(output, Tensor) and output.is_floating_point():
-                watcher(output)
-
-        remove: Callable[[], None] = self.layers[layer].register_forward_hook(after).remove
-        return remove
+    def _show_output(self, layer: str, watcher: Watcher, _: nn.Module, __: Any, output: Any) -> None:
+        self.reached.add(layer)
+        if isinstance(output, Tensor) and output.is_floating_point():
+            watcher(output)
 
 
 def keep_layers_called(model: nn.Module) -> None:

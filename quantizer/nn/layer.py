@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -19,24 +19,19 @@ class Layer(nn.Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.quantizers = nn.ModuleDict()
-        self._output_quantizer: TensorQuantizer | None = None
 
     def attach(self, role: str, quantizer: TensorQuantizer) -> None:
         """Put a quantizer in a role; weights and bias take effect at once, on the parameter itself."""
         self.quantizers[role] = quantizer
-        if role == "activation":
-            object.__setattr__(self, "_output_quantizer", quantizer)
-        elif is_parameter(role):
+        if is_parameter(role):
             parameter = self.get_parameter(parameter_name(role))
             parameter.data = quantizer(parameter.data)
 
     def detach_output(self) -> TensorQuantizer | None:
         """Take the output's quantizer off, if there is one; the layer then gives what it computes."""
-        if self._output_quantizer is not None:
-            del self.quantizers["activation"]
-        output = self._output_quantizer
-        object.__setattr__(self, "_output_quantizer", None)
-        return output
+        if "activation" not in self.quantizers:
+            return None
+        return cast(TensorQuantizer, self.quantizers.pop("activation"))
 
     def correct_bias(self, correction: Tensor) -> None:
         """Add to the bias, after its quantization; a layer without one gets one."""
@@ -46,7 +41,12 @@ class Layer(nn.Module):
 
     def finish(self, output: Any) -> Any:
         """The output quantized, if it is to be."""
-        return output if self._output_quantizer is None else self._output_quantizer(output)
+        quantizer = self.quantizers._modules.get("activation")
+        return output if quantizer is None else quantizer(output)
+
+    def quantize_input(self, value: Any) -> Any:
+        """The layer's own view of its first input."""
+        return self.quantizers["input"](value) if "input" in self.quantizers else value
 
     def quantize_inputs(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The layer's own view of its inputs, for layers whose config quantizes "input" on its own."""

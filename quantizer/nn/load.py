@@ -20,6 +20,7 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.codes import unpack
 
+WEIGHTS, CORRECTIONS = "weights.safetensors", "bias_corr.safetensors"
 GROUP_SCALES = "qparams.safetensors"
 """The file with scales and zero points of groups, by `<module>.<role>.scale` and `.zero_point`."""
 
@@ -33,33 +34,25 @@ def load(network: nn.Module, file: str) -> None:
     folder = Path(file).parent
     try:
         info = json.loads((folder / "quant_info.json").read_text(encoding="utf-8"))
-        weights = load_file(folder / "weights.safetensors")
-        corrections = "bias_corr.safetensors" in info["header"]["files"]
-        biases = load_file(folder / "bias_corr.safetensors") if corrections else {}
-        stored = weights | (load_file(folder / GROUP_SCALES) if GROUP_SCALES in info["header"]["files"] else {})
+        known = (WEIGHTS, CORRECTIONS, GROUP_SCALES)
+        files = {name: load_file(folder / name) if name in info["header"]["files"] else {} for name in known}
     except FileNotFoundError as error:
         raise ResultError(f"{error.filename or folder} does not exist", help="run --quant_mode calib first") from None
-    tensors = info["tensors"].values()
-    found = [(entry, role, quantized_tensor(entry, role, stored)) for own in tensors for role, entry in own.items()]
+    weights, entries = files[WEIGHTS], [row for own in info["tensors"].values() for row in own.items()]
+    stored = weights | files[GROUP_SCALES]
+    found = [(entry, role, quantized_tensor(entry, role, stored)) for role, entry in entries]
     for entry, role, tensor in found:
         if tensor.codes is not None:
             weights[f"{entry['module']}.{parameter_name(role)}"] = tensor.decoded()
-    modules = dict(network.named_children())
+    modules = {name: layer for name, layer in network.named_children() if isinstance(layer, Layer)}
     for key, value in weights.items():
         name, _, attribute = key.partition(".")
-        module = modules[name]
-        if attribute in module._buffers:
-            module.register_buffer(attribute, value)
-        else:
-            module.register_parameter(attribute, nn.Parameter(value, requires_grad=False))
+        is_buffer = attribute in modules[name]._buffers
+        setattr(modules[name], attribute, value if is_buffer else nn.Parameter(value, requires_grad=False))
     for entry, role, tensor in found:
-        layer = modules[entry["module"]]
-        assert isinstance(layer, Layer)  # the generated constructor made it
-        attach(layer, role, tensor, inplace=entry["inplace"])
-    for name, correction in biases.items():
-        layer = modules[next(iter(info["tensors"][name].values()))["module"]]
-        assert isinstance(layer, Layer)
-        layer.correct_bias(correction)
+        attach(modules[entry["module"]], role, tensor, inplace=entry["inplace"])
+    for name, correction in files[CORRECTIONS].items():
+        modules[next(iter(info["tensors"][name].values()))["module"]].correct_bias(correction)
     network.eval()
 
 

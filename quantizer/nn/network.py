@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Network(nn.Module):
             layer = build_layer(graph, node)
             self.layers[node.name] = layer
             self.add_module(self.module_names[node.name], layer)
-        self.last_uses = _last_uses(graph)
+        self.last_uses: Mapping[str, Sequence[str]] = _last_uses(graph)
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,17 +53,13 @@ class Network(nn.Module):
         return Execution(self, self.inputs(args, kwargs))
 
     def run_node(self, node: Node, values: Mapping[str, Any]) -> Any:
-        """The node's layer on the values that it reads."""
-        return self.run_layer(node, arguments(node, values))
-
-    def run_layer(self, node: Node, call: Mapping[str, Any]) -> Any:
-        """One node's layer on the arguments it reads.
+        """The node's layer on the values that it reads.
 
         Raises:
             DataError: torch refuses them; tracing accepted the first batch, so it is this one.
         """
         try:
-            return self.layers[node.name](**call)
+            return self.layers[node.name](**arguments(node, values))
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise DataError(
@@ -76,8 +72,8 @@ class Network(nn.Module):
         Raises:
             DataError: the call is not shaped like the example the model was traced with.
         """
-        found = []
-        for node, path in zip((n for n in self.graph.nodes if n.op == "input"), self.graph.input_paths, strict=True):
+        inputs, found = [node for node in self.graph.nodes if node.op == "input"], []
+        for node, path in zip(inputs, self.graph.input_paths, strict=True):
             value: Any = (args, kwargs)
             try:
                 for key in path:
@@ -93,7 +89,10 @@ class Network(nn.Module):
         if count != len(found):
             raise DataError(f"{self.graph.model} was traced with {len(found)} inputs, but this call has {count}")
         if not torch.compiler.is_exporting():  # there the batch is a symbol, equal by construction
-            _check_batch(self.graph, found)
+            pairs = zip(inputs, found, strict=True)
+            sizes = {node.name: len(value) for node, value in pairs if node.shape and node.shape[0] is None}
+            if len(set(sizes.values())) > 1:
+                raise DataError(f"the inputs have batches of different sizes: {sizes}")
         return found
 
     def quantizers(self) -> Iterator[tuple[str, str, nn.Module]]:
@@ -109,10 +108,7 @@ def build_layer(graph: Graph, node: Node) -> Layer:
     layer: Layer = getattr(layers, call.cls)(*call.args, **call.kwargs)
     for key, path in node.params.items():
         tensor = graph.tensors[path]
-        if key in layer._buffers:
-            layer.register_buffer(key, tensor)
-        else:
-            layer.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
+        setattr(layer, key, tensor if key in layer._buffers else nn.Parameter(tensor, requires_grad=False))
     return layer.eval()
 
 
@@ -130,14 +126,6 @@ def _check_input(node: Node, value: Any) -> None:
     if not fits or value.dtype != node.dtype:
         want = "[" + ", ".join("b" if size is None else str(size) for size in node.shape) + f"] {node.dtype}"
         raise DataError(f"{node.name}: expected {want}, got {list(value.shape)} {value.dtype}")
-
-
-def _check_batch(graph: Graph, values: list[Any]) -> None:
-    """All inputs that follow the batch have the same number of samples."""
-    inputs = [node for node in graph.nodes if node.op == "input"]
-    sizes = {n.name: len(value) for n, value in zip(inputs, values, strict=True) if n.shape and n.shape[0] is None}
-    if len(set(sizes.values())) > 1:
-        raise DataError(f"the inputs have batches of different sizes: {sizes}")
 
 
 def _last_uses(graph: Graph) -> dict[str, list[str]]:

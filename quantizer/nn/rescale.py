@@ -20,13 +20,11 @@ class InputScale(Layer):
         self.weight = nn.Parameter(torch.empty(channels), requires_grad=False)
 
     def forward(self, input: Tensor) -> Any:  # noqa: A002 - as torch.nn names it
-        """The scaled channels, quantized where the plan says so."""
         shape = [1] * input.dim()
         shape[self.axis] = -1
         return self.finish(input * self.weight.to(input.dtype).view(shape))
 
     def extra_repr(self) -> str:
-        """Size and axis."""
         return f"{len(self.weight)}, axis={self.axis}"
 
 
@@ -46,10 +44,8 @@ class InputRotation(Layer):
             self.register_buffer(name, factor.float(), persistent=False)
 
     def forward(self, input: Tensor) -> Any:  # noqa: A002 - as torch.nn names it
-        """The rotated channels, quantized where the plan says so."""
         signs, left, right = (tensor.to(input.dtype) for tensor in (self.weight, self.left, self.right))
         return self.finish(rotated(input, signs, left, right))
 
     def extra_repr(self) -> str:
-        """Size."""
         return f"{len(self.weight)}"

@@ -27,7 +27,8 @@ def all_or_nothing(model: nn.Module) -> Iterator[None]:
         for module, cls, contents in modules:
             module.__class__ = cls
             for container, content in contents:
-                _refill(container, content)
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(content)
         for parameter, value in values:
             parameter.data = value
         raise
@@ -37,11 +38,3 @@ def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
     """The module's attributes and plain containers among them (its parameters, buffers, hooks), each with a copy."""
     found = [vars(module), *(value for value in vars(module).values() if type(value) in _CONTAINERS)]
     return [(container, container.copy()) for container in found]
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    if isinstance(container, list):
-        container.extend(content)
-    else:
-        container.update(content)

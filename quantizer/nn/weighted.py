@@ -1,4 +1,7 @@
-"""Layers with a weight: torch's own, plus quantizers. Whoever builds them fills the parameters; nothing is random."""
+"""Layers with weights: torch's own, plus quantizers. Whoever builds them fills the parameters; nothing is random.
+
+Gates and states inside recurrent layers stay float, and their state is given by the graph.
+"""
 
 from __future__ import annotations
 
@@ -9,54 +12,47 @@ from torch import Tensor, nn
 
 from quantizer.nn.layer import Layer
 
+_OPERATORS = {
+    "LSTM": torch.ops.aten.lstm.input,
+    "GRU": torch.ops.aten.gru.input,
+    "RNN_RELU": torch.ops.aten.rnn_relu.input,
+    "RNN_TANH": torch.ops.aten.rnn_tanh.input,
+}
+"""torch's function for a whole sequence, by the mode of its layer."""
 
-class _Weighted(Layer):
-    """Skips torch's random initialization, quantizes input and output."""
+
+class _Filled(Layer):
+    """Skips torch's random initialization."""
 
     def reset_parameters(self) -> None:
         """Nothing: the weights come from the model."""
 
+
+class _Weighted(_Filled):
+    """Quantizes input and output."""
+
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Any:  # noqa: A002 - as torch.nn names it
         """torch's layer, between its quantizers; `output_size` is for transposed convolutions."""
-        if "input" in self.quantizers:
-            input = self.quantizers["input"](input)  # noqa: A001
+        input = self.quantize_input(input)  # noqa: A001
         output = super().forward(input) if output_size is None else super().forward(input, output_size)
         return self.finish(output)
 
 
-class Conv1d(_Weighted, nn.Conv1d):
-    """torch.nn.Conv1d with quantizers."""
+def _quantized(cls: type[nn.Module]) -> Any:
+    """torch's layer of the same name with quantizers."""
+    words = f"torch.nn.{cls.__name__} with quantizers."
+    return type(cls.__name__, (_Weighted, cls), {"__module__": __name__, "__doc__": words})
 
 
-class Conv2d(_Weighted, nn.Conv2d):
-    """torch.nn.Conv2d with quantizers."""
-
-
-class Conv3d(_Weighted, nn.Conv3d):
-    """torch.nn.Conv3d with quantizers."""
-
-
-class ConvTranspose1d(_Weighted, nn.ConvTranspose1d):
-    """torch.nn.ConvTranspose1d with quantizers."""
-
-
-class ConvTranspose2d(_Weighted, nn.ConvTranspose2d):
-    """torch.nn.ConvTranspose2d with quantizers."""
-
-
-class ConvTranspose3d(_Weighted, nn.ConvTranspose3d):
-    """torch.nn.ConvTranspose3d with quantizers."""
-
-
-class Linear(_Weighted, nn.Linear):
-    """torch.nn.Linear with quantizers."""
+Conv1d, Conv2d, Conv3d = map(_quantized, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+ConvTranspose1d, ConvTranspose2d = map(_quantized, (nn.ConvTranspose1d, nn.ConvTranspose2d))
+ConvTranspose3d, Linear = map(_quantized, (nn.ConvTranspose3d, nn.Linear))
 
 
 class Embedding(_Weighted, nn.Embedding):
     """torch.nn.Embedding with quantizers."""
 
     def forward(self, indices: Tensor) -> Any:  # type: ignore[override]  # as torch's function names it
-        """The rows of the weight, quantized where the plan says so."""
         return super().forward(indices)
 
 
@@ -68,8 +64,30 @@ class ChannelScale(Layer):
         self.weight, self.bias = nn.Parameter(torch.empty(num_features)), nn.Parameter(torch.empty(num_features))
 
     def forward(self, input: Tensor) -> Any:  # noqa: A002 - as torch.nn names it
-        """The scaled channels, quantized where the plan says so."""
-        if "input" in self.quantizers:
-            input = self.quantizers["input"](input)  # noqa: A001
+        input = self.quantize_input(input)  # noqa: A001
         shape = [-1] + [1] * (input.dim() - 2)
         return self.finish(input * self.weight.reshape(shape) + self.bias.reshape(shape))
+
+
+class _Recurrent(_Filled, nn.RNNBase):
+    """Quantizes the weights and its view of the inputs; results, a tuple, are quantized where they are taken out."""
+
+    def forward(self, input: Tensor, hx: Tensor | list[Tensor]) -> Any:  # noqa: A002 - as torch names it
+        """Outputs, then the last state (an LSTM's last cell state, too), as torch's operator returns them."""
+        if self.quantizers:
+            (input, hx), _ = self.quantize_inputs((input, hx), {})  # noqa: A001
+        weights = [getattr(self, name) for name in self._flat_weights_names]
+        sizes = self.bias, self.num_layers, 0.0, False, self.bidirectional, self.batch_first
+        return _OPERATORS[self.mode](input, hx, weights, *sizes)
+
+
+class LSTM(_Recurrent, nn.LSTM):  # type: ignore[misc]  # torch's forward may go without a state
+    """torch.nn.LSTM with quantizers."""
+
+
+class GRU(_Recurrent, nn.GRU):  # type: ignore[misc]  # torch's forward may go without a state
+    """torch.nn.GRU with quantizers."""
+
+
+class RNN(_Recurrent, nn.RNN):  # type: ignore[misc]  # torch's forward may go without a state
+    """torch.nn.RNN with quantizers."""

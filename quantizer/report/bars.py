@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from quantizer.engine.events import Forked, Stage
+from quantizer.engine.events import Events, Stage
 
 
-class Bars(Forked):
+class Bars(Events):
     """Follows a run with one bar for each stage, which vanishes at its end."""
 
     def __init__(self, console: Console) -> None:

@@ -26,10 +26,9 @@ from quantizer.algorithms.patches import channel_rows, matrix_weight, patches, w
 from quantizer.algorithms.rounding_problem import RoundingProblem, adaround
 from quantizer.cli.options import FINETUNE_MODES
 from quantizer.engine import finetune as engine
-from quantizer.engine.attach import quantized_network
 from quantizer.engine.evaluate import compare
 from quantizer.engine.finetune import Finetuned, finetune
-from quantizer.engine.solution import Solution
+from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import DataError
 from quantizer.graph.ir import Graph
 from quantizer.graph.ops import OPS
@@ -298,7 +297,7 @@ def test_learned_rounding_beats_nearest_in_three_bits(
     assert max(ratios) <= 1.15
     assert statistics.median(ratios) <= 0.9
     compared = [compare(Network(graph), quantized_network(graph, s), evaluation) for s in (before, made.solution)]
-    plain, learned = (each.correct_quantized / each.labelled for each in compared)
+    plain, learned = (each.pairs()["top1"]["quantized"] for each in compared)
     print(f"\nW3A8 {mode}: top-1 {plain:.3f} -> {learned:.3f}, median layer error {statistics.median(ratios):.2f}")
     assert learned - plain >= 0.15
     assert compared[1].output.sqnr_db - compared[0].output.sqnr_db >= gain_db

@@ -299,6 +299,15 @@ def test_layers_get_the_biases_that_algorithms_move_to_them(tmp_path: Path) -> N
         ModelQuantizer.load(other, tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [Dtype.int8, Dtype.int4])
+def test_a_bias_that_was_added_may_be_quantized(dtype: Dtype, tmp_path: Path) -> None:
+    model, x = biased(), torch.randn(5, 8)
+    wanted = Config(QuantizationConfig(weight=spec(), bias=spec(dtype)), algo_config=[RotationConfig()])
+    ModelQuantizer(wanted).quantize_model(model, [x])
+    ModelQuantizer.save(model, tmp_path)
+    assert same(ModelQuantizer.load(biased(), tmp_path)(x), model(x))
+
+
 def test_a_bias_that_was_added_is_taken_away_by_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     model = biased()
     before = state(model)

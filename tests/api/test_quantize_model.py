@@ -35,8 +35,8 @@ from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
 from quantizer.engine import calibrate
-from quantizer.engine.attach import quantized_network
 from quantizer.engine.module_attach import put
+from quantizer.engine.solution import quantized_network
 from quantizer.errors import DataError, ModelError, UsageError
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from quantizer.config.model import Config
 from quantizer.engine import calibrate, evaluate
-from quantizer.engine.attach import quantized_network
 from quantizer.engine.results import read_info, write_results
+from quantizer.engine.solution import quantized_network
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace

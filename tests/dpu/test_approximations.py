@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from quantizer.cli.main import run_command
 from quantizer.config.model import Settings
-from quantizer.engine.attach import quantized_network
 from quantizer.engine.results import read_info
+from quantizer.engine.solution import quantized_network
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace

@@ -11,9 +11,8 @@ import torch
 from dpu_networks import NETWORKS, Applied, batches, calibrated, example, planned, solved
 from torch import nn
 
-from quantizer.engine.attach import quantized_network
 from quantizer.engine.exact import LayerCodes, compare_exact
-from quantizer.engine.solution import Solution
+from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import DataError, UsageError
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.rounding import ROUND_MODES

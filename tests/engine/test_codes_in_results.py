@@ -15,10 +15,9 @@ from torch import Tensor
 from toys import built, leaves_equal, traced
 
 from quantizer.engine import calibrate
-from quantizer.engine.attach import encoded, quantized_network
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.results import read_info, write_results
-from quantizer.engine.solution import Solution
+from quantizer.engine.solution import Solution, encoded, quantized_network
 from quantizer.graph.passes import run_passes
 from quantizer.nn import quantized_tensor
 from quantizer.plan.resolve import resolve

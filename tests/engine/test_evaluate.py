@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.attach import quantized_network
 from quantizer.engine.evaluate import Noise, compare
-from quantizer.engine.solution import Solution
+from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import DataError
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network

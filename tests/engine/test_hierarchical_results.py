@@ -18,10 +18,10 @@ from quantizer.algorithms.bias_correction import correct_biases
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import Config
 from quantizer.engine import calibrate
-from quantizer.engine.attach import quantized_network
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.finetune import finetune
 from quantizer.engine.results import read_info, write_results
+from quantizer.engine.solution import quantized_network
 from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes

@@ -13,7 +13,7 @@ from quantizer import Config, Dtype, ModelQuantizer, QSchemeType, QuantizationCo
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
 from quantizer.engine import calibrate
-from quantizer.engine.attach import quantized_network
+from quantizer.engine.solution import quantized_network
 from quantizer.graph.trace import trace
 from quantizer.plan.resolve import resolve
 

@@ -20,7 +20,7 @@ from toys import shake
 
 from quantizer.config.model import Config, ConfigRule, Selector, Settings, Sourced
 from quantizer.engine import calibrate
-from quantizer.engine.attach import quantized_network
+from quantizer.engine.solution import quantized_network
 from quantizer.graph.edits import by_channel
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes, summary

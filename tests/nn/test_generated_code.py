@@ -16,8 +16,8 @@ from toys import TOYS, built, leaves_equal, traced
 from configs import config, document, layer
 from quantizer.config.model import Config
 from quantizer.engine import calibrate
-from quantizer.engine.attach import quantized_network
 from quantizer.engine.results import read_info, write_results
+from quantizer.engine.solution import quantized_network
 from quantizer.errors import ResultError
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph

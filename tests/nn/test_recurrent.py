@@ -11,7 +11,7 @@ from toys import TOYS, Toy, built, traced
 from configs import config, document, layer
 from quantizer.config.model import Settings
 from quantizer.engine import calibrate
-from quantizer.engine.attach import quantized_network
+from quantizer.engine.solution import quantized_network
 from quantizer.graph.emit import emit
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
