@@ -15,9 +15,8 @@ from rich.text import Text
 
 from quantizer.cli import session
 from quantizer.cli.follow import progress
-from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
+from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes, write_text
 from quantizer.cli.table_view import table_view
-from quantizer.cli.write_text import write_text
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document
 from quantizer.config.load import check_document

@@ -47,7 +47,6 @@ SPEC_KEYS = (
 """The keys of a spec that say something."""
 
 _KINDS: Mapping[str, Literal["type", "name"]] = {"layer_type_quant_config": "type", "layer_quant_config": "name"}
-_DEFAULTS = QuantizationSpec()
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Level:
         """The fields that the level's own keys decide, and those that change with them."""
         before, after = self.inherited(role).fields(), self.merged(role).fields()
         own = {sourced.place for sourced in self.specs[role].values() if sourced.place}
-        for name, value in _DEFAULTS.to_json().items():
+        for name, value in QuantizationSpec().to_json().items():
             default = Sourced(value, self.specs[role].get("dtype", Sourced(None)).place)
             now, then = after.get(name, default), before.get(name, default)
             if now.value != then.value or (name in after and (now.place is None or now.place in own)):
