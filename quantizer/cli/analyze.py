@@ -151,7 +151,8 @@ def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | No
     read = session.read_config(options.config_file)
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded)
-    session.require_data(batches)
+    if batches.stands_in:
+        raise session.missing_data()
     original = session.trace_model(options, loaded, batches)
     plan = session.make_plan(read, original, quiet=options.json)
     if read.config.algorithms:

@@ -148,16 +148,6 @@ def read_windows(options: Options, loaded: LoadedModel, given: str | None, calib
     return Windows(tokenizer, seq_len, options.stride)
 
 
-def require_data(batches: Batches) -> None:
-    """Refuse an example input where data are needed.
-
-    Raises:
-        UsageError: the batches only show a shape.
-    """
-    if batches.stands_in:
-        raise missing_data()
-
-
 def missing_data() -> UsageError:
     """What to do without data. A config that only rounds weights, or finds ranges as it runs, needs but a shape."""
     remedy = (

@@ -97,7 +97,7 @@ def _key_sections(key: str, form: Form) -> Iterator[str]:
 
 
 def _algorithm_sections(name: str) -> Iterator[str]:
-    yield _algorithm(name)["description"]
+    yield algorithm_schema(ALGORITHMS[name])["description"]
     lists = "`algo_config`" if finds_codes(ALGORITHMS[name]) else "`algo_config` or `pre_quant_opt_config`"
     yield f"Where: an entry of {lists}, or of `algorithms` in the layered form."
     rows = ["| key | values | default | meaning |", "|---|---|---|---|"]
@@ -112,12 +112,8 @@ def _algorithm_sections(name: str) -> Iterator[str]:
     yield from _worked_example(name)
 
 
-def _algorithm(name: str) -> Mapping[str, Any]:
-    return algorithm_schema(ALGORITHMS[name])
-
-
 def _settings(name: str) -> Mapping[str, Any]:
-    return {key: entry for key, entry in _algorithm(name)["properties"].items() if key != "name"}
+    return {key: entry for key, entry in algorithm_schema(ALGORITHMS[name])["properties"].items() if key != "name"}
 
 
 def _values(entry: Mapping[str, Any]) -> str:
@@ -138,7 +134,7 @@ def contents() -> str:
     rows = {code: entry["title"] for code, entry in all_codes().items()}
     for form in FORMS:
         rows |= {key: entry["description"] for key, (entry, _) in _keys(form).items() if key not in rows}
-    rows |= {name: _algorithm(name)["description"] for name in ALGORITHMS}
+    rows |= {name: algorithm_schema(kind)["description"] for name, kind in ALGORITHMS.items()}
     width = max(map(len, rows))
     return "".join(f"{name:<{width}}  {meaning}\n" for name, meaning in rows.items())
 

@@ -126,7 +126,7 @@ def _as_batch(ids: Tensor, target: Tensor | None, module: nn.Module | None) -> B
     """By name where `forward` takes `input_ids`, else as the first input."""
     if module is not None and INPUT in inspect.signature(module.forward).parameters:
         return Batch((), {INPUT: ids}, target, {INPUT: ids} | ({} if target is None else {"labels": target}))
-    return Batch((ids,), {}, target, ids if target is None else (ids, target))
+    return Batch.of(ids, target)
 
 
 def _read(path: Path) -> str:
