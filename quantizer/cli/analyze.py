@@ -139,11 +139,8 @@ def parse_budget(options: AnalyzeOptions) -> Budget | None:
         raise UsageError(
             f"--{name} {value} is no size", help="write for example --budget 4.5, --size 60% or --max_mb 20"
         )
-    return {
-        "budget": Budget(bits=number),
-        "size": Budget(share=number),
-        "max_mb": Budget(max_bytes=int(number * 1e6)),
-    }[name]
+    sizes = {"budget": Budget(bits=number), "size": Budget(share=number), "max_mb": Budget(max_bytes=int(number * 1e6))}
+    return sizes[name]
 
 
 def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | None) -> Result:

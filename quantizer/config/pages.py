@@ -13,6 +13,7 @@ from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.form import Form, block_of
 from quantizer.config.hierarchical_spec import FIELDS_OF_KEYS
 from quantizer.config.layered import FIELDS
+from quantizer.config.missing_keys import paste
 from quantizer.config.resources import load_resource
 from quantizer.config.rules import all_codes, spec_rules
 from quantizer.config.suggestions import TYPE_WORDS, bounds
@@ -157,10 +158,10 @@ def _worked_example(name: str) -> Iterator[str]:
     example = load_resource("schemas", "worked_examples.json").get(name)
     if example is None:
         return
-    both = f" with `{_inner(example['both'])}`" if "both" in example else ""
+    both = f" with `{paste(example['both'])}`" if "both" in example else ""
     yield "## Worked example"
     yield f"A copy of `{example['config']}`{both}, as `changed.json`, in which is set"
-    yield _block("json", [_inner(example["change"])])
+    yield _block("json", [paste(example["change"])])
     yield _block("", [f"$ {command}" for command in example["commands"]])
     yield "Among the lines printed are"
     yield _block("", example["after"])
@@ -168,11 +169,6 @@ def _worked_example(name: str) -> Iterator[str]:
     yield _block("", example["before"])
     if "note" in example:
         yield example["note"]
-
-
-def _inner(block: Mapping[str, Any]) -> str:
-    """The keys of an object on one line, without its braces."""
-    return json.dumps(block, ensure_ascii=False)[1:-1]
 
 
 def _block(language: str, lines: Sequence[str]) -> str:
