@@ -139,11 +139,9 @@ def _missing(document: Document, path: Path) -> Iterator[Diagnostic]:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, str):
-        return f"the string {quoted(value)}"
     if isinstance(value, (dict, list)):
         return "an object" if isinstance(value, dict) else "a list"
-    return quoted(value)
+    return f"the string {quoted(value)}" if isinstance(value, str) else quoted(value)
 
 
 def _selector_help(entry: Any) -> str:
