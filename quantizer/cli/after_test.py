@@ -34,10 +34,8 @@ def require_dpu(device: str) -> None:
         UsageError: the folder is calibrated for another device.
     """
     if device != "DPU":
-        raise UsageError(
-            f"--exact runs the integer arithmetic of the DPU, and this was calibrated for the {device}",
-            help='calibrate with "target_device": "DPU"',
-        )
+        said = f"--exact runs the integer arithmetic of the DPU, and this was calibrated for the {device}"
+        raise UsageError(said, help='calibrate with "target_device": "DPU"')
 
 
 def run_exact(options: Options, outcome: Outcome, graph: Graph, info: QuantInfo, batches: Batches) -> Outcome:

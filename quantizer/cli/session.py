@@ -69,9 +69,8 @@ def open_model(options: Options) -> LoadedModel:
         ModelError: it cannot be loaded.
     """
     if options.model is None:
-        raise UsageError(
-            "Missing option '--model'", help="give FILE.py with a function model(), or package.module:factory"
-        )
+        remedy = "give FILE.py with a function model(), or package.module:factory"
+        raise UsageError("Missing option '--model'", help=remedy)
     loaded = load_model(options.model, options.weights, trust=options.trust)
     loaded.module.to(device_of(options))
     return loaded
@@ -83,14 +82,12 @@ def device_of(options: Options) -> torch.device:
     Raises:
         UsageError: no such device here.
     """
-    name = options.device
     try:
-        device = torch.device(name)
+        device = torch.device(options.device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(
-            f"--device {name} cannot be used here: {str(error).splitlines()[0]}", help="use cpu or cuda"
-        ) from error
+        said = f"--device {options.device} cannot be used here: {str(error).splitlines()[0]}"
+        raise UsageError(said, help="use cpu or cuda") from error
     return device
 
 

@@ -122,9 +122,8 @@ def _unknown_keys(document: Document, error: ValidationError, schema: dict[str, 
                 first = document.place(pointer_to(*error.absolute_path, word), key=True)
                 yield Diagnostic("QZ102", text, place, help="remove one of the two", related=((first, "the same key"),))
                 continue
-            known = [
-                name for name, entry in schema["properties"].items() if "code" not in entry
-            ]  # those that do a thing
+            # What is accepted and does nothing is not offered.
+            known = [name for name, entry in schema["properties"].items() if "code" not in entry]
             remedy, fixes = help_for_key(key, known, members, form_of(document.value)), key_fixes(document, path, known)
             yield Diagnostic("QZ102", f"unknown key {quoted(key)}", place, help=remedy, fixes=fixes)
 

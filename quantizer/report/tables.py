@@ -14,14 +14,13 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Plan
 from quantizer.report.view import Listing, View
 
-Specs = Mapping[tuple[str, str], QuantizationSpec]
 _BAR = 20
 """Characters of a full bar."""
 _LOSSLESS_DB = 144.0
 """Noise this far below a signal is less than float32 resolves with its 24 bits."""
 
 
-def layer_rows(comparison: Comparison, specs: Specs) -> list[dict[str, Any]]:
+def layer_rows(comparison: Comparison, specs: Mapping[tuple[str, str], QuantizationSpec]) -> list[dict[str, Any]]:
     """One row per quantized tensor, the most damaged first (lowest local SQNR; ties by name)."""
     rows = [_row(noise, specs[noise.layer, noise.role]) for noise in comparison.layers]
     return sorted(rows, key=lambda row: (row["local_sqnr_db"], row["layer"], row["tensor"]))

@@ -117,9 +117,7 @@ def foretells(module: nn.Module | None) -> bool:
     what others make of a text is theirs to know.
     """
     can_generate = getattr(module, "can_generate", None)
-    if can_generate is None:
-        return True
-    return bool(can_generate())
+    return can_generate is None or bool(can_generate())
 
 
 def _as_batch(ids: Tensor, target: Tensor | None, module: nn.Module | None) -> Batch:
