@@ -25,7 +25,7 @@ from quantizer.export import EXPORTERS, check, export, require_extras
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.plan.model import Plan
-from quantizer.report import summary, tables
+from quantizer.report import tables
 from quantizer.report.view import View
 from quantizer.sources.data import Batches, load_batches
 
@@ -58,7 +58,7 @@ class Comparison:
     def __init__(self, scores: Scores, calibrated: Calibrated) -> None:
         specs = {key: tensor.spec for key, tensor in calibrated.solution.tensors.items()}
         self.metrics: Mapping[str, float] = scores.metrics
-        self.layers = summary.layer_rows(scores.comparison, specs)
+        self.layers = tables.layer_rows(scores.comparison, specs)
         self._pairs = scores.pairs
 
     def require(self, **least: float) -> Comparison:

@@ -15,9 +15,8 @@ from rich.text import Text
 
 from quantizer.cli import session
 from quantizer.cli.follow import progress
-from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
+from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes, write_text
 from quantizer.cli.table_view import table_view
-from quantizer.cli.write_text import write_text
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
@@ -140,11 +139,8 @@ def parse_budget(options: AnalyzeOptions) -> Budget | None:
         raise UsageError(
             f"--{name} {value} is no size", help="write for example --budget 4.5, --size 60% or --max_mb 20"
         )
-    return {
-        "budget": Budget(bits=number),
-        "size": Budget(share=number),
-        "max_mb": Budget(max_bytes=int(number * 1e6)),
-    }[name]
+    sizes = {"budget": Budget(bits=number), "size": Budget(share=number), "max_mb": Budget(max_bytes=int(number * 1e6))}
+    return sizes[name]
 
 
 def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | None) -> Result:
@@ -152,7 +148,8 @@ def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | No
     read = session.read_config(options.config_file)
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded)
-    session.require_data(batches)
+    if batches.stands_in:
+        raise session.missing_data()
     original = session.trace_model(options, loaded, batches)
     plan = session.make_plan(read, original, quiet=options.json)
     if read.config.algorithms:

@@ -6,9 +6,8 @@ import json
 
 import click
 
-from quantizer.cli.options import command, output_option
+from quantizer.cli.options import command, output_option, write_text
 from quantizer.cli.render import print_diagnostics
-from quantizer.cli.write_text import write_text
 from quantizer.config.convert import to_hierarchical, to_layered
 from quantizer.config.diagnostics import in_order
 from quantizer.config.form import Form

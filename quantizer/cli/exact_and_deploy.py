@@ -19,7 +19,6 @@ from quantizer.engine.result_files import write_json
 from quantizer.engine.results import QuantInfo
 from quantizer.errors import ModelError, QuantizerError, ResultError, UsageError, VerificationError
 from quantizer.export import EXPORTERS, FOLDER, check, export
-from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
 from quantizer.report.dpu_tables import exact_table
@@ -35,10 +34,8 @@ def require_dpu(device: str) -> None:
         UsageError: the folder is calibrated for another device.
     """
     if device != "DPU":
-        raise UsageError(
-            f"--exact runs the integer arithmetic of the DPU, and this was calibrated for the {device}",
-            help='calibrate with "target_device": "DPU"',
-        )
+        said = f"--exact runs the integer arithmetic of the DPU, and this was calibrated for the {device}"
+        raise UsageError(said, help='calibrate with "target_device": "DPU"')
 
 
 def run_exact(options: Options, outcome: Outcome, graph: Graph, info: QuantInfo, batches: Batches) -> Outcome:
@@ -52,11 +49,11 @@ def run_exact(options: Options, outcome: Outcome, graph: Graph, info: QuantInfo,
         outcome,
         metrics={**outcome.metrics, **metric},
         content={**outcome.content, "metrics": {**outcome.content["metrics"], **metric}, "exact": content},
-        shown=[*outcome.shown, exact_table(found, table_view(options, graph)), *_exact_lines(found)],
+        shown=[*outcome.shown, exact_table(found, table_view(options, graph)), *_lines(found)],
     )
 
 
-def _exact_lines(found: ExactComparison) -> list[RenderableType]:
+def _lines(found: ExactComparison) -> list[RenderableType]:
     """What the table does not say: overflows, layers in float, and the answer."""
     overflows = [f"int32 overflow: the accumulator of {name}, batch {batch}" for name, batch in found.overflows.items()]
     floats = [f"in float: {name}: {why}" for name, why in found.floats.items()]
@@ -105,7 +102,10 @@ def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, batches: 
             refusals.append(refusal)
             continue
         files[path.name] = found.to_json()
-        lines += _lines(path, found)
+        size = f"{path.stat().st_size / 1024:.0f} kB"
+        lines.append(f"deployed: {path}, {size}; against test mode, {found.figures()}")
+        if found.default_session:
+            lines.append(f"in a default session, {found.default_session.figures()}")
     if files or folder.exists():
         write_json(folder / "verify.json", files)
     if refusals:  # the outcome is not shown then
@@ -113,8 +113,3 @@ def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, batches: 
             logger.warning("%s", line)
         raise refusals[0]
     return replace(outcome, content={**outcome.content, "deployed": files}, shown=[*outcome.shown, *lines])
-
-
-def _lines(path: Path, found: Verification) -> list[str]:
-    lines = [f"deployed: {path}, {path.stat().st_size / 1024:.0f} kB; against test mode, {found.figures()}"]
-    return lines + ([f"in a default session, {found.default_session.figures()}"] if found.default_session else [])

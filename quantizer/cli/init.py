@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from quantizer.cli.options import command, output_option
-from quantizer.cli.write_text import write_text
+from quantizer.cli.options import command, output_option, write_text
 from quantizer.config.form import form_of
 from quantizer.config.resources import load_resource, presets, resource
 from quantizer.errors import UsageError

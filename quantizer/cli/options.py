@@ -8,11 +8,14 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
+from quantizer.atomic import replace_file
+from quantizer.errors import UsageError
 from quantizer.export import EXPORTERS
 
 if TYPE_CHECKING:
@@ -64,6 +67,18 @@ command = functools.partial(click.command, cls=GroupedCommand, context_settings=
 def was_typed(ctx: click.Context, name: str) -> bool:
     """Whether an option comes from the command line, and not from a variable or a default."""
     return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def write_text(path: str, text: str, *, encoding: str = "utf-8") -> None:
+    """Write `text` where `--output` says, whole or not at all; newlines are written as they are.
+
+    Raises:
+        UsageError: the place cannot be written.
+    """
+    try:
+        replace_file(Path(path), text.encode(encoding))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def rows_shown(text: str) -> int | str:

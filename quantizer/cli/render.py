@@ -45,11 +45,8 @@ def render_github(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str])
 
 def render_sarif(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> str:
     """A SARIF 2.1.0 log (OASIS standard)."""
-    driver = {
-        "name": "quantizer",
-        "version": __version__,
-        "rules": [{"id": c} for c in sorted({d.code for d in diagnostics})],
-    }
+    rules = [{"id": code} for code in sorted({found.code for found in diagnostics})]
+    driver = {"name": "quantizer", "version": __version__, "rules": rules}
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": list(map(_sarif, diagnostics))}
     log = {"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]}
     return json.dumps(log, indent=2, ensure_ascii=False)

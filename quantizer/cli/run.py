@@ -30,7 +30,7 @@ from quantizer.engine.scores import Scores, measure, score
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import GateError, UsageError
 from quantizer.export import require_extras
-from quantizer.report import summary, tables
+from quantizer.report import tables
 from quantizer.report.view import View
 from quantizer.seeding import seed_everything
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
@@ -166,8 +166,8 @@ def _confirm(options: Options, job: Job) -> None:
     """
     if options.inspect:
         show_layers(options, job.plan.graph, job.plan.tensors, job.plan.floats)
-    if job.needs_data:
-        session.require_data(job.batches)
+    if job.needs_data and job.batches.stands_in:
+        raise session.missing_data()
     if options.resume and job.checkpoints:
         check_checkpoint(job.checkpoints, options.fast_finetune)
         if not job.needs_data:
@@ -191,11 +191,11 @@ def _evaluate(options: Options, loaded: LoadedModel) -> Evaluate | None:
 def _report(view: View, folder: Path, info: results.QuantInfo, scores: Scores, stamp: str | None) -> Outcome:
     """Write what test mode found, and say what to show of it."""
     compared = scores.comparison
-    rows = summary.layer_rows(compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()})
+    rows = tables.layer_rows(compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()})
     stamp = stamp or info.header.get("stamp")
-    report = summary.report(scores.metrics, rows, stamp)
+    report = tables.report(scores.metrics, rows, stamp)
     write_json(folder / "report.json", report)
-    write_bytes(folder / "layers.csv", summary.as_csv(rows).encode())
+    write_bytes(folder / "layers.csv", tables.as_csv(rows).encode())
     shown: list[RenderableType] = [tables.damage_table(rows, view), f"results: {folder}"]
     if stamp:
         shown.append(f"note: {stamp}")

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ def recorded(folder: Path, options: Options) -> Iterator[None]:
     """Write both files when the body ends, in whatever way it ends."""
     started = time.time()
     outcome, log = "done", ""
-    messages = _Messages()
+    messages = BufferingHandler(sys.maxsize)
     logging.getLogger("quantizer").addHandler(messages)
     try:
         yield
@@ -51,16 +52,6 @@ def recorded(folder: Path, options: Options) -> Iterator[None]:
             "threads": torch.get_num_threads(),
         }
         write_json(folder / "run.json", facts)
+        lines = [f"{record.getMessage()}\n" for record in messages.buffer]
         began = f"{facts['started']} quantizer {' '.join(sys.argv[1:])}\n"
-        write_bytes(folder / "run.log", "".join([began, *messages.lines, log, outcome, "\n"]).encode())
-
-
-class _Messages(logging.Handler):
-    """Keeps what the package logs, one line each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.getMessage()}\n")
+        write_bytes(folder / "run.log", "".join([began, *lines, log, outcome, "\n"]).encode())

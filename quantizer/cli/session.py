@@ -69,9 +69,8 @@ def open_model(options: Options) -> LoadedModel:
         ModelError: it cannot be loaded.
     """
     if options.model is None:
-        raise UsageError(
-            "Missing option '--model'", help="give FILE.py with a function model(), or package.module:factory"
-        )
+        remedy = "give FILE.py with a function model(), or package.module:factory"
+        raise UsageError("Missing option '--model'", help=remedy)
     loaded = load_model(options.model, options.weights, trust=options.trust)
     loaded.module.to(device_of(options))
     return loaded
@@ -83,14 +82,12 @@ def device_of(options: Options) -> torch.device:
     Raises:
         UsageError: no such device here.
     """
-    name = options.device
     try:
-        device = torch.device(name)
+        device = torch.device(options.device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(
-            f"--device {name} cannot be used here: {str(error).splitlines()[0]}", help="use cpu or cuda"
-        ) from error
+        said = f"--device {options.device} cannot be used here: {str(error).splitlines()[0]}"
+        raise UsageError(said, help="use cpu or cuda") from error
     return device
 
 
@@ -146,16 +143,6 @@ def read_windows(options: Options, loaded: LoadedModel, given: str | None, calib
     tokenizer = partial(load_tokenizer, options.tokenizer) if options.tokenizer else loaded.tokenizer
     seq_len = options.seq_len or calibrated or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
     return Windows(tokenizer, seq_len, options.stride)
-
-
-def require_data(batches: Batches) -> None:
-    """Refuse an example input where data are needed.
-
-    Raises:
-        UsageError: the batches only show a shape.
-    """
-    if batches.stands_in:
-        raise missing_data()
 
 
 def missing_data() -> UsageError:

@@ -6,9 +6,8 @@ from difflib import unified_diff
 
 import click
 
-from quantizer.cli.options import command
+from quantizer.cli.options import command, write_text
 from quantizer.cli.render import RENDERERS
-from quantizer.cli.write_text import write_text
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.load import fixed, load_config
 from quantizer.config.read import read_text

@@ -178,10 +178,7 @@ class GPTAQConfig(ColumnRounding):
 
     name: str = "gptaq"
     alpha: float = setting(
-        0.25,
-        "The share of the inputs' error that is made up for, 0 to 1; 0 is GPTQ.",
-        minimum=0,
-        maximum=1,
+        0.25, "The share of the inputs' error that is made up for, 0 to 1; 0 is GPTQ.", minimum=0, maximum=1
     )
     damp_percent: float = 0.01
     desc_act: bool = True

@@ -20,9 +20,14 @@ def check_algorithms(config: Config) -> Iterator[Diagnostic]:
     yield from _repeated([entry for entry in entries if not finds_codes(entry.kind)])
     weights = _global_weights(config)
     for entry in entries:
-        yield from _device(entry, config)
+        if config.settings.target_device == "DPU":
+            text = f"{entry.name} is not for the DPU: after calibration its scales are moved into the limits of \
+shifters, which would undo what the algorithm found"
+            help_ = "remove it, or write another target_device"
+            related = related_to(config.settings.places.get("target_device"), "for this device")
+            yield Diagnostic("QZ210", text, entry.place, help=help_, related=related)
         if _is_misplaced(entry):
-            text = f"{entry.kind.name} finds weight codes, and this is about what happens before"
+            text = f"{entry.name} finds weight codes, and this is about what happens before"
             yield Diagnostic("QZ332", text, entry.place, help="write it in algo_config")
         yield from _switched(entry)
         yield from _decided_elsewhere(entry, weights)
@@ -35,11 +40,11 @@ def _order(entries: Sequence[Algorithm]) -> Iterator[Diagnostic]:
     """One algorithm rounds, and none rescales after it, nor after one that leaves ranges of the scaled weights."""
     before: Algorithm | None = None
     for entry in entries:
-        name, rounds = entry.kind.name, entry.kind.stage == "round"
-        if before is None or (rounds and before.kind.stage != "round"):
+        name, rounds = entry.name, entry.stage == "round"
+        if before is None or (rounds and before.stage != "round"):
             before = entry if finds_codes(entry.kind) else None
             continue
-        first, has_codes = before.kind.name, before.kind.stage == "round"
+        first, has_codes = before.name, before.stage == "round"
         related = related_to(before.place, "rounds here" if has_codes else "finds ranges here")
         keep = "keep one of the two"
         if rounds:
@@ -56,22 +61,14 @@ def _repeated(entries: Sequence[Algorithm]) -> Iterator[Diagnostic]:
     """A part that an entry before has done: two rotations, say, spread an outlier no better than one."""
     first: dict[tuple[str, str], Algorithm] = {}
     for entry in entries:
-        on = [(entry.kind.name, key) for key in _parts(entry) if entry.value(key)]
+        on = [(entry.name, key) for key in _parts(entry) if entry.value(key)]
         again = [part for part in on if part in first]
         if again:
             keys = listed(key for _, key in again)
-            text = f"{keys} of {entry.kind.name} is done by an entry before, and nothing is gained by doing it again"
+            text = f"{keys} of {entry.name} is done by an entry before, and nothing is gained by doing it again"
             related = related_to(first[again[0]].place, "done here")
             yield Diagnostic("QZ128", text, entry.place, "warning", help="keep one of the two", related=related)
         first = {**dict.fromkeys(on, entry), **first}
-
-
-def _device(entry: Algorithm, config: Config) -> Iterator[Diagnostic]:
-    if config.settings.target_device == "DPU":
-        text = f"{entry.kind.name} is not for the DPU: after calibration its scales are moved into the limits of \
-shifters, which would undo what the algorithm found"
-        related = related_to(config.settings.places.get("target_device"), "for this device")
-        yield Diagnostic("QZ210", text, entry.place, help="remove it, or write another target_device", related=related)
 
 
 def _is_misplaced(entry: Algorithm) -> bool:
@@ -113,7 +110,7 @@ def _decided_elsewhere(entry: Algorithm, weights: dict[str, Sourced]) -> Iterato
 
 def _idle(entry: Algorithm, config: Config) -> Iterator[Diagnostic]:
     """Rounding where no weights are quantized, and an algorithm with all its parts off."""
-    name, parts = entry.kind.name, _parts(entry)
+    name, parts = entry.name, _parts(entry)
     if finds_codes(entry.kind) and not _quantizes_weights(config):
         text = f"no weights are quantized to a format with a scale, so {name} has nothing to do"
         yield Diagnostic("QZ128", text, entry.place, "warning", help="quantize weights, or remove the algorithm")

@@ -122,9 +122,8 @@ def _unknown_keys(document: Document, error: ValidationError, schema: dict[str, 
                 first = document.place(pointer_to(*error.absolute_path, word), key=True)
                 yield Diagnostic("QZ102", text, place, help="remove one of the two", related=((first, "the same key"),))
                 continue
-            known = [
-                name for name, entry in schema["properties"].items() if "code" not in entry
-            ]  # those that do a thing
+            # What is accepted and does nothing is not offered.
+            known = [name for name, entry in schema["properties"].items() if "code" not in entry]
             remedy, fixes = help_for_key(key, known, members, form_of(document.value)), key_fixes(document, path, known)
             yield Diagnostic("QZ102", f"unknown key {quoted(key)}", place, help=remedy, fixes=fixes)
 
@@ -139,11 +138,9 @@ def _missing(document: Document, path: Path) -> Iterator[Diagnostic]:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, str):
-        return f"the string {quoted(value)}"
     if isinstance(value, (dict, list)):
         return "an object" if isinstance(value, dict) else "a list"
-    return quoted(value)
+    return f"the string {quoted(value)}" if isinstance(value, str) else quoted(value)
 
 
 def _selector_help(entry: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from quantizer.config.algorithm_words import written
 from quantizer.config.diagnostics import Diagnostic, Place
+from quantizer.config.form import block_of
 from quantizer.config.hierarchical import KEY_OF
 from quantizer.config.hierarchical_spec import dtype_word, observer_word, specification
 from quantizer.config.layered import entry, parameters
@@ -38,13 +39,6 @@ _EXPRESSIBLE: Mapping[str, Callable[[Any, Role], bool]] = {
 }
 """For each field of a spec that has values the layered form lacks, whether it can express one."""
 
-_SWITCHES = (
-    "convert_relu6_to_relu",
-    "include_cle",
-    "include_bias_corr",
-    "keep_first_last_layer_accuracy",
-    "keep_add_layer_accuracy",
-)
 _BLOCKS = {"type": "layer_type_quant_config", "name": "layer_quant_config"}
 
 
@@ -68,8 +62,9 @@ def to_layered(config: Config) -> Converted:
     ]
     merged = [(selector, _specs(_merged(everywhere, rule))) for selector, rule in selected]
     nothing = {"quantizable_data_type": [], "overall_quantize_config": integers}
+    required = [key for key in block_of("layered")["required"] if hasattr(config.settings, key)]
     document = {
-        **{name: getattr(config.settings, name) for name in (*_SWITCHES, "target_device")},
+        **{key: getattr(config.settings, key) for key in required},
         **nothing,
         "layer_quantize_config": [
             *(entry(selector, specs) for selector, specs in merged if specs),

@@ -6,7 +6,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
 from quantizer.config.diagnostics import Place
@@ -74,7 +74,7 @@ class Document:
 
     def at(self, *path: str | int) -> Any:
         """The value at a path."""
-        return reduce(lambda value, part: value[part], path, self.value)
+        return value_at(self.value, path)
 
     def __contains__(self, pointer: str) -> bool:
         return pointer in self.values

@@ -8,6 +8,7 @@ from typing import Literal
 
 from quantizer.config.algorithm_words import read_algorithms
 from quantizer.config.document import Document, ValidDocument
+from quantizer.config.form import block_of
 from quantizer.config.hierarchical_spec import Words
 from quantizer.config.model import (
     Config,
@@ -29,25 +30,10 @@ ROLE_OF: Mapping[str, Role] = {
 KEY_OF = {role: key for key, role in ROLE_OF.items()}
 """The role of each of the form's keys for a tensor, and back."""
 
-SPEC_KEYS = (
-    "dtype",
-    "is_dynamic",
-    "observer_cls",
-    "qscheme",
-    "ch_axis",
-    "group_size",
-    "symmetric",
-    "round_method",
-    "scale_type",
-    "percentage",
-    "mx_element_dtype",
-    "scale_calculation_mode",
-    "scale_format",
-)
+SPEC_KEYS = tuple(key for key, said in block_of("hierarchical", "spec")["properties"].items() if "code" not in said)
 """The keys of a spec that say something."""
 
 _KINDS: Mapping[str, Literal["type", "name"]] = {"layer_type_quant_config": "type", "layer_quant_config": "name"}
-_DEFAULTS = QuantizationSpec()
 
 
 @dataclass(frozen=True)
@@ -80,7 +66,7 @@ class Level:
         """The fields that the level's own keys decide, and those that change with them."""
         before, after = self.inherited(role).fields(), self.merged(role).fields()
         own = {sourced.place for sourced in self.specs[role].values() if sourced.place}
-        for name, value in _DEFAULTS.to_json().items():
+        for name, value in QuantizationSpec().to_json().items():
             default = Sourced(value, self.specs[role].get("dtype", Sourced(None)).place)
             now, then = after.get(name, default), before.get(name, default)
             if now.value != then.value or (name in after and (now.place is None or now.place in own)):

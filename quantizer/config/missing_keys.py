@@ -115,9 +115,8 @@ def _parameters(value: Mapping[str, Any], level: Mapping[str, Any], missing: Seq
     }
     first = _overall(missing, own, wide, [found["datatype"] for found in by_role.values()])
     if own.get("symmetry") is False and not any(block.get("symmetry") for block in own_tensors.values()):
-        first |= dict.fromkeys(
-            {"signed", "narrow_range"} & first.keys(), False
-        )  # asymmetric quantization reads neither
+        # Asymmetric quantization reads neither.
+        first |= dict.fromkeys({"signed", "narrow_range"} & first.keys(), False)
     aside = {role: _aside(first, found, wide, own_tensors.get(role, {})) for role, found in by_role.items()}
     tensors = {role: block for role, block in aside.items() if block}
     for changes in _changes(first):

@@ -13,6 +13,7 @@ from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.form import Form, block_of
 from quantizer.config.hierarchical_spec import FIELDS_OF_KEYS
 from quantizer.config.layered import FIELDS
+from quantizer.config.missing_keys import paste
 from quantizer.config.resources import load_resource
 from quantizer.config.rules import all_codes, spec_rules
 from quantizer.config.suggestions import TYPE_WORDS, bounds
@@ -97,7 +98,7 @@ def _key_sections(key: str, form: Form) -> Iterator[str]:
 
 
 def _algorithm_sections(name: str) -> Iterator[str]:
-    yield _algorithm(name)["description"]
+    yield algorithm_schema(ALGORITHMS[name])["description"]
     lists = "`algo_config`" if finds_codes(ALGORITHMS[name]) else "`algo_config` or `pre_quant_opt_config`"
     yield f"Where: an entry of {lists}, or of `algorithms` in the layered form."
     rows = ["| key | values | default | meaning |", "|---|---|---|---|"]
@@ -112,12 +113,8 @@ def _algorithm_sections(name: str) -> Iterator[str]:
     yield from _worked_example(name)
 
 
-def _algorithm(name: str) -> Mapping[str, Any]:
-    return algorithm_schema(ALGORITHMS[name])
-
-
 def _settings(name: str) -> Mapping[str, Any]:
-    return {key: entry for key, entry in _algorithm(name)["properties"].items() if key != "name"}
+    return {key: entry for key, entry in algorithm_schema(ALGORITHMS[name])["properties"].items() if key != "name"}
 
 
 def _values(entry: Mapping[str, Any]) -> str:
@@ -138,7 +135,7 @@ def contents() -> str:
     rows = {code: entry["title"] for code, entry in all_codes().items()}
     for form in FORMS:
         rows |= {key: entry["description"] for key, (entry, _) in _keys(form).items() if key not in rows}
-    rows |= {name: _algorithm(name)["description"] for name in ALGORITHMS}
+    rows |= {name: algorithm_schema(kind)["description"] for name, kind in ALGORITHMS.items()}
     width = max(map(len, rows))
     return "".join(f"{name:<{width}}  {meaning}\n" for name, meaning in rows.items())
 
@@ -161,10 +158,10 @@ def _worked_example(name: str) -> Iterator[str]:
     example = load_resource("schemas", "worked_examples.json").get(name)
     if example is None:
         return
-    both = f" with `{_inner(example['both'])}`" if "both" in example else ""
+    both = f" with `{paste(example['both'])}`" if "both" in example else ""
     yield "## Worked example"
     yield f"A copy of `{example['config']}`{both}, as `changed.json`, in which is set"
-    yield _block("json", [_inner(example["change"])])
+    yield _block("json", [paste(example["change"])])
     yield _block("", [f"$ {command}" for command in example["commands"]])
     yield "Among the lines printed are"
     yield _block("", example["after"])
@@ -172,11 +169,6 @@ def _worked_example(name: str) -> Iterator[str]:
     yield _block("", example["before"])
     if "note" in example:
         yield example["note"]
-
-
-def _inner(block: Mapping[str, Any]) -> str:
-    """The keys of an object on one line, without its braces."""
-    return json.dumps(block, ensure_ascii=False)[1:-1]
 
 
 def _block(language: str, lines: Sequence[str]) -> str:

@@ -46,10 +46,7 @@ _BLOCKS: Mapping[Form, Mapping[str, str]] = {
 }
 """The blocks whose keys have values of their own, as messages call them, and their names in the schema."""
 
-_ENTRIES = {
-    "tensor_quantize_config": "tensor_quantize_config",
-    "an entry of layer_quantize_config": "layer_entry",
-}
+_ENTRIES = {"tensor_quantize_config": "tensor_quantize_config", "an entry of layer_quantize_config": "layer_entry"}
 """The other blocks of the layered form."""
 
 _SWITCHES = {"equalization": "include_cle", "cle": "include_cle", "bias_correction": "include_bias_corr"}

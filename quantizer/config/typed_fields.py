@@ -63,7 +63,8 @@ def check(value: Any) -> None:
             where = f"{type(value).__name__}.{name}"
             if get_origin(hint) is dict and isinstance(found, dict):
                 where, found, hint = _misfit(where, found, *get_args(hint))
-            raise UsageError(f"{where} is {_shown(found)}, not {_expected(hint)}", help=_help(found, hint))
+            shown = text if len(text := repr(found)) <= 60 else a_kind(found)
+            raise UsageError(f"{where} is {shown}, not {_expected(hint)}", help=_help(found, hint))
 
 
 def _misfit(where: str, found: dict[Any, Any], keys: Any, values: Any) -> tuple[str, Any, Any]:
@@ -97,11 +98,6 @@ def fits(value: Any, hint: Any) -> bool:
     if hint in (int, float):
         return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
     return hint is Any or isinstance(value, hint)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else a_kind(value)
 
 
 def _expected(hint: Any) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quantizer.engine.analyze import Analysis, Row
-from quantizer.report.summary import finite
+from quantizer.report.tables import finite
 from quantizer.report.view import Listing, View
 
 

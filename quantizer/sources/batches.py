@@ -32,6 +32,11 @@ class Batch:
     target: Tensor | None
     raw: Any
 
+    @classmethod
+    def of(cls, x: Tensor, target: Tensor | None = None) -> Batch:
+        """The batch of one input, and of its labels if there are any."""
+        return cls((x,), {}, target, x if target is None else (x, target))
+
     @property
     def size(self) -> int:
         """Number of samples: dimension 0 of the first input tensor."""
@@ -122,7 +127,7 @@ def as_batch(item: Any, inputs: tuple[int, int]) -> Batch:
     inputs; with one element more than the model needs, the last is the target. Raises `DataError` for anything else.
     """
     if isinstance(item, Tensor):
-        batch = Batch((item,), {}, None, item)
+        batch = Batch.of(item)
     elif isinstance(item, Mapping):
         batch = _from_mapping(item, None, item)
     elif isinstance(item, tuple | list):

@@ -218,8 +218,7 @@ def _random_shape(spec: str) -> tuple[int, ...]:
 def _random_batches(shape: tuple[int, ...], size: int, seed: int) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, shape[0], size):
-        x = torch.randn(min(size, shape[0] - start), *shape[1:], generator=generator)
-        yield Batch((x,), {}, None, x)
+        yield Batch.of(torch.randn(min(size, shape[0] - start), *shape[1:], generator=generator))
 
 
 def _from_python(spec: str) -> tuple[Any, str]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.config.typed_fields import fits
 from quantizer.errors import DataError, UsageError, pip_line
 from quantizer.sources.batches import Batch, naming
 
@@ -58,9 +59,8 @@ def parse_preprocess(text: str) -> Preprocess:
         try:
             text = Path(text).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as cause:
-            raise UsageError(
-                f"--preprocess {place} cannot be read: {cause}", help=f"give a file or: {EXAMPLE}"
-            ) from cause
+            remedy = f"give a file or: {EXAMPLE}"
+            raise UsageError(f"--preprocess {place} cannot be read: {cause}", help=remedy) from cause
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as cause:
@@ -78,20 +78,19 @@ def find_images(paths: Sequence[Path]) -> list[tuple[Path, int | None]]:
     """
     if len(paths) != 1 or not paths[0].is_dir():
         return [(path, None) for path in paths]
-    flat = _images_in(paths[0])
-    classes = [(folder, _images_in(folder)) for folder in sorted(paths[0].iterdir()) if folder.is_dir()]
-    classes = [(folder, images) for folder, images in classes if images]
-    if not flat and not classes:
-        raise DataError(
-            f"{paths[0]} holds no tensor file, no text and no image", help=f"images end in {', '.join(IMAGE_SUFFIXES)}"
-        )
+    folder = paths[0]
+    flat = _images_in(folder)
+    classes = [images for each in sorted(folder.iterdir()) if each.is_dir() and (images := _images_in(each))]
     if flat and classes:
         raise DataError(
-            f"{paths[0]} holds images and folders of images", help="keep either class folders or a flat folder"
+            f"{folder} holds images and folders of images", help="keep either class folders or a flat folder"
         )
+    if not flat and not classes:
+        remedy = f"images end in {', '.join(IMAGE_SUFFIXES)}"
+        raise DataError(f"{folder} holds no tensor file, no text and no image", help=remedy)
     if flat:
         return [(path, None) for path in flat]
-    return [(path, label) for label, (_, images) in enumerate(classes) for path in images]
+    return [(path, label) for label, images in enumerate(classes) for path in images]
 
 
 def image_batches(
@@ -104,8 +103,7 @@ def image_batches(
         chosen = order[start : start + size]
         x = _stack([_decode(path, preprocess) for path, _ in chosen], [path for path, _ in chosen])
         labels = [label for _, label in chosen if label is not None]
-        target = torch.tensor(labels) if labels else None
-        yield Batch((x,), {}, target, x if target is None else (x, target))
+        yield Batch.of(x, torch.tensor(labels) if labels else None)
 
 
 def _centre(size: tuple[int, int], crop: int) -> tuple[int, int, int, int]:
@@ -145,12 +143,11 @@ def _stack(images: Sequence[Tensor], paths: Sequence[Path]) -> Tensor:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return fits(value, int) and value > 0
 
 
 def _are_numbers(value: Any) -> bool:
-    numbers = isinstance(value, list) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in value)
-    return numbers and len(value) in (1, 3) and all(math.isfinite(v) for v in value)
+    return fits(value, list[float]) and len(value) in (1, 3) and all(map(math.isfinite, value))
 
 
 _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {

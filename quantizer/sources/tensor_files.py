@@ -225,10 +225,7 @@ def _count(named: Named) -> int:
 def _as_batch(named: Named) -> Batch:
     inputs = {name: tensor for name, tensor in named.items() if name not in TARGET_NAMES}
     target = next((named[name] for name in TARGET_NAMES if name in named), None)
-    chosen = next((name for name in INPUT_NAMES if name in inputs), None) or (
-        next(iter(inputs)) if len(inputs) == 1 else None
-    )
-    if chosen is None:
+    chosen = [name for name in INPUT_NAMES if name in inputs] or list(inputs)
+    if len(inputs) > 1 and chosen[0] not in INPUT_NAMES:
         return Batch((), inputs, target, named)
-    x = inputs[chosen]
-    return Batch((x,), {}, target, x if target is None else (x, target))
+    return Batch.of(inputs[chosen[0]], target)

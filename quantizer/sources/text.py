@@ -117,16 +117,14 @@ def foretells(module: nn.Module | None) -> bool:
     what others make of a text is theirs to know.
     """
     can_generate = getattr(module, "can_generate", None)
-    if can_generate is None:
-        return True
-    return bool(can_generate())
+    return can_generate is None or bool(can_generate())
 
 
 def _as_batch(ids: Tensor, target: Tensor | None, module: nn.Module | None) -> Batch:
     """By name where `forward` takes `input_ids`, else as the first input."""
     if module is not None and INPUT in inspect.signature(module.forward).parameters:
         return Batch((), {INPUT: ids}, target, {INPUT: ids} | ({} if target is None else {"labels": target}))
-    return Batch((ids,), {}, target, ids if target is None else (ids, target))
+    return Batch.of(ids, target)
 
 
 def _read(path: Path) -> str:

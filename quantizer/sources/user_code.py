@@ -100,7 +100,10 @@ def user_errors(what: str, error: type[QuantizerError]) -> Iterator[None]:
     except QuantizerError:
         raise
     except (Exception, SystemExit) as cause:
-        raise error(f"{what} raised {_one_line(cause)}", help=_user_frames(cause)) from cause
+        kind, text = type(cause).__name__, " ".join(str(cause).split())
+        raise error(
+            f"{what} raised {kind}: {text}" if text else f"{what} raised {kind}", help=_frames(cause)
+        ) from cause
 
 
 def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:
@@ -158,19 +161,9 @@ def _forget_namesakes(folder: Path) -> None:
             del sys.modules[path.stem]
 
 
-def _one_line(cause: BaseException) -> str:
-    text = " ".join(str(cause).split())
-    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
-
-
-def _user_frames(cause: BaseException) -> str:
+def _frames(cause: BaseException) -> str:
     """Where in the user's code: `file.py:12 in build: the line`, outermost first, at most five."""
-    frames = [f for f in traceback.extract_tb(cause.__traceback__) if _is_users(f.filename)]
-    return (
-        "\n".join(f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames[-5:])
-        or "no frame of your code is involved"
-    )
-
-
-def _is_users(filename: str) -> bool:
-    return not filename.startswith((*_INSTALLED, _OURS, "<frozen"))
+    others = (*_INSTALLED, _OURS, "<frozen")
+    frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if not frame.filename.startswith(others)]
+    lines = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-5:]]
+    return "\n".join(lines) or "no frame of your code is involved"
