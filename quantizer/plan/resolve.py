@@ -95,9 +95,10 @@ class _Resolver:
         if reason is None and self._holds_weights(node):
             reason = "keeps the quantization of its weights"
         role: Role = "input" if node.op in ENTRIES else "activation"
-        if reason is not None or not self._add(node.name, role, group, self._view(group)):
-            excluded = any(RANKS[row.found.rank] == "exclude" for row in self._rules_for(group.members))
-            self.floats[node.name] = reason or (EXCLUDED if excluded else LEFT_FLOAT)
+        if reason is None and self._add(node.name, role, group, self._view(group)):
+            return
+        excluded = reason is None and any(RANKS[r.found.rank] == "exclude" for r in self._rules_for(group.members))
+        self.floats[node.name] = reason or (EXCLUDED if excluded else LEFT_FLOAT)
 
     def _plan_joined(self) -> None:
         """What a concatenation in float leaves to its sources, where the config speaks of layers with weights only."""
