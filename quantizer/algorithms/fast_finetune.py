@@ -183,11 +183,7 @@ class _Layer:
         return weight_matrix(self.layer, values.view(shape).expand(weight.shape))[..., 0]
 
     def errors(self) -> Tensor:
-        """Squared error of each output channel over all batches, float64 [channels].
-
-        Raises:
-            DataError: it is not finite.
-        """
+        """Squared error of each output channel over all batches, float64 [channels]; DataError if it is not finite."""
         total = torch.zeros((), dtype=torch.float64, device=self.weight.device)
         for target, output in zip(self.targets, self.quantized.compute(self.node), strict=True):
             values = [target, output]

@@ -93,11 +93,8 @@ def input_name(group: InputGroup, found: Adjustment) -> str:
 
 def without_overlap(groups: Sequence[InputGroup]) -> list[InputGroup]:
     """The groups; one whose fold would rescale layers of another group gets a multiplication of its own instead."""
-    owner = {layer: group.source for group in groups for layer in group.layers}
-    return [
-        replace(group, fold=None) if group.fold and any(layer in owner for layer in group.fold.extra) else group
-        for group in groups
-    ]
+    own = {layer for group in groups for layer in group.layers}
+    return [replace(each, fold=None) if each.fold and own.intersection(each.fold.extra) else each for each in groups]
 
 
 def _fold(group: InputGroup, found: Adjustment) -> Fold | None:

@@ -47,6 +47,7 @@ def output_error(gram: Tensor, difference: Tensor) -> float:
         gram: [groups, depth, depth].
         difference: of two weights, [groups, rows, depth].
 
+    >>> import torch
     >>> output_error(torch.eye(2)[None], torch.tensor([[[1.0, 2.0], [0.0, 3.0]]]))
     14.0
     """

@@ -92,9 +92,8 @@ def adaround(problem: RoundingProblem) -> tuple[Tensor, Tensor]:
     """Integers [groups, rows, depth] that coordinate descent finds from round-to-nearest, and the scales unchanged."""
     low, high = problem.bounds(problem.scale)
     start = problem.nearest
-    return descend(
-        problem, start, problem.scale, (torch.minimum(low, start), torch.maximum(high, start))
-    ), problem.scale
+    bounds = torch.minimum(low, start), torch.maximum(high, start)
+    return descend(problem, start, problem.scale, bounds), problem.scale
 
 
 def descend(problem: RoundingProblem, integers: Tensor, scale: Tensor, bounds: tuple[Tensor, Tensor]) -> Tensor:

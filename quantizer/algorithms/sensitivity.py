@@ -50,10 +50,9 @@ def quantizers(network: Network, candidate: Candidate, width: Width) -> dict[str
     """What rounds the weight of each of the candidate's layers to nearest."""
     found = {}
     for name, own in zip(candidate.layers, candidate.specs, strict=True):
-        tensor = QuantizedTensor(with_width(own, width))
-        if tensor.spec.is_scaled:
-            tensor = tensor.at(nearest_qparams(tensor.spec, network.layers[name].get_parameter("weight")))
-        found[name] = TensorQuantizer.of(tensor)
+        tensor, weight = QuantizedTensor(with_width(own, width)), network.layers[name].get_parameter("weight")
+        scaled = tensor.at(nearest_qparams(tensor.spec, weight)) if tensor.spec.is_scaled else tensor
+        found[name] = TensorQuantizer.of(scaled)
     return found
 
 

@@ -44,14 +44,11 @@ FUNCTION_LAYERS: dict[str, str] = {
     "GetItem": "operator.getitem",
 }
 """Classes of `quantizer.nn` that are one torch function: class name -> target."""
-# Layers that compute as one device does: target -> class of `quantizer.nn`.
-DEVICE_LAYERS: dict[str, str] = {
+# Layers of our own: those that compute as a device does, and those that algorithms insert, which take a weight's size.
+OWN_LAYERS: dict[str, str] = {
     "dpu.avg_pool2d": "DpuAvgPool2d",
     "dpu.hardsigmoid": "DpuHardsigmoid",
     "dpu.hardswish": "DpuHardswish",
-}
-# Layers that algorithms insert: target -> class of `quantizer.nn`; the first argument is the size of the weight.
-INSERTED_LAYERS: dict[str, str] = {
     "rescale.input_scale": "InputScale",
     "rescale.rotation": "InputRotation",
 }
@@ -82,10 +79,9 @@ def describe(graph: Graph, node: Node) -> LayerCall:
     if node.row.weight and "weight" in node.params:
         return _weighted(node, graph.tensors)
     kwargs = dict(node.attrs)
-    if node.target in DEVICE_LAYERS:
-        return LayerCall(DEVICE_LAYERS[node.target], (), kwargs)
-    if node.target in INSERTED_LAYERS:
-        return LayerCall(INSERTED_LAYERS[node.target], (len(graph.weight(node)),), kwargs)
+    if node.target in OWN_LAYERS:
+        sizes = (len(graph.weight(node)),) if "weight" in node.params else ()
+        return LayerCall(OWN_LAYERS[node.target], sizes, kwargs)
     if node.params:
         kwargs["params"] = {key: list(graph.tensors[path].shape) for key, path in node.params.items()}
     source = next(iter(node.refs()), None)

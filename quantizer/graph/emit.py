@@ -58,11 +58,7 @@ def _arguments(node: Node, modules: dict[str, str]) -> str:
 
 
 def _literal(value: Any, modules: dict[str, str]) -> str:
-    """Source text of a nested constant or reference.
-
-    Raises:
-        TypeError: a kind of value that has no literal.
-    """
+    """Source text of a nested constant or reference; TypeError for a kind of value that has no literal."""
     if isinstance(value, Ref):
         return f"output_{modules[value.name]}"
     if isinstance(value, dict):

@@ -91,11 +91,8 @@ class _Reading:
             field = next((key for key in ("inside", "scaling") if getattr(self.names, key) is not None), None)
             if field and not self.found.blocks:
                 self.place = self.names.places.get(field)
-                self._report(
-                    "QZ502",
-                    "the graph shows no blocks that repeat, so names relative to a block find nothing",
-                    "name the module that holds the blocks in model_decoder_layers",
-                )
+                text = "the graph shows no blocks that repeat, so names relative to a block find nothing"
+                self._report("QZ502", text, "name the module that holds the blocks in model_decoder_layers")
             return self.found.blocks
         self.place, blocks = self.names.places.get("blocks"), blocks_of(self.graph, path)
         if path not in self.paths:

@@ -83,16 +83,11 @@ def _masks(graph: Graph) -> Iterator[str]:
     """Layers whose values may be as low as a mask's, from where such values arise to where a softmax takes them."""
     found: set[str] = set()
     for node in graph.nodes:
-        if _is_mask_input(graph, node) or _fills_lowest(graph, node) or _carries(graph, node, found):
+        moved = node.refs() if node.row.kind == "passthrough" or node.op in _CARRIES else iter(())
+        carried = references(node.inputs.get("input")) if node.op in _PRODUCTS_PLUS else moved
+        if _is_mask_input(graph, node) or _fills_lowest(graph, node) or not found.isdisjoint(carried):
             found.add(node.name)
             yield node.name
-
-
-def _carries(graph: Graph, node: Node, masks: set[str]) -> bool:
-    """Whether low values stay low in what the node makes of them."""
-    if node.row.kind == "passthrough" or node.op in _CARRIES:
-        return any(name in masks for name in node.refs())
-    return node.op in _PRODUCTS_PLUS and any(name in masks for name in references(node.inputs.get("input")))
 
 
 def _fills_lowest(graph: Graph, node: Node) -> bool:

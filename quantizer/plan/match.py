@@ -50,6 +50,10 @@ class MatchedRule:
         """Whether it says anything about a role."""
         return role in (self.rule.roles or ()) or role in self.rule.adds or bool(self.rule.fields.get(role))
 
+    def quantizes(self, role: Role, before: bool) -> bool:
+        """Whether the role is quantized after the rule, which may not say."""
+        return (before if self.rule.roles is None else role in self.rule.roles) or role in self.rule.adds
+
     def summary(self) -> RuleMatch:
         """For the plan."""
         selector = self.rule.selector

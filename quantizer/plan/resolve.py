@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.model import Config, QuantizationSpec, Role, Sourced
+from quantizer.config.hierarchical_spec import is_foreign, turned
+from quantizer.config.model import Config, Fields, QuantizationSpec, Role, Sourced
 from quantizer.config.roles import base_role, is_parameter, parameter_role
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
-from quantizer.plan import axes, checks, inheritance
+from quantizer.plan import axes, checks
 from quantizer.plan.axes import Misfit, TensorView
 from quantizer.plan.floating import OUTSIDE, outside_stubs
 from quantizer.plan.groups import Group, layout, quantization_point
@@ -27,6 +28,9 @@ ENTRIES = ("input", "quant_stub")
 _FIELDS = tuple(f.name for f in dataclasses.fields(QuantizationSpec))
 _NO_VALUES = {"constant": "a constant", "module": "a module without weights that can be quantized"}
 _DERIVED = ("ch_axis", "finest_position")  # by default from the layer and from the device
+KINDRED = frozenset({"bit_width", "signed", "symmetric", "narrow_range", "round_mode", "scale_mode"})
+"""Fields that integers do not inherit from floating-point formats, and the other way round."""
+_AXES = {"per_channel", "per_group"}
 
 
 def resolve(config: Config, graph: Graph, original: Graph) -> Plan:
@@ -95,9 +99,10 @@ class _Resolver:
         if reason is None and self._holds_weights(node):
             reason = "keeps the quantization of its weights"
         role: Role = "input" if node.op in ENTRIES else "activation"
-        if reason is not None or not self._add(node.name, role, group, self._view(group)):
-            excluded = any(RANKS[row.found.rank] == "exclude" for row in self._rules_for(group.members))
-            self.floats[node.name] = reason or (EXCLUDED if excluded else LEFT_FLOAT)
+        if reason is None and self._add(node.name, role, group, self._view(group)):
+            return
+        excluded = reason is None and any(RANKS[r.found.rank] == "exclude" for r in self._rules_for(group.members))
+        self.floats[node.name] = reason or (EXCLUDED if excluded else LEFT_FLOAT)
 
     def _plan_joined(self) -> None:
         """What a concatenation in float leaves to its sources, where the config speaks of layers with weights only."""
@@ -210,11 +215,41 @@ class _Resolver:
         """The effective spec, each field from the strongest rule that sets it; None if the last word is "float"."""
         quantized = True
         for row in rules:
-            quantized = inheritance.says(row.rule, role, quantized)
+            quantized = row.quantizes(role, quantized)
         if not quantized:
             return None
-        values = inheritance.merged([row.rule.fields.get(role, {}) for row in rules], role)
+        values = merged([row.rule.fields.get(role, {}) for row in rules], role)
         return with_finest_position(QuantizationSpec.of(values), self.config.settings.target_device), values
+
+
+def merged(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
+    """Each field from the strongest rule that sets it; `blocks` are the rules' fields for one role, weakest first.
+
+    A shared exponent belongs to the format that states it, as the symmetry and the rounding of integers do to theirs.
+    An axis is turned where channels with a scale each become groups, or the other way round.
+
+    >>> words = {"dtype": Sourced("int"), "symmetric": Sourced(False)}
+    >>> merged([words, {"dtype": Sourced("fp4")}], "weights")
+    {'dtype': Sourced(value='fp4', place=None)}
+    """
+    values: dict[str, Sourced] = {}
+    last = next((fields["dtype"].value for fields in reversed(blocks) if "dtype" in fields), None)
+    dtype: str | None = None
+    for fields in blocks:
+        dtype = fields["dtype"].value if "dtype" in fields else dtype
+        if "dtype" in fields and _value(values, "scale_type") == "e8m0":
+            del values["scale_type"]
+        before = _value(values, "qscheme"), values.get("ch_axis")
+        foreign = KINDRED if is_foreign(dtype, last) else frozenset()
+        values |= {name: sourced for name, sourced in fields.items() if name not in foreign}
+        if before[1] and "ch_axis" not in fields and {before[0], _value(values, "qscheme")} == _AXES:
+            axis = turned(values.pop("ch_axis"), role)
+            values |= {"ch_axis": axis} if axis else {}
+    return values
+
+
+def _value(values: Fields, name: str) -> object:
+    return values[name].value if name in values else None
 
 
 def with_finest_position(spec: QuantizationSpec, device: str) -> QuantizationSpec:
@@ -237,7 +272,7 @@ def _count_silenced(rules: list[MatchedRule], role: Role) -> None:
     """Note for each rule for some layers that it leaves this tensor float, which weaker ones do not."""
     quantized = True
     for row in rules:
-        before, quantized = quantized, inheritance.says(row.rule, role, quantized)
+        before, quantized = quantized, row.quantizes(role, quantized)
         row.effects += bool(row.found.rank) and before and not quantized
 
 

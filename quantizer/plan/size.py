@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_role
 from quantizer.graph.ir import Graph, references
@@ -27,10 +25,7 @@ def weight_bytes(plan: Plan) -> tuple[int, int]:
             size = tensor.numel() * tensor.element_size()
             before += size
             planned = tensors.get(parameter_role(key))
-            if planned is None:
-                after += size
-                continue
-            after += parameter_bytes(tensor.numel(), planned.spec, planned.scales)
+            after += size if planned is None else parameter_bytes(tensor.numel(), planned.spec, planned.scales)
     return before, after
 
 
@@ -63,7 +58,4 @@ def _bytes(graph: Graph, name: str, batch_size: int) -> int:
     node = graph.by_name[name]
     if node.shape is None or node.dtype is None or not (node.row.fresh or node.op == "input"):
         return 0
-    return (
-        math.prod(batch_size if size is None else size for size in node.shape)
-        * torch.empty((), dtype=node.dtype).element_size()
-    )
+    return math.prod(batch_size if size is None else size for size in node.shape) * node.dtype.itemsize

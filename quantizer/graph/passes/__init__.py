@@ -73,8 +73,7 @@ def summary(graph: Graph) -> list[str]:
     """What the passes did to parameters, a line for each pass that did anything."""
     lines = []
     for name, row in PASSES.items():
-        amounts = [change.amount for change in graph.changes if change.rewrite == name]
-        if amounts:
+        if amounts := [change.amount for change in graph.changes if change.rewrite == name]:
             lines.append(row.summary.format(count=len(amounts), amount=max(amounts)))
     return lines
 
