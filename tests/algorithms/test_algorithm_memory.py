@@ -84,6 +84,7 @@ def above(name: str, blocks: int) -> int:
     return seen.peak - found_bytes(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smoothquant", "awq", "gptq", "gptaq", "qronos"])
 def test_no_more_than_two_blocks_activations_and_one_hessian(name: str) -> None:
     """What a block reads and what a group in it reads, of all batches; the rest is one batch inside a block, and a

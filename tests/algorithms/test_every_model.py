@@ -25,6 +25,7 @@ def run(name: str, task: Task) -> Adjustment:
     return load_run(name)(task, ALGORITHMS[name](), Adjustment())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", CASES)
 @pytest.mark.parametrize("name", ROUNDING)
 def test_every_layer_is_rounded_and_none_is_worse_for_it(name: str, model: str) -> None:

@@ -51,6 +51,7 @@ class Called(nn.Module):
         return self.model(x, *self.rest)
 
 
+@pytest.mark.slow
 @families("Llama", "Qwen2", "Mistral", "Gemma", "Phi3", "Cohere", "GPTNeoX", "OPT", "GPT2", "T5")
 def test_the_residual_stream_of_decoders_turns(family: str) -> None:
     """Every layer that reads it is told, and the outputs stay: GQA, biases, offset norms, LayerNorm, tied heads."""

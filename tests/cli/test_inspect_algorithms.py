@@ -147,6 +147,7 @@ def test_it_shows_each_kind_of_block_once_and_what_is_outside(network: str, caps
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == TEXT.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWN)
 def test_architectures(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Layers that read one value, and where its factors go; last, how many go into norms, into layers, nowhere."""

@@ -116,6 +116,7 @@ def test_other_devices_compute_what_the_model_computes(device: str) -> None:
         assert torch.equal(Network(passed(module, example(), device))(example()), module(example()))
 
 
+@pytest.mark.slow
 def test_generated_code_equals_test_mode_and_deploys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for extra in ("onnx", "onnxruntime", "onnxscript"):
         pytest.importorskip(extra, reason="deploys to ONNX too (extra: onnx)")

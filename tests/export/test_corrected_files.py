@@ -48,6 +48,7 @@ def side_by_side() -> Deployment:
     return Deployment(graph, calibrated(graph, (x,), {}), (x,), {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", EXPORTERS)
 @pytest.mark.parametrize("given", [lambda: deployment("residual"), side_by_side], ids=["residual", "side by side"])
 def test_a_corrected_network_read_back_equals_test_mode(

@@ -110,6 +110,7 @@ def test_every_spec_of_weights(tmp_path: Path) -> None:
     assert export(given, tmp_path / "net.onnx").max_difference == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bit_width", "signed", "opset", "type_", "clipped"),
     [

@@ -90,6 +90,7 @@ def place(graph: Graph, group: InputGroup) -> str:
     return path.rpartition(".")[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_fold_keeps_the_function(family: str) -> None:
     graph, inputs, structure = found(family)
