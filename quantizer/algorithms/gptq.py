@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
 from quantizer.algorithms.gptq_layers import Member, RoundedLayers, round_layers
-from quantizer.algorithms.gptq_target import FittedOutputs, FloatOutputs, GptqTarget, Products
+from quantizer.algorithms.gptq_target import GptaqTarget, GptqTarget, Products, QronosTarget
 from quantizer.algorithms.gram import DEEPEST, UNREACHED, Drift, Gram, geometry, not_finite, quantized_layers
 from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
@@ -43,12 +43,12 @@ def gptq(task: Task, settings: GPTQConfig, found: Adjustment) -> Adjustment:
 
 def gptaq(task: Task, settings: GPTAQConfig, found: Adjustment) -> Adjustment:
     """As `gptq`, with the float network run beside the rounded one; errors are those to the weights it aims at."""
-    return _in_order(task, found, FloatOutputs(settings))
+    return _in_order(task, found, GptaqTarget(settings))
 
 
 def qronos(task: Task, settings: QronosConfig, found: Adjustment) -> Adjustment:
     """As `gptaq`, with another target."""
-    return _in_order(task, found, FittedOutputs(settings))
+    return _in_order(task, found, QronosTarget(settings))
 
 
 def _in_order(task: Task, found: Adjustment, target: GptqTarget) -> Adjustment:

@@ -85,7 +85,7 @@ class GptqTarget:
             damp = min(mean, max(10 * damp, 1e-4 * mean))
 
 
-class FloatOutputs(GptqTarget):
+class GptaqTarget(GptqTarget):
     """GPTAQ's: the outputs of the float network, as far as columns that are rounded later can make up for other
     inputs."""
 
@@ -107,7 +107,7 @@ class FloatOutputs(GptqTarget):
         return torch.addmm(weight, later.T, weight, alpha=self.settings.alpha), None
 
 
-class FittedOutputs(GptqTarget):
+class QronosTarget(GptqTarget):
     """Qronos': the outputs of the float network, by the weight that fits them best on the inputs of this one."""
 
     settings: QronosConfig

@@ -18,9 +18,9 @@ from quantizer.api.observers import OBSERVERS, ObserverBase
 from quantizer.atomic import replace_file
 from quantizer.config.algorithm_settings import AlgoConfig, PreQuantOptConfig
 from quantizer.config.algorithms import ALGORITHMS
+from quantizer.config.aliases import canonical
 from quantizer.config.document import Document
 from quantizer.config.load import LoadResult, check_document, default_config, load_config
-from quantizer.config.spellings import canonical
 from quantizer.config.typed_fields import check, checked
 from quantizer.config.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
 from quantizer.config.wording import a_kind

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from quantizer.config.algorithm_schema import form_schema
 from quantizer.config.algorithms import ALGORITHMS
+from quantizer.config.aliases import other_spelling
 from quantizer.config.diagnostics import Diagnostic, Edit, Fix
 from quantizer.config.document import Document, pointer_to
 from quantizer.config.form import Form, form_of
 from quantizer.config.missing_keys import HELP_FOR_MISSING, Path, completions, missing_keys
-from quantizer.config.spellings import other_spelling
 from quantizer.config.suggestions import TYPE_WORDS, bounds, help_for_key, help_for_value, key_fixes, value_fixes
 from quantizer.config.wording import listed, quoted
 

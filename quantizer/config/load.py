@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from quantizer.config import hierarchical, layered
+from quantizer.config.aliases import canonical
 from quantizer.config.check_algorithms import check_algorithms
 from quantizer.config.check_hierarchical import check_hierarchical
 from quantizer.config.check_layered import check_layered
@@ -22,7 +23,6 @@ from quantizer.config.form import Form, form_of
 from quantizer.config.model import Config, ConfigRule
 from quantizer.config.read import parse_document, read_text
 from quantizer.config.resources import load_resource
-from quantizer.config.spellings import canonical
 
 MANY = 200
 """From so many structural errors on, what the file means is not looked at: most of it is not there."""

@@ -26,8 +26,8 @@ from quantizer.errors import ModelError, UsageError
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.onnx_nodes import BLOCKS, Emission, quantize_activation, quantize_weights, refusal
-from quantizer.export.onnx_sessions import verify_sessions
 from quantizer.export.onnx_tensors import INT32, activation_carrier, carrier_of
+from quantizer.export.onnx_verify import verify_sessions
 from quantizer.export.torch_pt2 import exported
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import quiet

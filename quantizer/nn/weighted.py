@@ -70,7 +70,9 @@ class ChannelScale(Layer):
 
 
 class _Recurrent(_Filled, nn.RNNBase):
-    """Quantizes the weights and its view of the inputs; results, a tuple, are quantized where they are taken out."""
+    """Quantizes its view of the inputs. Weights have quantizers as in every layer (`Layer.attach`); results, a tuple, are
+    quantized where they are taken out.
+    """
 
     def forward(self, input: Tensor, hx: Tensor | list[Tensor]) -> Any:  # noqa: A002 - as torch names it
         """Outputs, then the last state (an LSTM's last cell state, too), as torch's operator returns them."""

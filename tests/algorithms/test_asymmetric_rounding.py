@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from quantizer.algorithms.adjustment import Adjustment, Run, Task, adjusted
 from quantizer.algorithms.gptq import gptaq, gptq, qronos
 from quantizer.algorithms.gptq_layers import Member, round_layers
-from quantizer.algorithms.gptq_target import FittedOutputs, FloatOutputs, GptqTarget, Products
+from quantizer.algorithms.gptq_target import GptaqTarget, GptqTarget, Products, QronosTarget
 from quantizer.algorithms.gram import Drift, Gram
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.algorithms import ColumnRounding, GPTAQConfig, GPTQConfig, QronosConfig
@@ -142,19 +142,19 @@ def test_both_do_what_their_papers_define(seed: int) -> None:
     qparams = nearest_qparams(CHANNELS, weight)
     asymmetric, fitted = GPTAQConfig(desc_act=False), QronosConfig(alpha=1e-3, desc_act=False)
     expected = gptaq_by_definition(weight, f, x, asymmetric, qparams)
-    assert torch.allclose(rounded_weight(weight, f, x, FloatOutputs(asymmetric)), expected, atol=1e-5)
+    assert torch.allclose(rounded_weight(weight, f, x, GptaqTarget(asymmetric)), expected, atol=1e-5)
     largest = float(torch.linalg.eigvalsh(x.T.double() @ x.double())[-1])
-    assert FittedOutputs(fitted).damping(x.T @ x) == pytest.approx(1e-3 * largest, rel=1e-2)
-    expected = qronos_by_definition(weight, f, x, FittedOutputs(fitted).damping(x.T @ x), qparams)
-    assert torch.allclose(rounded_weight(weight, f, x, FittedOutputs(fitted)), expected, atol=1e-5)
+    assert QronosTarget(fitted).damping(x.T @ x) == pytest.approx(1e-3 * largest, rel=1e-2)
+    expected = qronos_by_definition(weight, f, x, QronosTarget(fitted).damping(x.T @ x), qparams)
+    assert torch.allclose(rounded_weight(weight, f, x, QronosTarget(fitted)), expected, atol=1e-5)
 
 
 def test_four_weights_come_near_to_the_best_of_all_choices() -> None:
     """The outputs of the float network against all 8^4 roundings, in the mean of 40 draws."""
     aims = {
         "gptq": GptqTarget(GPTQConfig()),
-        "gptaq": FloatOutputs(GPTAQConfig(alpha=1.0)),
-        "qronos": FittedOutputs(QronosConfig()),
+        "gptaq": GptaqTarget(GPTAQConfig(alpha=1.0)),
+        "qronos": QronosTarget(QronosConfig()),
     }
     errors: dict[str, list[float]] = {name: [] for name in (*aims, "best")}
     codes = torch.cartesian_prod(*(torch.arange(-4.0, 4.0),) * 4)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from quantizer.cli.main import run_command
+from quantizer.config.aliases import KEYS, TYPES, VALUES
 from quantizer.config.load import load_config
 from quantizer.config.resources import load_resource
-from quantizer.config.spellings import KEYS, TYPES, VALUES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "hierarchical.md").read_text("utf-8")

@@ -24,7 +24,7 @@ from quantizer.engine.solution import Solution
 from quantizer.errors import VerificationError
 from quantizer.export.deployment import Deployment
 from quantizer.export.onnx_qdq import export
-from quantizer.export.onnx_sessions import verify_sessions
+from quantizer.export.onnx_verify import verify_sessions
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
