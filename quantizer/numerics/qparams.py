@@ -204,11 +204,10 @@ def qparams_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> QPar
     >>> round(qparams.scale.item(), 6), qparams.zero_point.item()
     (0.01, 100)
     """
-    if torch.compiler.is_compiling():  # a trace must not ask how many there are
-        return _qparams(step_from_range(low, high, code_range), low, code_range)
-    if isinstance(code_range, FloatRange) and _bits_say_all(low.dtype, code_range):
+    is_traced = torch.compiler.is_compiling()  # a trace must not ask how many there are
+    if not is_traced and isinstance(code_range, FloatRange) and _bits_say_all(low.dtype, code_range):
         return _shared_scale(low, high, code_range)
-    if low.numel() <= FEW:
+    if is_traced or low.numel() <= FEW:
         return _qparams(step_from_range(low, high, code_range), low, code_range)
     scale, zero_point = (torch.empty_like(low, dtype=dtype) for dtype in (torch.float32, torch.int32))
     parts = (torch.split(end.view(-1), FEW) for end in (low, high, scale, zero_point))
