@@ -70,8 +70,8 @@ class ChannelScale(Layer):
 
 
 class _Recurrent(_Filled, nn.RNNBase):
-    """Quantizes its view of the inputs. Weights have quantizers as in every layer (`Layer.attach`); results, a tuple, are
-    quantized where they are taken out.
+    """Quantizes its view of the inputs. Weights have quantizers as in every layer (`Layer.attach`); results, a tuple,
+    are quantized where they are taken out.
     """
 
     def forward(self, input: Tensor, hx: Tensor | list[Tensor]) -> Any:  # noqa: A002 - as torch names it
