@@ -105,24 +105,17 @@ def place(x: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor, 
     >>> place(torch.tensor([[0.6, 7.0]]), QuantizationSpec(), torch.tensor(0.5), torch.tensor(0)).tolist()
     [[0.5, 7.0]]
     """
-    axis = axis_of(spec)
-    if spec.qscheme not in ("per_group", "per_token"):
-        return _place(x, spec, scale, zero_point, axis, inplace)
-    cut = spec.qscheme, axis, spec.group_size
-    rows = to_rows(x, *cut)
-    out = _place(rows, spec, scale.reshape(-1), zero_point.reshape(-1), 0, inplace)
-    return from_rows(out, tuple(x.shape), *cut)
-
-
-def _place(
-    x: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor, axis: int | None, inplace: bool
-) -> Tensor:
-    """The same with scales of shape () or (C,)."""
-    kind = "plain" if torch.compiler.is_compiling() else "inplace" if inplace else "copy"  # a trace unrolls block loops
-    integer, floating = _FORMS[kind]
-    if spec.dtype != "int":
-        return floating(x, scale, spec.dtype, ch_axis=axis)
-    return integer(x, scale, zero_point, spec.quant_min, spec.quant_max, spec.round_mode, ch_axis=axis)
+    axis, shape = axis_of(spec), tuple(x.shape)
+    cut = (spec.qscheme, axis, spec.group_size) if spec.qscheme in ("per_group", "per_token") else None
+    if cut:
+        x, scale, zero_point, axis = to_rows(x, *cut), scale.reshape(-1), zero_point.reshape(-1), 0
+    # A trace would unroll the loops over blocks.
+    integer, floating = _FORMS["plain" if torch.compiler.is_compiling() else "inplace" if inplace else "copy"]
+    if spec.dtype == "int":
+        out = integer(x, scale, zero_point, spec.quant_min, spec.quant_max, spec.round_mode, ch_axis=axis)
+    else:
+        out = floating(x, scale, spec.dtype, ch_axis=axis)
+    return from_rows(out, shape, *cut) if cut else out
 
 
 _FORMS = {
