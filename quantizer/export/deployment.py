@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantizer.engine.calibrated import Calibrated
+from quantizer.engine.calibrated import Calibrated, call_of_shapes
+from quantizer.engine.fingerprint import input_shapes
 from quantizer.engine.solution import Solution, encoded, quantized_network
 from quantizer.graph.ir import Graph, references
 from quantizer.nn.network import Network
@@ -79,16 +80,10 @@ class Deployment:
         """The call with zeros for values and, where the batch may vary, two samples: torch takes a batch of one for a
         constant.
         """
-        leaves, spec = pytree.tree_flatten((self.args, dict(self.kwargs)))
-        inputs = [node for node in self.graph.nodes if node.op == "input"]
-        blanks = [
-            torch.zeros([2 if size is None else size for size in node.shape or ()], dtype=leaf.dtype)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for node, leaf in zip(inputs, leaves, strict=True)
-        ]
-        args, kwargs = pytree.tree_unflatten(blanks, spec)
-        return args, kwargs
+        shapes = [shape and [2 if size is None else size for size in shape] for shape in input_shapes(self.graph)]
+        call = call_of_shapes(self.args, self.kwargs, shapes)
+        assert call is not None  # it has the inputs of the graph
+        return call
 
 
 def tensor_leaves(output: Any) -> list[Tensor]:

@@ -104,20 +104,13 @@ def place(x: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor, 
     >>> place(torch.tensor([[0.6, 7.0]]), QuantizationSpec(), torch.tensor(0.5), torch.tensor(0)).tolist()
     [[0.5, 7.0]]
     """
-    axis = axis_of(spec)
-    if spec.qscheme not in ("per_group", "per_token"):
-        return _place(x, spec, scale, zero_point, axis, inplace)
-    cut = spec.qscheme, axis, spec.group_size
-    rows = to_rows(x, *cut)
-    out = _place(rows, spec, scale.reshape(-1), zero_point.reshape(-1), 0, inplace)
-    return from_rows(out, tuple(x.shape), *cut)
-
-
-def _place(
-    x: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor, axis: int | None, inplace: bool
-) -> Tensor:
-    """The same with scales of shape () or (C,)."""
-    if spec.dtype != "int":
-        return fake_cast(x, scale, spec.dtype, axis, inplace=inplace)
-    bounds = spec.quant_min, spec.quant_max
-    return fake_quantize(x, scale, zero_point, *bounds, spec.round_mode, axis, inplace=inplace)
+    axis, shape = axis_of(spec), tuple(x.shape)
+    cut = (spec.qscheme, axis, spec.group_size) if spec.qscheme in ("per_group", "per_token") else None
+    if cut:
+        x, scale, zero_point, axis = to_rows(x, *cut), scale.reshape(-1), zero_point.reshape(-1), 0
+    if spec.dtype == "int":
+        bounds = spec.quant_min, spec.quant_max
+        out = fake_quantize(x, scale, zero_point, *bounds, spec.round_mode, axis, inplace=inplace)
+    else:
+        out = fake_cast(x, scale, spec.dtype, axis, inplace=inplace)
+    return from_rows(out, shape, *cut) if cut else out
