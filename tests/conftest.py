@@ -17,6 +17,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; set before t
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests begin first, so that no worker is left with one at the end; those on real models share what they load."""
+    items.sort(key=lambda item: ("slow" not in item.keywords, "examples" not in item.path.parts))
+
+
 @pytest.fixture(autouse=True)
 def _any_width(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables are as wide as in a pipe, whatever the terminal that tests are started from."""

@@ -24,7 +24,8 @@ from quantizer.nn.network import Network
 # to 3e-3, GPTQ meets all three gates on two, closes 70 to 95 % at 2 bits and 57 to 70 % at 3. On this one, with 512
 # calibration sequences instead of 256, it closes 50, 64 and 88 %: a few points are chance.
 CLOSED = {4: 0.4, 2: 0.8}
-ALGORITHMS_IN_ORDER = [("gptq",), ("gptaq",), ("qronos",), ("awq", "gptq")]
+SCORED = 512
+ALGORITHMS_IN_ORDER = {4: [("gptq",), ("awq", "gptq")], 2: [("gptq",), ("gptaq",), ("qronos",), ("awq", "gptq")]}
 
 
 @torch.no_grad()
@@ -45,22 +46,18 @@ def float_perplexity(count: int) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", CLOSED)
 def test_most_of_the_gap_is_closed(bits: int) -> None:
-    """All linear layers, symmetric per output channel; 8 bits leave no gap, so little text shows that none appears."""
-    learned, scored = (32, 64) if bits == 8 else (256, 512)
-    calibration = torch.split(sequences(TRAINED_ON, learned, seed=7), 16)
+    """All linear layers, symmetric per output channel."""
+    calibration = torch.split(sequences(TRAINED_ON, 256, seed=7), 16)
     task = task_of(trained(), calibration, replace(CHANNELS, bit_width=bits))
     weights = {name: weight_of(task.graph, name) for name in layer_names(task.graph)}
     plain_weights = {
         name: {"weight": to_nearest(weight, task.specs[name, "weights"])} for name, weight in weights.items()
     }
-    float_, plain = float_perplexity(scored), perplexity(with_weights(task.graph, plain_weights), scored)
+    float_, plain = float_perplexity(SCORED), perplexity(with_weights(task.graph, plain_weights), SCORED)
     assert len(weights) == 19
-    for names in ALGORITHMS_IN_ORDER:
+    for names in ALGORITHMS_IN_ORDER[bits]:
         found = Adjustment()
         for name in names:
             found = load_run(name)(task, ALGORITHMS[name](), found)
-        left = perplexity(adjusted(task.graph, found, rounded=True), scored)
-        if bits == 8:
-            assert [left, plain] == pytest.approx([float_, float_], rel=1e-3)
-        else:
-            assert (plain - left) / (plain - float_) >= CLOSED[bits]
+        left = perplexity(adjusted(task.graph, found, rounded=True), SCORED)
+        assert (plain - left) / (plain - float_) >= CLOSED[bits]

