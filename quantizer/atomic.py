@@ -1,7 +1,5 @@
 """Replaces a file whole or not at all: temporary sibling, fsync, rename. Raises plain OSError; imports no torch."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile

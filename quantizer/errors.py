@@ -1,7 +1,5 @@
 """What can go wrong for a user, one class per exit code. Imports nothing; only `cli` turns these into an exit."""
 
-from __future__ import annotations
-
 TORCH = ("torch", "safetensors")
 """The packages of the extra `torch`, which a plain install lacks."""
 

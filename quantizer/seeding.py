@@ -1,7 +1,5 @@
 """The one place that seeds the global random generators, which the user's own data and models may draw from."""
 
-from __future__ import annotations
-
 import random
 import sys
 

@@ -1,7 +1,5 @@
 """The values of a network for all batches at once, in memory up to a budget, beyond that in files that vanish."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile

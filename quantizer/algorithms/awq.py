@@ -5,8 +5,6 @@ are computed from the Gram matrix of the inputs, so each group's inputs are look
 measure of a channel: the root mean square, where the paper has the mean magnitude.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Changes biases only, after their quantization, and never a layer that runs in float.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 
 import torch

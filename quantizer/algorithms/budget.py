@@ -1,7 +1,5 @@
 """Chooses one option for each item under a budget, at the least total error. Knows neither layers nor bits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

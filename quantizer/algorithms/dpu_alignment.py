@@ -4,8 +4,6 @@ The limits are those that pytorch_nndct 3.5 (Vitis AI) checks before it hands a 
 tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

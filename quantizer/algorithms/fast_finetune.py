@@ -3,8 +3,6 @@
 Changes weights and their scales only, and no output channel so that it ends worse than round-to-nearest left it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast

@@ -3,8 +3,6 @@
 Where the division goes is the group's `Fold`, or else a layer of its own. Chooses no factors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

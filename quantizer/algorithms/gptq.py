@@ -3,8 +3,6 @@
 Knows no way of rounding; `round_layers` does. Where the three differ is in `gptq_target`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

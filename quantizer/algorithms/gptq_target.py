@@ -6,8 +6,6 @@ Qronos: Zhang et al., "Qronos: Correcting the Past by Shaping the Future... in P
 2505.11695).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

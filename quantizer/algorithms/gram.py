@@ -1,7 +1,5 @@
 """Sums of products of what layers read over the calibration data. Sees inputs, no outputs; solves nothing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property

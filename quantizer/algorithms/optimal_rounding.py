@@ -7,8 +7,6 @@ so that a column of W is a run of memory.
 """
 
 # ruff: noqa: N803, N806 - the paper's letters
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

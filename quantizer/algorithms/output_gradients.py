@@ -3,8 +3,6 @@
 Linear: what it says is true of small changes. Rounds nothing itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence

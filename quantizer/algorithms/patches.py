@@ -3,8 +3,6 @@
 Gathers and reshapes; solves nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

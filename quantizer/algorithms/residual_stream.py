@@ -3,8 +3,6 @@
 Starts at what a norm reads and takes in whatever must turn with it; no names, no table of architectures.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ R1 turns the residual stream, R2 the values of attention heads, both in the weig
 activation function makes, by a layer of its own (names as in SpinQuant, Liu et al. 2024, arXiv:2405.16406).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 

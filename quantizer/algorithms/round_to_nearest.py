@@ -1,7 +1,5 @@
 """Round-to-nearest of a weight, which every other rounding is measured against, the measure, and rows to search on."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec

@@ -8,8 +8,6 @@ weights and scales of one layer at a time; here each scale is chosen for the lay
 in AdaRound.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

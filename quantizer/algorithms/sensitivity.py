@@ -1,7 +1,5 @@
 """What round-to-nearest of single weights costs: errors of layers' outputs, noise of the network's. Decides nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """`calibrate` and `load`: the pipeline from Python, for both file forms, with the files and sentences of the shell."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path

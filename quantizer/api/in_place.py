@@ -1,7 +1,5 @@
 """What `ModelQuantizer.quantize_model` does: runs the pipeline on a module tree, all of it or nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import tee
 from typing import Any

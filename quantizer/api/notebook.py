@@ -1,7 +1,5 @@
 """What a notebook shows: tables as HTML, and progress as bars. Elsewhere a run reports to the log."""
 
-from __future__ import annotations
-
 import html
 import sys
 from typing import Any

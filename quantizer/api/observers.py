@@ -1,7 +1,5 @@
 """The calibration methods by the names that a `QuantizationSpec` gives them. Names only: no tensors, no instances."""
 
-from __future__ import annotations
-
 from quantizer.errors import UsageError
 
 

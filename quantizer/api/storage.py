@@ -3,8 +3,6 @@
 Holds data only, no code: a float model of the same architecture takes it up.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 Changes nothing: what comes of it is complete, and only has to be put in its places.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping

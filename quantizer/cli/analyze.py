@@ -1,7 +1,5 @@
 """`quantizer analyze`: what each weight's width costs, and the config with the best widths under a budget."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

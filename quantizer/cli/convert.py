@@ -1,7 +1,5 @@
 """`quantizer convert`: a config file in the other form, if that form can say it. Imports no torch."""
 
-from __future__ import annotations
-
 import json
 
 import click

@@ -1,7 +1,5 @@
 """What test mode does besides, if asked: `--exact` runs the DPU's integers, `--deploy` writes for other runtimes."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`quantizer explain`: the page of a code or of a config key, the list of them, or what holds for one layer."""
 
-from __future__ import annotations
-
 import importlib
 import re
 

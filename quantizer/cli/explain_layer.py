@@ -1,7 +1,5 @@
 """`quantizer explain --model M LAYER`: what holds for one layer, in the file's words, and where the file says it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

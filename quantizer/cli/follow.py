@@ -1,7 +1,5 @@
 """A run's events at the shell: bars on a terminal, a line every ten seconds elsewhere, messages and findings."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """`--gate 'sqnr_db>=20'`: a comparison of a metric with a number that decides the exit code."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping

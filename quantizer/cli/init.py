@@ -1,7 +1,5 @@
 """`quantizer init`: writes a preset as a config to start from. Imports no torch."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`quantizer inspect`: the layers of a model, with the names a config may use, and what can be quantized."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

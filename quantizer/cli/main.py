@@ -1,7 +1,5 @@
 """The command `quantizer`: finds the subcommand, and turns every error into a sentence and an exit code."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """`quantizer plan`: what a config does to a model, before any calibration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

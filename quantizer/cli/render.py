@@ -1,7 +1,5 @@
 """Shows diagnostics: text with excerpts, JSON, GitHub annotations, SARIF. Changes none of them."""
 
-from __future__ import annotations
-
 import json
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`--quant_mode float|calib|test`: one function each, from options to an exit code."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Collection

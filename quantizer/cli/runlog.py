@@ -1,7 +1,5 @@
 """run.json and run.log: how a run began, what it reported, how it ended; alone they differ between equal runs."""
 
-from __future__ import annotations
-
 import logging
 import platform
 import resource

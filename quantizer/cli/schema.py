@@ -1,7 +1,5 @@
 """`quantizer schema`: the JSON Schemas, for editors and other tools. Imports no torch."""
 
-from __future__ import annotations
-
 import click
 
 from quantizer.cli.options import command

@@ -1,7 +1,5 @@
 """What the commands about a model share: load it, trace it, plan it, and tell the user what was found on the way."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """How a command shows its tables of layers: for eyes on a terminal, for programs everywhere else."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`quantizer validate`: checks config files and says all that is wrong with them. Imports no torch."""
 
-from __future__ import annotations
-
 from difflib import unified_diff
 
 import click

@@ -1,7 +1,5 @@
 """The schemas' part on algorithms, made from their settings; docs/generate.py writes it into the files for editors."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Mapping
 from dataclasses import fields

@@ -1,8 +1,6 @@
 """How an algorithm's settings are declared: a dataclass is the one definition that file keys, defaults, schema, pages
 and the Python API come from. Knows no algorithm; `algorithms.py` is the table of them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field

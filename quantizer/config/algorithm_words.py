@@ -1,7 +1,5 @@
 """Reads entries of `algo_config`, `pre_quant_opt_config` and `algorithms`, and writes them. Checks nothing."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints

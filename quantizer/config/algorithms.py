@@ -4,8 +4,6 @@ Source of names, order and defaults (but that of `static_groups`) in SmoothQuant
 additions: AMD Quark for PyTorch, `quark.torch.quantization.config.config`. Imports no torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Older and newer spellings of the hierarchical form's words, turned into its own, with a note for each."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 

@@ -2,8 +2,6 @@
 
 Knows no algorithm by name: what there is to check of one is in its settings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

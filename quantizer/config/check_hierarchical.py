@@ -1,7 +1,5 @@
 """Checks what a file of the hierarchical form means: each level merged with the global one, against the rule book."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Checks what a file of the layered form means: the rules on every merged spec, and parameters that nothing reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

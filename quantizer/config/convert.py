@@ -1,7 +1,5 @@
 """A config of either file form as a document of the other form, and what that form has no words for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """Findings about a config file as values: a code, a sentence, a place. Nothing here prints or exits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal

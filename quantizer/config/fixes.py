@@ -1,7 +1,5 @@
 """Tries proposed fixes on a copy of the file, against all rules: only those that hold are offered and written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product

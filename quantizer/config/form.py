@@ -1,7 +1,5 @@
 """Tells the two file forms apart by their keys, and gives the blocks of their schemas. Reads no file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Translates the hierarchical form (global, layer type, layer name, exclude) into `Config`. Its words end here."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Translates the layered form (overall, tensor, layer blocks) into `Config`, and specs back into its words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal

@@ -2,8 +2,6 @@
 
 A document of either form is checked against its schema; then what the sound part of it means is checked."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The keys that a file lacks, and what to write for them, after the members that are there and laid out like them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import ChainMap

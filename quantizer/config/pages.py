@@ -1,7 +1,5 @@
 """The pages of the config's keys and of the codes, made from the schemas; docs/config and docs/rules.md hold them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache

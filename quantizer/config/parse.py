@@ -1,8 +1,6 @@
 """The JSON grammar (RFC 8259) with positions. Goes on after what it can understand (comments, trailing commas,
 duplicate keys, NaN), so that one run shows all of it; stops at what it cannot."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

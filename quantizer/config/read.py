@@ -1,7 +1,5 @@
 """Reads a file into a `Document`. Every fault of syntax or encoding is a diagnostic; only `ConfigError` escapes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

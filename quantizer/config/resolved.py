@@ -1,7 +1,5 @@
 """The config as it took effect, in the words of its file form: every global switch written out, comments gone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any

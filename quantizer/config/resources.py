@@ -1,7 +1,5 @@
 """Finds the schemas and presets, in a checkout and in an installed wheel alike. Reads nothing else."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

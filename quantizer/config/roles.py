@@ -1,7 +1,5 @@
 """The words for a layer's tensors: "weights", "bias", "activation", "input", with a suffix where it has several."""
 
-from __future__ import annotations
-
 from typing import cast
 
 from quantizer.config.model import Role

@@ -1,7 +1,5 @@
 """What to write instead of a wrong key or value, the likeliest first. Reads the schema; finds no errors itself."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """Checks the fields of public dataclasses against their annotations, in sentences. Knows no field by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """The enumerations of the hierarchical form, by the names its files and its Python API use. No tensors."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 

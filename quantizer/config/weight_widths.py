@@ -1,7 +1,5 @@
 """A config file's document with other widths for the weights of single layers, in the file's own form. No tensors."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Small words of messages: how a value is quoted, what is closest to a misspelt word. No rules, no places."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

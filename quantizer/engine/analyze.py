@@ -1,7 +1,5 @@
 """Which widths the weights of single layers may have, what each costs, and the best choice under a budget of size."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

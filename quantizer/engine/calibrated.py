@@ -1,7 +1,5 @@
 """A calibrated network beside the float one: fresh from the pipeline, or from a result folder. What test mode runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """What interrupted stages of a run need to go on: files of one folder, consistent after a stop at any write."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import time

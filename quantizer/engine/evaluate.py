@@ -1,7 +1,5 @@
 """Float and quantized network on the same batches, node by node: what each tensor and the output lose."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

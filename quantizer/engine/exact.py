@@ -3,8 +3,6 @@
 Codes, int32 accumulators, shifts with the rounding of each tensor's spec. It executes and compares; it decides nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

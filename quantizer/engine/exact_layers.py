@@ -4,8 +4,6 @@ An operator without a row here, and one whose tensors have no power-of-two scale
 hardswish rounds inside, as the device does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Fast finetuning of a whole solution: both networks side by side, and a last look at what they return."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import statistics

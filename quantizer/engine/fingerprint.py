@@ -1,7 +1,5 @@
 """What a calibration was made of, so that results are never used with something else. Hashes contents, not files."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Puts what a calibration found on a module tree, in place. Ties of parameters are kept where both ends agree."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 
 import torch

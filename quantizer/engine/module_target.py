@@ -1,7 +1,5 @@
 """The modules of a model where they stand, as the target of a calibration. What only a trace can do is refused."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager

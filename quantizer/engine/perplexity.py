@@ -1,7 +1,5 @@
 """Perplexity: how well a language model's logits predict the tokens of a text. Runs no model."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 The shell, Python and quantization in place run these steps. Writing, testing and exporting come after them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Files of a result folder, JSON and safetensors, each whole or not there; and the folder's lock."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """A solution as the result folder has it: files of tensors, and what a header says of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The result folder: what calibration leaves and how test mode reads it back. quant_info.json is written last."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Each is a function that its settings name.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import statistics

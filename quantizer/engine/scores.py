@@ -1,7 +1,5 @@
 """Test mode: the quantized network against the float one on the same batches, and the user's own metrics of both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What a config is applied to: a traced network, or (in `module_target`) the modules of a model where they stand."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext

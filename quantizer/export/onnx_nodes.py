@@ -2,8 +2,6 @@
 codes. Knows no network.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -4,8 +4,6 @@ torch.onnx translates the network with a mark where each activation is quantized
 become codes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Integer codes as ONNX stores them: which type holds them, and its bytes. Knows no graph."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

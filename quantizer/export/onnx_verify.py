@@ -1,7 +1,5 @@
 """Runs a model in ONNX Runtime, without optimizations and as its users do, and refuses one that is not test mode's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace

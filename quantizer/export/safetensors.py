@@ -1,7 +1,5 @@
 """The .safetensors target: codes, scales and zero points by layer name. Holds no graph."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ quantizer.
 The program has the batch left open and no traces of where and from what it was made.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A rule is given a call on labels, numbers of channels that lie where the values 
 operator makes. It knows one call, no graph.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

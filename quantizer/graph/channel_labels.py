@@ -4,8 +4,6 @@ A label is the number of a channel, or `NONE`. How an operator moves them is its
 in memory once: axes along which they are all alike have stride 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From an exported program to our graph: canonical operators, arguments by name, in-place ones made functional."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """How a node is written down, for the executor and the generated code: class in `quantizer.nn`, arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

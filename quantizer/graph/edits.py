@@ -1,7 +1,5 @@
 """Changes to a traced graph: weights by their channels, other parameters, layers between a value and its readers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The readable `<Model>.py`: a line per layer, ending in its name, and a straight forward; literals only."""
 
-from __future__ import annotations
-
 import json
 import keyword
 from typing import Any

@@ -3,8 +3,6 @@
 What a config says of it is held against what the graph shows; every name is checked, all at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Where the channels of a value can be divided by factors, exactly: found by following channels through the graph."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace

@@ -2,8 +2,6 @@
 of those. Plain in-place operators stay: renaming values expresses them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from torch import fx

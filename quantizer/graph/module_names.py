@@ -1,7 +1,5 @@
 """The modules of a traced model by their dotted paths, layers by those of their modules, names relative to a block."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 

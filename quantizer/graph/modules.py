@@ -3,8 +3,6 @@
 Names, scopes and operators are those that a trace would give where each layer is called once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

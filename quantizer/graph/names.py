@@ -1,7 +1,5 @@
 """The only maker of layer names: `<Model>::<Model>/<Class>[<attr>]/…/<op>`, from the model's structure alone."""
 
-from __future__ import annotations
-
 import itertools
 import keyword
 import re

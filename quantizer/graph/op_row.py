@@ -1,7 +1,5 @@
 """What a row of the table of operators (`ops`) says."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -3,8 +3,6 @@
 An operator without a row is legal: it runs as torch runs it, stays float, and `inspect` lists it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from quantizer.graph.axis_rules import (

@@ -3,8 +3,6 @@
 Found on the traced graph alone, for any architecture; a config may name parts of it. Computes nothing on weights.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Operators as torch traces and runs them: targets, packets, named arguments. Knows torch's schemas, not the graph."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any

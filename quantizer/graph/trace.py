@@ -1,7 +1,5 @@
 """From a module and one example batch to a `Graph`, through `torch.export` with a dynamic batch dimension."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io

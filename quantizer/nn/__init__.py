@@ -1,7 +1,5 @@
 """The layers of quantized networks, for traced graphs and for the generated code alike."""
 
-from __future__ import annotations
-
 from quantizer.graph.describe import FUNCTION_LAYERS
 from quantizer.nn.dpu_layers import DpuAvgPool2d as DpuAvgPool2d
 from quantizer.nn.dpu_layers import DpuHardsigmoid as DpuHardsigmoid

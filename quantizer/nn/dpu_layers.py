@@ -1,7 +1,5 @@
 """The layers that the DPU approximates, in float: exact with power-of-two scales. Knows no codes and no overflow."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Quantization with a range found each time: of the tensor at hand, or of each of its rows. Keeps nothing."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """A layer that is one torch function, with its constants fixed and, for normalizations, its own parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

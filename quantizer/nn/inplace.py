@@ -3,8 +3,6 @@
 Finds no scales and decides nothing. The quantized layers of traced graphs are in `weighted`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import cache, partial

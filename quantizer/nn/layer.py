@@ -1,7 +1,5 @@
 """What all layers share: quantizers by role. Nothing here knows the graph or the config."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Fills a generated network from weights.safetensors and quant_info.json beside it. Reads data, never code."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

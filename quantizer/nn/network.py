@@ -1,7 +1,5 @@
 """A graph as a module that runs it node by node. It executes and lets others look; it decides nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers that algorithms insert: factors of channels, or a rotation. Exact in float; nothing of them is quantized."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A module tree changes as a whole or not at all. Knows nothing of quantizers."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager

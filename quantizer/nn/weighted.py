@@ -3,8 +3,6 @@
 Gates and states inside recurrent layers stay float, and their state is given by the graph.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

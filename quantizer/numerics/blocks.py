@@ -1,7 +1,5 @@
 """Elementwise work in cache-sized blocks along memory, each with the scales it needs. A kernel rounds."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 A code is what a format's row stores of a value before it is scaled: an integer, or the value itself in `storage`.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Protocol

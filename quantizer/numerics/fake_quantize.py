@@ -4,8 +4,6 @@ q = clip(round(x / scale) + zero_point, quant_min, quant_max) and x' = (q - zero
 DequantizeLinear of ONNX define them: a division, because x * (1 / scale) gives other codes at half-way points.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

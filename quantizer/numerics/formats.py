@@ -1,7 +1,5 @@
 """The number formats beside plain integers, one row each with all that is particular to it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

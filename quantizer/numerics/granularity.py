@@ -1,7 +1,5 @@
 """One row per scale: how a tensor is cut for per_tensor, per_channel, per_group and per_token. Computes nothing."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

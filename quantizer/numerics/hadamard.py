@@ -1,7 +1,5 @@
 """Orthogonal matrices with entries of nearly equal size, as products of two small factors; no tables of matrices."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@
 Codes are integers held in float64, which is exact below 2^53 and has fast convolutions. Knows no layers.
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """How close two tensors are: SQNR, cosine, top-1 agreement, with sums in float64. Knows nothing of quantization."""
 
-from __future__ import annotations
-
 import math
 
 import torch

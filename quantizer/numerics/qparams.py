@@ -1,7 +1,5 @@
 """From a range of real values to scale and zero point, in float64. Rounds no tensor and knows no rounding mode."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Plain dicts as registries: a decorator that refuses a name twice, and a look-up that helps after a miss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import TypeVar

@@ -13,8 +13,6 @@ std_round  -3  -2  -1   0   1   2   3
 floor      -3  -2  -1   0   0   1   2
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

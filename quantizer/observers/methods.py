@@ -1,7 +1,5 @@
 """The registries: range methods, from the values of a batch to a range, and statistics, from batches to one value."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from statistics import fmean, median, multimode

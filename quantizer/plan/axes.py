@@ -4,8 +4,6 @@ A config may name the axis; otherwise a layer knows its own: output channels hav
 values run along the features that the layer sums over.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What is wrong with a config once it meets a model: findings only, each at the place in the file that causes it."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping, Sequence
 
 from quantizer.config.check_layered import inherits_float, refused_under_float

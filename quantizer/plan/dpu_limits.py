@@ -3,8 +3,6 @@
 The limits are those of DPUCZDX8G_ISA1_B4096 (ZCU102, ZCU104): channel_parallel 16, bank_depth 2048. Sees no config.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

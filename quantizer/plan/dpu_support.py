@@ -3,8 +3,6 @@
 What a compiler decides from a whole network (memory, scheduling) is not seen here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 

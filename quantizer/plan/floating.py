@@ -1,7 +1,5 @@
 """Values that stay float whatever a config says, and why: read off the graph alone, before there is any data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

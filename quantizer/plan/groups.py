@@ -1,7 +1,5 @@
 """Where activations are quantized: what shares one quantization and what needs none. Knows operators, no config."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from quantizer.graph.axis_rules import PADDED, pads_zeros

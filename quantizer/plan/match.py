@@ -1,7 +1,5 @@
 """Which layers a selector finds, and the closest names when it finds none; reporting that is the caller's."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import fnmatch

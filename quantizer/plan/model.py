@@ -1,7 +1,5 @@
 """The plan: for each (layer, role) one spec and where its values came from; for the rest, why it stays float."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

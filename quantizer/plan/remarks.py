@@ -1,7 +1,5 @@
 """What the user should hear of a plan: what passes changed, and which operators stay float."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 

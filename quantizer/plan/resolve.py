@@ -1,7 +1,5 @@
 """Config x graph -> plan. Decides for every tensor whether and how it is quantized; computes nothing on tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """What a plan costs, from the graph alone: bytes of the weights before and after, peak memory of a calibration pass."""
 
-from __future__ import annotations
-
 import math
 
 from quantizer.config.model import QuantizationSpec

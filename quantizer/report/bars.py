@@ -1,7 +1,5 @@
 """Progress as bars, on a terminal or in a notebook. Says nothing else."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 

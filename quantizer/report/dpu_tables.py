@@ -1,7 +1,5 @@
 """Tables about the DPU: its integers against the simulation, and what it can run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 

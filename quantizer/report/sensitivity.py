@@ -1,7 +1,5 @@
 """Tables and figures of an analysis: what each weight's width costs, and which was chosen. Runs nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

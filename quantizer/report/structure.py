@@ -1,7 +1,5 @@
 """Tables of a graph's structure: its blocks, the layers that read one value, and where factors go."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

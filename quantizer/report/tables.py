@@ -1,7 +1,5 @@
 """Rows of plans, layers and damage, as tables for the terminal and as files. Printing is `cli`'s business."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

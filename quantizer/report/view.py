@@ -1,7 +1,5 @@
 """Tables for a terminal: what they call the layers of a network, which rows they show, and how these are laid out."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

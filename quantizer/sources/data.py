@@ -1,7 +1,5 @@
 """How calibration and evaluation data come in: `--data`, or what the model's file offers, as batches. No guessing."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import logging

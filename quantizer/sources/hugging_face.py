@@ -1,7 +1,5 @@
 """Models of a Hugging Face folder, read by transformers from local safetensors alone; no code of the folder is run."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

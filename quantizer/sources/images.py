@@ -1,7 +1,5 @@
 """Image files as batches: finding them, their labels, and the preprocessing that the user states. Needs pillow."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import json

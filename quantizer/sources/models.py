@@ -1,7 +1,5 @@
 """How the user's model comes in: `--model` and `--weights` give a module in eval mode. A Python file is run as code."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping

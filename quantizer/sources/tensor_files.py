@@ -4,8 +4,6 @@ Nothing falls back, and numpy is not needed. Unreadable files are told apart: em
 truncated, pickled code.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import math

@@ -1,7 +1,5 @@
 """Text files as windows of tokens of one length, with targets for perplexity. Knows no model but its input's name."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A tokenizer as a function from text to token ids: of a `tokenizer.json`, a model's folder or the user's file."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable

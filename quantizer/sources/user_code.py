@@ -3,8 +3,6 @@
 The only place that runs foreign code by name: `FILE.py:NAME` or `package.module:NAME`. Leaves `sys.path` as it was.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Puts the weights of a file into a module; checks that they fit and are finite. Weights are data: no code is run."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path

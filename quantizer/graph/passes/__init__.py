@@ -4,8 +4,6 @@ A pass keeps the names of the layers that survive and, unless its row says other
 it never sees a scale.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Operators that do nothing in inference are left out, activations that a device lacks become ones that it has."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from quantizer.graph.ir import Graph, rewire

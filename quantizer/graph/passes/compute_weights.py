@@ -1,7 +1,5 @@
 """A weight that the model computes from trained tensors alone (weight_norm, spectral_norm) is computed once."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Average pooling as the DPU computes it: the sum of a window times m / 2^s. Other averages stay as they are."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A product with a trained matrix is a linear layer: GPT-2 writes its layers as `addmm` with a weight [in, out], Falcon
 as `x @ weight.T`."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from torch import Tensor
