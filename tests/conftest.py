@@ -18,7 +18,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; set before t
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests begin first, so that no worker is left with one at the end; those on real models share what they load."""
+    """Long tests begin first, so that no worker is left with one at the end, and those on real models together."""
     items.sort(key=lambda item: ("slow" not in item.keywords, "examples" not in item.path.parts))
 
 
