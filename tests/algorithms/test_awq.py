@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rescaling import A8, CASES, W4, Outliers, built, difference, quantized_error, task_of
+from rescaling import A8, CASES, FAMILIES, W4, Outliers, built, difference, quantized_error, task_of
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
@@ -127,9 +127,10 @@ def test_any_spec(name: str, spec: QuantizationSpec) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in FAMILIES or name in ("Llama", "GPT2", "T5")])
 def test_the_float_function_stays(name: str) -> None:
-    """Also of grouped-query attention: Llama, Qwen2 and others share a head of values between two of queries."""
+    """Also of grouped-query attention: Llama shares a head of values between two of queries. Factors of all families fold
+    as SmoothQuant's do, which `test_smoothquant` looks at."""
     model, inputs = built(name)
     task = task_of(model, inputs, INT4)
     found = solved(task)
