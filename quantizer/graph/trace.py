@@ -74,13 +74,28 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     try:
         # by the parameters of `forward`, so that `*args` is one tuple; TypeError if it does not take these arguments
         shapes = dict(inspect.signature(module.forward).bind(*spec[0], **spec[1]).arguments) if dynamic else None
-        with quiet(), torch.no_grad(), marked(module):
+        with quiet(), torch.no_grad(), marked(module), _left_as_it_was(module):
             program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
             return functionalize(program, type(module).__name__)
     except ModelError:
         raise
     except Exception as error:
         raise _explain(module, error) from error
+
+
+@contextlib.contextmanager
+def _left_as_it_was(module: nn.Module) -> Iterator[None]:
+    """torch 2.8 leaves fake tensors in recurrent layers' lists of their weights, with which they no longer compute."""
+    layers = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
+    lists = [(vars(child), name, [*vars(child)[name]]) for child in layers for name in _LISTS if name in vars(child)]
+    try:
+        yield
+    finally:
+        for attributes, name, weights in lists:
+            attributes[name] = weights
+
+
+_LISTS = ("_flat_weights", "_flat_weight_refs")
 
 
 @contextlib.contextmanager

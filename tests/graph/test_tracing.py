@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from toys import TOYS, Residual, built, leaves_equal, traced
 
 from quantizer.errors import DataError, ModelError
@@ -28,6 +29,19 @@ def test_network_equals_the_eager_model(name: str, batch: int) -> None:
         output = Network(traced(name))(*args, **kwargs)
     assert leaves_equal(output, expected, TOLERANCE.get(name, 0.0))
     assert type(output) is type(expected)
+
+
+@pytest.mark.parametrize("name", ["recurrent", "gated"])
+def test_the_model_still_computes_what_it_did(name: str, traced_anew: None) -> None:
+    toy = built(name)
+    args, kwargs = toy.call(2)
+    module = copy.deepcopy(toy.module)
+    with torch.no_grad():
+        before = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        trace(module, args, kwargs)
+        after = module(*args, **kwargs)
+    assert leaves_equal(after, before)
+    assert {type(leaf) for leaf in pytree.tree_leaves(after)} == {Tensor}
 
 
 @pytest.mark.parametrize("name", TOYS)
