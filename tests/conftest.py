@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,12 @@ import pytest
 
 if TYPE_CHECKING:
     from deployments import Written
+
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    settings.register_profile("suite", derandomize=True, deadline=None)  # the same examples in each run, however slow
+    settings.load_profile("suite")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; set before torch is imported, and for subprocesses
     os.environ.setdefault("OMP_NUM_THREADS", "1")
