@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from quantizer.cli import session
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.engine.events import Events, Forked, Stage
+from quantizer.engine.events import NOBODY, Events, Forked, Stage
 from quantizer.report.bars import Bars
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ EVERY_S = 10.0
 def progress(*, quiet: bool) -> Events:
     """Who shows how far a run is: a bar on a terminal, but never in CI, else lines; or nobody."""
     if quiet:
-        return Events()
+        return NOBODY
     return Bars(session.console(stderr=True)) if sys.stderr.isatty() and not os.environ.get("CI") else Lines()
 
 

@@ -16,6 +16,7 @@ from quantizer.engine.result_files import read_json, read_tensors, write_json, w
 from quantizer.errors import DataError, QuantizerError, ResultError
 
 EVERY_S = 30.0  # seconds of work that a kill may cost
+FORMAT = 2  # 2: nested values (`snapshot_of`)
 AGAIN = "run without --resume"
 
 
@@ -26,7 +27,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, name: str, key: Mapping[str, Any]) -> None:
-        self._info, self._key = folder / f"checkpoint.{name}.json", dict(key)
+        self._info, self._key = folder / f"checkpoint.{name}.json", {"format": FORMAT, **key}
         self._files: dict[int, str] = {}  # checksum by number
         self._stored: dict[int, tuple[Tensor, int, str]] = {}  # by id: the tensor, its file and its name there
         self._is_ours = False
@@ -155,9 +156,16 @@ def snapshot_of(value: Any, data: Mapping[str, Any] | None = None) -> Snapshot:
 
 
 def value_of(snapshot: Snapshot) -> Any:
-    """The inverse of `snapshot_of`."""
-    leaves = [snapshot.tensors.get(str(at), value) for at, value in enumerate(snapshot.state["values"])]
-    return pytree.tree_unflatten(leaves, pytree.treespec_loads(snapshot.state["structure"]))
+    """The inverse of `snapshot_of`.
+
+    Raises:
+        ResultError: it is of something else.
+    """
+    try:
+        leaves = [snapshot.tensors.get(str(at), value) for at, value in enumerate(snapshot.state["values"])]
+        return pytree.tree_unflatten(leaves, pytree.treespec_loads(snapshot.state["structure"]))
+    except (AssertionError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        raise ResultError(f"the checkpoint is damaged: {error}", help=AGAIN) from error
 
 
 def register(*classes: type) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,24 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     Checkpoint(tmp_path, "stage", KEY).save(snapshots()[0])
     with pytest.raises(ResultError, match="belongs to another run: seed differs"):
         Checkpoint(tmp_path, "stage", KEY | {"seed": 1}).restore()
+
+
+def test_a_checkpoint_of_an_older_version_is_refused(tmp_path: Path) -> None:
+    Checkpoint(tmp_path, "stage", KEY).save(snapshots()[0])
+    path = tmp_path / "checkpoint.stage.json"
+    content = json.loads(path.read_text())
+    del content["key"]["format"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ResultError, match="belongs to another run: format differs"):
+        Checkpoint(tmp_path, "stage", KEY).restore()
+
+
+@pytest.mark.parametrize("change", [{"structure": "no JSON"}, {"structure": None}, {"values": [1]}, {"values": 3}])
+def test_a_damaged_value_is_refused(change: dict[str, Any]) -> None:
+    given = checkpoint.snapshot_of({"a": torch.ones(2), "b": (1, "x")})
+    assert checkpoint.value_of(given)["b"] == (1, "x")
+    with pytest.raises(ResultError, match="the checkpoint is damaged"):
+        checkpoint.value_of(Snapshot(given.tensors, {**given.state, **change}))
 
 
 @pytest.mark.parametrize(
