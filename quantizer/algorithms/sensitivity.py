@@ -136,8 +136,10 @@ def output_noise(
                             row[column] += _distance(reference, execution.branch().advance().float_outputs())
                     after_layer()
                 execution.step()
-    if not count or not math.isfinite(signal):
-        raise DataError("the float model's output is not finite" if count else "the calibration data has no batches")
+    if not count:
+        raise DataError("the calibration data has no batches", help="check --data and --subset_len")
+    if not math.isfinite(signal):
+        raise DataError("the float model's output is not finite", help="check the data and the weights")
     return [tuple(row) for row in noise], signal
 
 

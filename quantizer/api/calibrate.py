@@ -129,9 +129,7 @@ def _batches(
 
 def _traced(model: nn.Module, batches: Batches) -> tuple[Graph, Batch]:
     """The model's graph, and the batch that it was traced on."""
-    batch = next(iter(batches), None)
-    if batch is None:
-        raise DataError("data gives no batch", help="give at least one")
+    batch = next(iter(batches))
     device = next((parameter.device for parameter in model.parameters()), None)
     batch = batch if device is None else batch.to(device)
     with evaluating(model), without_cache(model):

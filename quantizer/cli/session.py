@@ -20,7 +20,7 @@ from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config, Names
 from quantizer.engine.calibrated import traced
-from quantizer.errors import DataError, UsageError
+from quantizer.errors import UsageError
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
@@ -154,10 +154,7 @@ def missing_data() -> UsageError:
 
 def trace_model(options: Options, loaded: LoadedModel, batches: Batches) -> Graph:
     """The model's graph, traced on the first batch."""
-    first = next(iter(batches), None)
-    if first is None:
-        raise DataError("the data has no batches", help="check --data")
-    return traced(loaded.module, first.to(device_of(options)))
+    return traced(loaded.module, next(iter(batches)).to(device_of(options)))
 
 
 def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False, graph: Graph | None = None) -> Plan:

@@ -104,10 +104,7 @@ class Job:
         Raises:
             DataError: there is none.
         """
-        first = next(iter(self.batches), None)
-        if first is None:
-            raise DataError("the data has no batches", help="check --data")
-        return first.to(self.target.original.device)
+        return next(iter(self.batches)).to(self.target.original.device)
 
     def read(self) -> Iterator[Batch]:
         """A pass over the calibration data, on the target's device."""

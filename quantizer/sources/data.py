@@ -79,6 +79,11 @@ class Batches:
             self.length = len(items)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
+        """A pass.
+
+        Raises:
+            DataError: there is no batch, or one holds NaN or infinity.
+        """
         seen = self._seen = Fingerprint()
         for batch in self._subset():
             for name, tensor in batch.tensors():
