@@ -1,4 +1,4 @@
-"""Replaces a file whole or not at all: temporary sibling, fsync, rename. Raises plain OSError; imports no torch."""
+"""Replaces a file whole or not at all: temporary sibling, fsync, rename. Errors are OSErrors; imports no torch."""
 
 import contextlib
 import os
@@ -9,7 +9,8 @@ from pathlib import Path
 def replace_file(path: Path, content: bytes) -> None:
     """Write `content` to `path`; a crash leaves the old file or the new one, and an old file's rights are kept.
 
-    Raises OSError if the folder cannot be written or the disk is full; then no temporary file stays.
+    Raises:
+        OSError: the folder cannot be written or the disk is full; then no temporary file stays.
     """
     target = path.resolve()
     mode = target.stat().st_mode & 0o7777 if target.exists() else 0o666 & ~_umask()

@@ -1,8 +1,9 @@
 """AWQ: input channels with large values get finer steps, and ranges of weights are cut where that pays.
 
-Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", 2023. Errors of outputs
-are computed from the Gram matrix of the inputs, so each group's inputs are looked at once. Its diagonal is also the
-measure of a channel: the root mean square, where the paper has the mean magnitude.
+Errors of outputs are computed from the Gram matrix of the inputs, so each group's inputs are looked at once. Its
+diagonal is also the measure of a channel: the root mean square, where the paper has the mean magnitude.
+
+Source: Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", 2023.
 """
 
 import math

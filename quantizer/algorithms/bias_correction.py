@@ -72,12 +72,10 @@ def correct_biases(
 ) -> dict[str, Tensor]:
     """What to add to the bias of each layer in `means`, that gives it this mean output over the runner's batches.
 
-    Layers are corrected in execution order, each on inputs that are quantized and corrected already (Nagel et al.,
-    "Data-Free Quantization Through Weight Equalization and Bias Correction", 2019, section 4.2; sequential as in Nagel
-    et al., "A White Paper on Neural Network Quantization", 2021, section 3.4). The mean is that of the layer's own
-    output, before an activation function and before the output's quantizer, and the difference left is that of float
-    arithmetic. `as_codes` leaves a quantized bias one that has a code, for devices that store it: half a step may be
-    left then, which later layers see, and more if the bias is clipped.
+    Layers are corrected in execution order, each on inputs that are quantized and corrected already. The mean is that
+    of the layer's own output, before an activation function and before the output's quantizer, and the difference left
+    is that of float arithmetic. `as_codes` leaves a quantized bias one that has a code, for devices that store it: half
+    a step may be left then, which later layers see, and more if the bias is clipped.
 
     Args:
         runner: of the quantized network, before its first node; the network has the corrected biases afterwards.
@@ -90,6 +88,9 @@ def correct_biases(
 
     Raises:
         DataError: a correction is not finite, or a layer cannot run on a batch; the layer is named.
+
+    Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", 2019, section 4.2;
+    sequential as in Nagel et al., "A White Paper on Neural Network Quantization", 2021, section 3.4.
     """
     corrections = {}
     with torch.no_grad():

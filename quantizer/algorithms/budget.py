@@ -21,12 +21,14 @@ class Option:
 def choose(items: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...] | None:
     """For each item the index of its option, so that sizes sum up to `budget` at most and the errors to the least.
 
-    The multiple-choice knapsack problem by dynamic programming over undominated partial choices (Kellerer, Pferschy and
-    Pisinger 2004, "Knapsack Problems", section 11.5). Of more than `STATES` of them a sample is kept: then the result
-    is no worse than any choice of the same index for all items, and still within the budget.
+    The multiple-choice knapsack problem by dynamic programming over undominated partial choices. Of more than `STATES`
+    of them a sample is kept: then the result is no worse than any choice of the same index for all items, and still
+    within the budget.
 
     Returns:
         None where even the smallest options are too large.
+
+    Source: Kellerer, Pferschy and Pisinger 2004, "Knapsack Problems", section 11.5.
 
     >>> choose([[Option(2, 9.0), Option(4, 1.0)], [Option(2, 3.0), Option(4, 1.0)]], 6)
     (1, 0)

@@ -1,7 +1,8 @@
 """Fix positions that the DPU's shifters can take: integers in, integers out; a position fp stands for the scale 2^-fp.
 
-The limits are those that pytorch_nndct 3.5 (Vitis AI) checks before it hands a network to the DPU compiler. Sees no
-tensor.
+The limits are those that are checked before a network goes to the DPU compiler. Sees no tensor.
+
+Source: pytorch_nndct 3.5 (Vitis AI).
 """
 
 from collections.abc import Callable, Mapping

@@ -65,10 +65,9 @@ def fast_finetune(
 ) -> dict[str, FinetunedLayer]:
     """Round the weights of each layer in execution order, on the inputs that rounding those before it has left.
 
-    Targets are the float network's outputs for the same samples (asymmetric reconstruction: Nagel et al., "Up or Down?
-    Adaptive Rounding for Post-Training Quantization", 2020, section 3.4). An output channel whose error over all
-    batches is not smaller than with round-to-nearest keeps that; channels that share a scale decide together where the
-    scale changes. Weights end rounded: quantizing them again gives the same codes.
+    Targets are the float network's outputs for the same samples (asymmetric reconstruction). An output channel whose
+    error over all batches is not smaller than with round-to-nearest keeps that; channels that share a scale decide
+    together where the scale changes. Weights end rounded: quantizing them again gives the same codes.
 
     Args:
         reference: runs the float network; before its first node.
@@ -84,6 +83,8 @@ def fast_finetune(
 
     Raises:
         DataError: a layer's outputs are not finite; the layer is named.
+
+    Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020, section 3.4.
     """
     found = dict(done or {})
     with torch.no_grad():

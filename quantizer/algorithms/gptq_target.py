@@ -1,9 +1,8 @@
 """What GPTQ and its kin aim at, as far as they differ. Rounds nothing.
 
-GPTQ: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022.
-GPTAQ: Li et al., "GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration", 2025 (arXiv 2504.02692).
-Qronos: Zhang et al., "Qronos: Correcting the Past by Shaping the Future... in Post-Training Quantization", 2025 (arXiv
-2505.11695).
+Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022; Li et
+al., "GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration", 2025 (arXiv 2504.02692); Zhang et al.,
+"Qronos: Correcting the Past by Shaping the Future... in Post-Training Quantization", 2025 (arXiv 2505.11695).
 """
 
 from dataclasses import dataclass

@@ -27,10 +27,12 @@ class Gram:
     """The matrix sum of x x^T of a linear or convolution layer, x being what it multiplies a row of its weight with.
 
     All layers that read one value have one Gram matrix, so any of them will do for `layer`. Twice the Gram matrix is
-    the Hessian of the squared error of the layer's outputs (Frantar et al. 2022, "GPTQ", section 3.1).
+    the Hessian of the squared error of the layer's outputs.
 
     Attributes:
         tokens: how many x there were: rows of a linear layer's inputs, positions of a convolution's output.
+
+    Source: Frantar et al. 2022, "GPTQ" (arXiv 2210.17323), section 3.1.
 
     >>> gram = Gram(nn.Linear(2, 3))
     >>> gram.add(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))

@@ -1,9 +1,10 @@
 """One column of a weight after the other is rounded, and the columns after it make up for the error.
 
-Frantar et al. 2022, "GPTQ" (arXiv 2210.17323), with its names: W, H, Q, B columns in a block. Instead of the inverse of
-H it takes the factors H = M D M^T with M unit upper triangular, and rounds column j at W_j + (W - Q)_{<j} M_{<j, j}:
-the same by theorem 6 of Chee et al. 2023, "QuIP" (arXiv 2307.13304). Matrices of weights are transposed, [depth, rows],
-so that a column of W is a run of memory.
+GPTQ with the names of its paper: W, H, Q, B columns in a block. Instead of the inverse of H it takes the factors H =
+M D M^T with M unit upper triangular, and rounds column j at W_j + (W - Q)_{<j} M_{<j, j}: the same. Matrices of weights
+are transposed, [depth, rows], so that a column of W is a run of memory.
+
+Source: Frantar et al. 2022, "GPTQ" (arXiv 2210.17323); Chee et al. 2023, "QuIP" (arXiv 2307.13304), theorem 6.
 """
 
 # ruff: noqa: N803, N806 - the paper's letters

@@ -1,7 +1,9 @@
-"""Rotations that spread outliers over all channels: QuaRot (Ashkboos et al. 2024, arXiv:2404.00456), exact in float.
+"""Rotations that spread outliers over all channels: QuaRot, exact in float.
 
 R1 turns the residual stream, R2 the values of attention heads, both in the weights alone; R4 turns what a product or an
-activation function makes, by a layer of its own (names as in SpinQuant, Liu et al. 2024, arXiv:2405.16406).
+activation function makes, by a layer of its own.
+
+Source: Ashkboos et al. 2024, "QuaRot" (arXiv 2404.00456); names as in Liu et al. 2024, "SpinQuant" (arXiv 2405.16406).
 """
 
 from collections.abc import Callable, Iterable

@@ -1,11 +1,12 @@
 """The choice of a layer's integer weights as least squares over sampled inputs, and its solvers, without gradients.
 
-AdaRound (Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020) derives a quadratic
-binary problem for each output channel (section 3.2) and relaxes it for gradient descent. Here coordinate descent works
-on the quadratic form itself: no learning rate, no random start, and a matrix product per sweep instead of thousands.
-AdaQuant (Hubara et al., "Accurate Post Training Quantization With Small Calibration Sets", 2021, section 3) learns
-weights and scales of one layer at a time; here each scale is chosen for the layer's output, and weights are rounded as
-in AdaRound.
+AdaRound derives a quadratic binary problem for each output channel and relaxes it for gradient descent. Here coordinate
+descent works on the quadratic form itself: no learning rate, no random start, and a matrix product per sweep instead of
+thousands. AdaQuant learns weights and scales of one layer at a time; here each scale is chosen for the layer's output,
+and weights are rounded as in AdaRound.
+
+Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020, section 3.2; Hubara et al.,
+"Accurate Post Training Quantization With Small Calibration Sets", 2021, section 3.
 """
 
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ class RoundingProblem:
     """Find integers c in [low, high] and scales s that bring inputs @ (c s)^T near to the targets, group by group.
 
     Each output channel is a row of `weight` and independent of the others, apart from scales they share. The error is
-    that of AdaRound before its relaxation (Nagel et al. 2020, equation 13), with inputs as the quantized network sees
-    them and targets as the float network makes them, plus `DAMPING` times the distance from the float weights.
+    that of AdaRound before its relaxation (its equation 13), with inputs as the quantized network sees them and targets
+    as the float network makes them, plus `DAMPING` times the distance from the float weights.
 
     Attributes:
         weight: float weights [groups, rows, depth], float32, as are all but `unit`.

@@ -1,6 +1,6 @@
 """SmoothQuant: moves what makes activations hard to quantize into the weights, by a factor for each input channel.
 
-Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models", 2022.
+Source: Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models", 2022.
 """
 
 from __future__ import annotations

@@ -100,7 +100,11 @@ class Checkpoints(Events):
         self._saved, self._news = time.monotonic(), False
 
     def restore(self, name: str, key: Mapping[str, Any]) -> Snapshot | None:
-        """What a stopped run has left of a stage, if this run is to go on from it; raises what `Checkpoint` does."""
+        """What a stopped run has left of a stage, if this run is to go on from it.
+
+        Raises:
+            ResultError: as `Checkpoint.restore` says.
+        """
         self._open[name] = Checkpoint(self.folder, name, key)
         return self._open[name].restore() if self.resume else None
 

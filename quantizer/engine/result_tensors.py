@@ -64,7 +64,8 @@ def header_of(network: Network, found: Solution) -> dict[str, Any]:
 def solution_of(folder: Path, header: Mapping[str, Any], entries: Mapping[str, Any]) -> Solution:
     """The inverse of `tensors_of` and `header_of`; `entries` are the tensors of quant_info.json.
 
-    Raises KeyError, TypeError or ValueError for what is not there.
+    Raises:
+        KeyError, TypeError, ValueError: something is not there.
     """
     files = {name: read_tensors(folder / name) if name in header["files"] else {} for name in TENSORS}
     stored = files[WEIGHTS]

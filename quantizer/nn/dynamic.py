@@ -19,8 +19,9 @@ ROUND = 4 * BLOCK  # values whose ranges are found before they are quantized: th
 def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
     """Return scale and zero point for the least and greatest values of `x`, of `scale_shape`.
 
-    Raises ObservationError for NaN or infinity, and for negative values without codes; not in a program that
-    torch traces, which has no errors of its own.
+    Raises:
+        ObservationError: there is NaN, infinity or a negative value without a code; not in a program that torch
+            traces, which has no errors of its own.
     """
     axis = axis_of(spec)
     rows = as_rows(x, spec.qscheme, axis, spec.group_size)
@@ -37,7 +38,10 @@ def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
 def quantize_rows(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) -> Tensor:
     """Return each of `rows` quantized with the scale of its own range; a block is quantized while it is in the cache.
 
-    The values are those that `dynamic_qparams` gives. Raises ObservationError like it, maybe after writing.
+    The values are those that `dynamic_qparams` gives.
+
+    Raises:
+        ObservationError: as there, maybe after writing.
     """
     code_range, kernel = code_range_of(spec), kernel_of(spec)
     out = rows if inplace else torch.empty_like(rows)

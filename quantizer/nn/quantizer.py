@@ -25,7 +25,8 @@ class TensorQuantizer(nn.Module):
         zero_point: int32, same shape.
         inplace: overwrite the input, allowed when its producer made fresh memory that nobody else reads unquantized.
 
-    Raises ValueError if a scale is needed and missing, or the axis it goes with.
+    Raises:
+        ValueError: a scale is needed and missing, or the axis that it goes with is.
     """
 
     scale: Tensor  # None where it is not read, as the next
@@ -62,7 +63,8 @@ class TensorQuantizer(nn.Module):
     def forward(self, x: Any) -> Any:
         """The tensor quantized; anything that is not a floating-point tensor, or holds no values, passes unchanged.
 
-        Raises ObservationError, a ValueError, for what has no dynamic range.
+        Raises:
+            ObservationError: what is to be quantized has no dynamic range; it is a ValueError.
         """
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x

@@ -38,7 +38,11 @@ def flat_view(x: Tensor) -> Tensor | None:
 
 
 def workspace(x: Tensor, least: torch.dtype = torch.float32) -> Tensor:
-    """Return `x`, or a copy where it is narrower than `least` or its memory has gaps; TypeError for integers."""
+    """Return `x`, or a copy where it is narrower than `least` or its memory has gaps.
+
+    Raises:
+        TypeError: it holds integers.
+    """
     if not x.is_floating_point():
         raise TypeError(f"Only floating-point tensors can be quantized, not {x.dtype}.")
     x = x.to(torch.promote_types(x.dtype, least))
@@ -48,8 +52,10 @@ def workspace(x: Tensor, least: torch.dtype = torch.float32) -> Tensor:
 def fill(out: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, kernel: Kernel, ch_axis: int | None) -> Tensor:
     """Write kernel(x / scale) * scale to `out`, of the layout of `x`, which may be `x` itself, and return `out`.
 
-    Powers of two are divided by with a product, which is as exact and costs half. Raises ValueError unless scale and
-    zero point have shape (), or (C,) with C the size of dimension `ch_axis`.
+    Powers of two are divided by with a product, which is as exact and costs half.
+
+    Raises:
+        ValueError: scale and zero point have another shape than (), or (C,) with C the size of dimension `ch_axis`.
     """
     shape = () if ch_axis is None else (x.shape[ch_axis],)
     if scale.shape != shape or zero_point.shape != shape:

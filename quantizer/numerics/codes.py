@@ -78,7 +78,11 @@ def decode(codes: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor, dtype: 
 
 
 def bits_of(spec: Spec) -> int:
-    """Return the bits of one code. Raises ValueError for a format that has no row."""
+    """Return the bits of one code.
+
+    Raises:
+        ValueError: its format has no row.
+    """
     return spec.bit_width if spec.dtype == "int" else format_named(spec.dtype).bits
 
 

@@ -26,10 +26,19 @@ def fake_quantize(
 ) -> Tensor:
     """Return the quantized and dequantized values of `x`: in its own memory and as `x` if `inplace`, else beside it.
 
-    `x` is floating point of any shape and layout; float16 and bfloat16 are computed in float32, more than 2^24
-    codes in float64. `scale` (float32) and `zero_point` (int32) have shape (), or (C,) with `ch_axis` the dimension of
-    size C. NaN stays NaN. Raises TypeError if `x` is not floating point, ValueError for an unknown mode or a shape that
-    does not fit.
+    Args:
+        x: floating point, of any shape and layout; NaN stays NaN. float16 and bfloat16 are computed in float32, more
+            than 2^24 codes in float64.
+        scale: float32 (), or (C,) with C the size of dimension `ch_axis`.
+        zero_point: int32, same shape.
+        quant_min, quant_max: the least and the greatest code.
+        round_mode: a key of `ROUND_MODES`.
+        ch_axis: the dimension of `x` that scales go with.
+        inplace: overwrite `x`.
+
+    Raises:
+        TypeError: `x` is not floating point.
+        ValueError: there is no such mode, or a shape does not fit.
 
     >>> x = torch.tensor([-9.0, -0.25, 0.25, 0.74, 9.0])
     >>> fake_quantize(x, torch.tensor(0.5), torch.tensor(0), -8, 7, "half_up").tolist()
@@ -73,7 +82,10 @@ def fake_quantize_plain(
 ) -> Tensor:
     """Return the same values as `fake_quantize`, bit for bit, by a few operators on the whole tensor.
 
-    It needs about three times the memory. Raises ValueError for an unknown mode.
+    It needs about three times the memory.
+
+    Raises:
+        ValueError: there is no such mode.
     """
     mode = lookup(ROUND_MODES, round_mode, "rounding mode")
     work = torch.promote_types(x.dtype, work_dtype(quant_min, quant_max))
@@ -93,9 +105,12 @@ def _along(x: Tensor, values: Tensor, ch_axis: int | None) -> Tensor:
 
 
 def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
-    """Return what makes codes of x / scale. Raises ValueError for an unknown mode.
+    """Return what makes codes of x / scale.
 
     It clips before it rounds: between integers the result is the same, and every mode stays in its exact range.
+
+    Raises:
+        ValueError: there is no such mode.
 
     >>> integer_kernel(-8, 7, "half_up")(torch.tensor([-9.5, 0.5, 9.5]), 0).tolist()
     [-8.0, 1.0, 7.0]
@@ -112,7 +127,11 @@ def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
 
 
 def float_kernel(name: str) -> Kernel:
-    """Return what puts x / scale on the values of a format without zero points. Raises ValueError for another name."""
+    """Return what puts x / scale on the values of a format without zero points.
+
+    Raises:
+        ValueError: there is no such format.
+    """
     format_named(name)
     return lambda x, zero_point: cast_round_trip_(x, name, scratch(x))
 

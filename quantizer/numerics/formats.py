@@ -48,7 +48,11 @@ FLOAT_FORMATS: dict[str, FloatFormat] = {
 
 
 def format_named(name: str) -> FloatFormat:
-    """Return a format's row. Raises ValueError, which lists the known names, for one that has none."""
+    """Return a format's row.
+
+    Raises:
+        ValueError: there is none of this name; the known ones are listed.
+    """
     return lookup(FLOAT_FORMATS, name, "floating-point format")
 
 
@@ -56,10 +60,13 @@ def cast_round_trip_(x: Tensor, name: str, room: Tensor | None = None) -> Tensor
     """Replace each value of `x` by the nearest one of the format `name`, ties to even, in place, and return `x`.
 
     Values beyond the largest finite one become it, infinities too (a plain cast gives infinity in some formats and on
-    some devices); NaN stays NaN. The formats are those of IEEE 754, of "FP8 Formats for Deep Learning" (arXiv
-    2209.05433) and of "OCP Microscaling Formats (MX) v1.0": fp4 is E2M1, and mx_int8 and bfp16 are codes k / 64 with
-    |k| <= 127, to be scaled by a power of two. `room` may be memory of the shape and dtype of `x` to work in. Raises
-    ValueError for an unknown name.
+    some devices); NaN stays NaN. fp4 is E2M1, and mx_int8 and bfp16 are codes k / 64 with |k| <= 127, to be scaled by a
+    power of two. `room` may be memory of the shape and dtype of `x` to work in.
+
+    Raises:
+        ValueError: there is no such format.
+
+    Source: IEEE 754; "FP8 Formats for Deep Learning" (arXiv 2209.05433); "OCP Microscaling Formats (MX) v1.0".
 
     >>> cast_round_trip_(torch.tensor([0.3, 1000.0, -1e9]), "fp8_e4m3").tolist()
     [0.3125, 448.0, -448.0]

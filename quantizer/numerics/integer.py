@@ -31,7 +31,8 @@ _POOLING = {
 def requantize(codes: Tensor, shift: int, quant_min: int, quant_max: int, round_mode: str) -> Tensor:
     """Return `codes` / 2^shift, rounded and clipped to codes, as float64; a negative shift goes to the left.
 
-    Raises ValueError for an unknown rounding mode.
+    Raises:
+        ValueError: there is no such rounding mode.
 
     >>> import torch
     >>> requantize(torch.tensor([-6.0, -5.0, 6.0, 9000.0]), 2, -128, 127, "half_up").tolist()
@@ -55,7 +56,9 @@ def pooling_factor(height: int, width: int) -> tuple[int, int]:
     """Return (m, s) so that an average over a window is its sum times m / 2^s, as the DPU computes it.
 
     A few windows have a factor of their own, the others the first best m = round(2^s / area) for s below
-    log2(128 area) (pytorch_nndct 3.5, the average pooling of Vitis AI). The relative error is at most 2.4 %, at 5x5.
+    log2(128 area). The relative error is at most 2.4 %, at 5x5.
+
+    Source: pytorch_nndct 3.5, the average pooling of Vitis AI.
 
     >>> pooling_factor(7, 7), pooling_factor(2, 2), pooling_factor(9, 9)
     ((21, 10), (1, 2), (101, 13))

@@ -31,8 +31,10 @@ def decibel(signal: float, noise: float) -> float:
 def sqnr_db(reference: Tensor, other: Tensor) -> float:
     """Return the signal-to-quantization-noise ratio 10 log10(sum r^2 / sum (r - o)^2) in dB.
 
-    Both tensors are floating point; raises ValueError if their shapes differ. Over batches, add up the energies and
-    use `decibel`.
+    Both tensors are floating point. Over batches, add up the energies and use `decibel`.
+
+    Raises:
+        ValueError: the shapes differ.
 
     >>> round(sqnr_db(torch.tensor([1.0, 1.0]), torch.tensor([0.9, 1.1])), 3)
     20.0
@@ -44,7 +46,8 @@ def sqnr_db(reference: Tensor, other: Tensor) -> float:
 def cosine(reference: Tensor, other: Tensor) -> float:
     """Return sum(r o) / sqrt(sum r^2 sum o^2) over all elements; 1 for two zero tensors, 0 if only one is zero.
 
-    Raises ValueError if the shapes differ.
+    Raises:
+        ValueError: the shapes differ.
 
     >>> round(cosine(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])) ** 2, 6)
     0.5
@@ -59,7 +62,8 @@ def cosine(reference: Tensor, other: Tensor) -> float:
 def top1_agreement(reference: Tensor, other: Tensor) -> float:
     """Return the share of positions where both have their largest value at the same class; classes are dimension 1.
 
-    Raises ValueError if the shapes differ or there is no dimension 1.
+    Raises:
+        ValueError: the shapes differ or there is no dimension 1.
 
     >>> top1_agreement(torch.tensor([[0.1, 0.9], [0.7, 0.3]]), torch.tensor([[0.4, 0.6], [0.2, 0.8]]))
     0.5

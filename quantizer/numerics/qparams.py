@@ -21,7 +21,9 @@ class IntegerRange:
     """The integer codes of a tensor, and what its scale may be.
 
     `scale_type` is "float" or "poweroftwo", the latter at least 2^-`finest_position` where a device asks for that.
-    Raises ValueError if no code is above zero.
+
+    Raises:
+        ValueError: no code is above zero.
     """
 
     quant_min: int
@@ -64,7 +66,10 @@ class FloatRange:
     `scale_type` is "float", "poweroftwo" (the smallest that cuts nothing off), or "e8m0": 2^(e - emax) with e the
     exponent of the largest magnitude, rounded as `scale_mode` says. "floor" takes e as it is (OCP MX v1.0, 6.3), so
     that values may be cut off; "even" rounds the magnitude to the format's mantissa first, ties up; "ceil" takes the
-    next exponent unless the magnitude is a power of two. Raises ValueError for anything else.
+    next exponent unless the magnitude is a power of two.
+
+    Raises:
+        ValueError: it is another scale type or mode, or there is no such format.
     """
 
     dtype: str
@@ -124,8 +129,10 @@ def step_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> Tensor:
 
     The range is first extended to contain 0. A float step puts the largest magnitude on quant_max (symmetric) or the
     ends of the range on the least and the greatest code. A power-of-two step is the finest one that cuts off at most
-    half a step: 2^-fp >= max(low / (quant_min - 0.5), high / (quant_max + 0.5)) if symmetric, the fix position of
-    pytorch_nndct. For a FloatRange it is the scale that its docstring says.
+    half a step: 2^-fp >= max(low / (quant_min - 0.5), high / (quant_max + 0.5)) if symmetric. For a FloatRange it is
+    the scale that its docstring says.
+
+    Source: the fix position of pytorch_nndct 3.5.
 
     >>> step_from_range(torch.tensor(-1.0), torch.tensor(0.5), IntegerRange(-128, 127, scale_type="poweroftwo")).item()
     0.0078125

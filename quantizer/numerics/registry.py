@@ -10,7 +10,8 @@ T = TypeVar("T")
 def register(registry: dict[str, T], name: str) -> Callable[[T], T]:
     """Return a decorator that enters what it decorates into `registry` under `name`.
 
-    Raises ValueError if the name is taken.
+    Raises:
+        ValueError: the name is taken.
 
     >>> shapes = {}
     >>> @register(shapes, "square")
@@ -31,7 +32,8 @@ def register(registry: dict[str, T], name: str) -> Callable[[T], T]:
 def lookup(registry: Mapping[str, T], name: str, kind: str) -> T:
     """Return the entry called `name`; `kind` is what an entry is, for the error.
 
-    Raises ValueError, which lists the known names and the closest one.
+    Raises:
+        ValueError: there is none; the known names and the closest one are listed.
 
     >>> lookup({"half_even": 1, "half_up": 2}, "halfup", "rounding mode")
     Traceback (most recent call last):

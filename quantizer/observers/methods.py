@@ -27,7 +27,10 @@ MSE_STEPS_PER_OCTAVE = 16
 
 
 def code_range_of(spec: QuantizationSpec) -> CodeRange:
-    """Return the codes that `spec` scales to. Raises ValueError if there are none, as for formats without a scale.
+    """Return the codes that `spec` scales to.
+
+    Raises:
+        ValueError: there are none, as for formats without a scale.
 
     >>> code_range_of(QuantizationSpec(bit_width=4))
     IntegerRange(quant_min=-8, quant_max=7, symmetric=True, scale_type='float', finest_position=None)
@@ -54,7 +57,11 @@ def kernel_of(spec: QuantizationSpec) -> Kernel:
 
 
 def axis_of(spec: QuantizationSpec) -> int | None:
-    """Return the axis that scales go with, None for one scale in all. Raises ValueError where the axis is missing."""
+    """Return the axis that scales go with, None for one scale in all.
+
+    Raises:
+        ValueError: the axis is missing.
+    """
     if spec.qscheme == "per_tensor":
         return None
     if spec.ch_axis is None:
@@ -200,7 +207,8 @@ STATISTICS: dict[str, Statistic] = {
 def reduce_batches(values: Tensor, name: str) -> Tensor:
     """Return the statistic `name` of each column of `values` (batches, R) as (R,) float64.
 
-    Raises ValueError for an unknown name.
+    Raises:
+        ValueError: there is no such statistic.
 
     >>> reduce_batches(torch.tensor([[1.0], [2.0], [6.0]]), "mean").tolist()
     [3.0]

@@ -43,7 +43,10 @@ class Observer:
 
     Every batch gives one range per tensor, channel or group by the spec's method. For a symmetric spec the statistic is
     taken over the batches' scales, for an asymmetric one over either end of their ranges, where "max" is the outermost.
-    A statistic of powers of two is rounded up to one. Raises ValueError for a spec that no range exists for.
+    A statistic of powers of two is rounded up to one.
+
+    Raises:
+        ValueError: no range exists for this spec.
     """
 
     def __init__(self, spec: QuantizationSpec) -> None:
@@ -63,7 +66,11 @@ class Observer:
 
     @property
     def low(self) -> Tensor:
-        """The smallest value seen, float64 of the scale's shape. Raises UnobservedError before the first batch."""
+        """The smallest value seen, float64 of the scale's shape.
+
+        Raises:
+            UnobservedError: there was no batch yet.
+        """
         return self._shaped(self._seen(2).double().amin(0))
 
     @property
@@ -75,8 +82,10 @@ class Observer:
     def observe(self, x: Tensor) -> None:
         """Take in one batch: a floating-point tensor of any layout, on any device.
 
-        Raises NonFiniteError, NegativeValuesError (unsigned symmetric codes) or ObservationError (no values at all);
-        such a batch leaves no trace.
+        Raises:
+            NonFiniteError: it holds NaN or infinity. Such a batch leaves no trace, nor do those below.
+            NegativeValuesError: it holds negative values, and codes are unsigned and symmetric.
+            ObservationError: it holds no values at all.
         """
         batch = self._batch(x)
         if self.spec.method == "maxmin":  # reads no histogram, so all rows at once
@@ -88,7 +97,11 @@ class Observer:
         self._shape = scale_shape(tuple(x.shape), self.spec.qscheme, self._axis, self.spec.group_size)
 
     def qparams(self) -> QParams:
-        """Return scale and zero point for the batches so far, of `scale_shape`. Raises UnobservedError without any."""
+        """Return scale and zero point for the batches so far, of `scale_shape`.
+
+        Raises:
+            UnobservedError: there was no batch yet.
+        """
         lows, highs = self._seen(0), self._seen(1)
         if len(lows) == 1:  # any statistic of one batch is that batch
             qparams = qparams_from_range(lows[0], highs[0], self._code_range)
@@ -106,7 +119,11 @@ class Observer:
         del self._batches[batches:]
 
     def merge(self, other: Observer) -> None:
-        """Take in what `other` saw, as if its batches had come here. Raises ValueError if it watched another spec."""
+        """Take in what `other` saw, as if its batches had come here.
+
+        Raises:
+            ValueError: it watched another spec.
+        """
         if other.spec != self.spec:
             raise ValueError(f"Only observers of one spec can be merged, not of {self.spec} and {other.spec}.")
         self._batches += other._batches
@@ -117,7 +134,11 @@ class Observer:
         return {"batches": batches.double()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace what was seen by a state of `state_dict`. Raises ValueError for anything else."""
+        """Replace what was seen by a state of `state_dict`.
+
+        Raises:
+            ValueError: it is something else.
+        """
         batches = state.get("batches")
         if set(state) != {"batches"} or batches is None or batches.ndim != 3 or batches.shape[1] != 4:
             raise ValueError(f'An observer\'s state is one tensor "batches" of shape (B, 4, R), not {sorted(state)}.')

@@ -31,8 +31,10 @@ def layout(graph: Graph) -> Layout:
     """Group the graph's floating-point values.
 
     A convolution followed only by a ReLU is quantized after the ReLU; the inputs of a concatenation only at its output;
-    reshapes, pooling maxima and other moves keep the quantization of their input (the rules of pytorch_nndct 3.5, whose
-    last activation stays float too).
+    reshapes, pooling maxima and other moves keep the quantization of their input. The last activation
+    stays float.
+
+    Source: pytorch_nndct 3.5.
     """
     groups: dict[str, Group] = {}
     served: dict[str, str] = {}

@@ -124,7 +124,10 @@ def as_batch(item: Any, inputs: tuple[int, int]) -> Batch:
     """The batch that a user's item stands for, given what `positional_inputs` found.
 
     A tensor is the input. A dict gives keyword arguments, apart from its target. A tuple or list gives the positional
-    inputs; with one element more than the model needs, the last is the target. Raises `DataError` for anything else.
+    inputs; with one element more than the model needs, the last is the target.
+
+    Raises:
+        DataError: it is something else.
     """
     if isinstance(item, Tensor):
         batch = Batch.of(item)

@@ -45,7 +45,9 @@ class Batches:
 
     `stamp` says what reports must say about the data ("random data"); a batch that `stands_in` for data shows no more
     than their shape. `fingerprint` is None until one pass is complete.
-    Iterating raises `DataError` with the batch's number if the data cannot be had or used.
+
+    Raises (when it is iterated):
+        DataError: the data cannot be had or used; the batch is named by its number.
     """
 
     open_pass: Callable[[], Iterator[Batch]]
@@ -127,11 +129,20 @@ def load_batches(
 ) -> Batches:
     """The batches of `--data`, or of a callable or iterable of the user's.
 
-    The user's own batches stay as they are; files, images and random data are cut to `batch_size` (default 32, for
-    texts 1). `subset_len` counts samples exactly and cuts the last batch. `seed` draws random data and the order of
-    images, and seeds the global generators before each pass of the user's loader. `module` tells how many inputs a
-    tuple holds; `preprocess` says how images are resized, `windows` how texts are cut; `label` names data that come as
-    values. Raises `DataError` or `UsageError`; what only shows in the data itself is raised while iterating.
+    Args:
+        source: what `--data` takes, a function that returns batches, or these; the user's own stay as they are.
+        module: tells how many inputs a tuple holds.
+        batch_size: samples in a batch of files, images and random data; by default 32, of texts 1.
+        subset_len: use so many samples; cuts the last batch.
+        seed: draws random data and the order of images, and seeds the global generators before each pass of the user's
+            loader.
+        preprocess: how images are resized.
+        windows: how texts are cut.
+        label: names data that come as values.
+
+    Raises:
+        DataError: the data cannot be had; what only shows in the data itself is raised while iterating.
+        UsageError: the options do not go with the data.
     """
     for name, value in {"batch size": batch_size, "subset length": subset_len}.items():
         if value is not None and value < 1:

@@ -36,7 +36,11 @@ class Preprocess:
     interpolation: str = "bilinear"
 
     def __call__(self, image: Any) -> Tensor:
-        """A pillow image as float32 [channels, height, width]. Raises `DataError` if it is smaller than the crop."""
+        """A pillow image as float32 [channels, height, width].
+
+        Raises:
+            DataError: it is smaller than the crop.
+        """
         image = image.convert("RGB" if len(self.mean) == 3 else "L")
         if self.resize:
             size = tuple(self.resize * side // min(image.size) for side in image.size)
@@ -50,7 +54,11 @@ class Preprocess:
 
 
 def parse_preprocess(text: str) -> Preprocess:
-    """`--preprocess`: a JSON object, or the name of a file that holds one. Raises `UsageError` for anything unknown."""
+    """`--preprocess`: a JSON object, or the name of a file that holds one.
+
+    Raises:
+        UsageError: there is something unknown in it.
+    """
     place = "--preprocess"
     if not text.lstrip().startswith("{"):
         place = text
@@ -72,7 +80,10 @@ def parse_preprocess(text: str) -> Preprocess:
 def find_images(paths: Sequence[Path]) -> list[tuple[Path, int | None]]:
     """The image files, each with its label: None, or the index of its class folder in sorted order.
 
-    `paths` are files, or one folder of images or of class folders. Raises `DataError` if there is no image.
+    `paths` are files, or one folder of images or of class folders.
+
+    Raises:
+        DataError: there is no image.
     """
     if len(paths) != 1 or not paths[0].is_dir():
         return [(path, None) for path in paths]

@@ -48,7 +48,10 @@ def load_model(spec: str, weights: str | None = None, *, trust: bool = False) ->
     """The model of `--model`, with the weights of `--weights` if given.
 
     `spec` is `FILE.py` (its `model()`), `FILE.py:factory`, `package.module:factory`, an exported `.pt2` (only with
-    `trust`, as loading one can run code), or a Hugging Face folder. Raises `ModelError` for everything that goes wrong.
+    `trust`, as loading one can run code), or a Hugging Face folder.
+
+    Raises:
+        ModelError: whatever goes wrong.
     """
     path = Path(spec)
     if path.is_dir():
@@ -70,7 +73,8 @@ def load_model(spec: str, weights: str | None = None, *, trust: bool = False) ->
 def materialize(module: nn.Module, batch: Batch) -> None:
     """Give lazy layers their shapes by running the first batch; what they draw at random is the same in every run.
 
-    Raises `ModelError` if the module cannot run the batch, or if the drawn weights are not finite.
+    Raises:
+        ModelError: the module cannot run the batch, or the drawn weights are not finite.
     """
     if not any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         return
@@ -84,7 +88,8 @@ def materialize(module: nn.Module, batch: Batch) -> None:
 def try_first_batch(module: nn.Module, batch: Batch) -> None:
     """Run a model that could not be traced on the batch it was traced with.
 
-    Raises `DataError` if it cannot run at all: then the batch and the model do not fit.
+    Raises:
+        DataError: it cannot run at all, so the batch and the model do not fit.
     """
     inputs = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for _, tensor in batch.tensors()]
     what = f"running the model on the first batch ({', '.join(inputs)})"
@@ -95,7 +100,8 @@ def try_first_batch(module: nn.Module, batch: Batch) -> None:
 def load_evaluate(spec: str) -> Evaluate:
     """The function `evaluate(model, data)` of `--evaluate FILE.py`, or the one that `FILE.py:function` names.
 
-    The function returned raises `ModelError` if the user's raises or does not return a dict of numbers.
+    Raises (also when the function is called):
+        ModelError: there is none, it raises, or it does not return a dict of numbers.
     """
     location, name = split_spec(spec)
     user = import_user_module(location, ModelError)

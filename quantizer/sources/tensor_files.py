@@ -61,7 +61,8 @@ class _UnreadableError(Exception):
 def read_file(path: Path, error: type[QuantizerError]) -> Any:
     """What a tensor file holds: a dict of tensors, or for `.npy` and `.pt/.pth` whatever was saved.
 
-    Raises `error` with the file and the reason if it cannot be read.
+    Raises:
+        error: it cannot be read; file and reason are named.
     """
     try:
         _check_is_data(path)

@@ -53,8 +53,12 @@ class TextData:
         """Batches of `size` windows [b, seq_len]; the last may have fewer. All windows are full.
 
         The targets are the tokens themselves, -100 where an earlier window has scored them: each token of the text is
-        scored once, with at least `seq_len - stride` tokens before it (the strided sliding window of
-        https://huggingface.co/docs/transformers/perplexity). Raises `DataError` for a text that cannot be used.
+        scored once, with at least `seq_len - stride` tokens before it.
+
+        Raises:
+            DataError: the text cannot be used.
+
+        Source: the strided sliding window of https://huggingface.co/docs/transformers/perplexity.
         """
         seq_len, stride = self.windows.seq_len, self.windows.stride or self.windows.seq_len
         scored = self.is_scored
@@ -67,7 +71,11 @@ class TextData:
 
     @cached_property
     def is_scored(self) -> bool:
-        """Whether there are targets; said once if not. Raises `DataError` for a model that a text is not enough for."""
+        """Whether there are targets; said once if not.
+
+        Raises:
+            DataError: a text is not enough for the model.
+        """
         scored = foretells(self.module)
         if getattr(getattr(self.module, "config", None), "is_encoder_decoder", False):
             raise DataError(

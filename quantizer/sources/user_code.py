@@ -58,7 +58,8 @@ class UserModule:
 def import_user_module(location: str, error: type[QuantizerError]) -> UserModule:
     """The module at `location`: a path that ends in `.py`, or a dotted name looked up in the working directory first.
 
-    Raises `error` if there is no such file or module, or if it raises while it is imported.
+    Raises:
+        error: there is no such file or module, or it raises while it is imported.
     """
     if location.endswith(".py"):
         return _import_file(Path(location), error)

@@ -23,7 +23,8 @@ _WRAPPERS = ("state_dict", "model", "model_state_dict")
 def load_weights(module: nn.Module, path: str) -> None:
     """Copy the tensors of a `.safetensors` or `.pt/.pth` state dict into `module`.
 
-    Raises `ModelError` if the file is unreadable or holds something else, and if a name or a shape differs.
+    Raises:
+        ModelError: the file is unreadable or holds something else, or a name or a shape differs.
     """
     if Path(path).suffix.lower() not in WEIGHT_SUFFIXES:
         raise ModelError(f"{path} is not a weights file", help=f"its name must end in {', '.join(WEIGHT_SUFFIXES)}")

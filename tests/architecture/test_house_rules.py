@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,23 @@ def test_modules_say_what_they_are_for(path: Path) -> None:
         return
     assert docstring
     assert len(docstring.split("\n\n")[0].splitlines()) <= 4
+
+
+@named
+def test_docstrings_have_one_form(path: Path) -> None:
+    """Summary, prose, then these parts in this order, each at most once, and examples last."""
+    parts = ["Args:", "Attributes:", "Returns:", "Raises", "Source:", ">>>"]
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            continue
+        text = ast.get_docstring(node) or ""
+        name = getattr(node, "name", path.name)
+        begun = [part for line in text.splitlines() for part in parts if line.startswith(part)]
+        begun = [part for index, part in enumerate(begun) if part != ">>>" or part not in begun[:index]]
+        assert begun == sorted(set(begun), key=parts.index), name
+        assert not re.search(r"(^|[.;] )[Rr]aises `?[A-Z]\w+", text), f"{name}: a part of its own for errors"
+        assert "et al" not in text or "Source:" in text, f"{name}: a part of its own for the source"
+        assert not text or text.split("\n\n")[0].rstrip().endswith((".", ":", "…")), f"{name}: a sentence first"
 
 
 def test_no_room_for_leftovers() -> None:
