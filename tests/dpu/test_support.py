@@ -61,6 +61,7 @@ ON_CPU: list[tuple[str, Callable[[], nn.Module], str, Tensor | None, str]] = [
     ("dilation", lambda: nn.Conv2d(2100, 8, 3, dilation=2), "conv2d", wide(2100, 5), "dilation times input channels"),
     ("bank", lambda: nn.Conv2d(640, 8, 8), "conv2d", wide(640, 8), "take 2560 entries of a bank, which has 2048"),
     ("channels", lambda: nn.Conv2d(1, 4097, 1), "conv2d", wide(1), "4097 output channels, and 4096 are the most"),
+    ("made channels", lambda: nn.ConvTranspose2d(1, 4097, 1), "conv_transpose2d", wide(1), "4097 output channels"),
     ("groups", lambda: nn.Conv2d(4, 8, 3, groups=2), "conv2d", None, "it has 2 groups"),
     ("output padding", lambda: nn.ConvTranspose2d(4, 8, 3, 2, output_padding=1), "2d", None, "its output_padding"),
     ("one dimension", lambda: nn.Conv1d(4, 8, 3), "conv1d", torch.zeros(2, 4, 9), "the DPU has no conv1d"),
@@ -88,7 +89,7 @@ def test_the_cpu_runs(module: Callable[[], nn.Module], end: str, x: Tensor | Non
     assert why in told
 
 
-GRIDS: list[tuple[dict[str, object], str, str]] = [
+SPECS: list[tuple[dict[str, object], str, str]] = [
     ({"bit_width": 4}, "weights", "its weights have 4 bits"),
     ({"dtype": "bfloat16"}, "bias", "its bias has the datatype bfloat16"),
     ({"scale_type": "float"}, "activation", "its activation has no single power-of-two scale"),
@@ -97,8 +98,8 @@ GRIDS: list[tuple[dict[str, object], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "role", "why"), GRIDS, ids=[row[2] for row in GRIDS])
-def test_a_grid_that_the_dpu_lacks_sends_the_layer_to_the_cpu(fields: dict[str, Any], role: str, why: str) -> None:
+@pytest.mark.parametrize(("fields", "role", "why"), SPECS, ids=[row[2] for row in SPECS])
+def test_a_spec_that_the_dpu_lacks_sends_the_layer_to_the_cpu(fields: dict[str, Any], role: str, why: str) -> None:
     plan = planned(nn.Conv2d(4, 8, 3))
     name = plan.graph.nodes[1].name
     tensor = plan.tensors[name, role]
