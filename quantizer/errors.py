@@ -28,13 +28,13 @@ class QuantizerError(Exception):
 
 
 class GateError(QuantizerError):
-    """The answer is no: a gate of `--gate` is not met."""
+    """Check failed: a gate of `--gate` is not met."""
 
     exit_code = 1
 
 
 class VerificationError(QuantizerError):
-    """The answer is no: a deployed file does not compute what test mode does, so it is not kept."""
+    """Check failed: a deployed file does not compute what test mode does, so it is not kept."""
 
     exit_code = 1
 

@@ -43,7 +43,11 @@ class Member:
 
     @staticmethod
     def of(name: str, layer: nn.Module, spec: QuantizationSpec, given: QParams | None) -> Member:
-        """With the scales that are given, or else those of its range; DataError for NaN or infinity in the weight."""
+        """With the scales that are given, or else those of its range.
+
+        Raises:
+            DataError: there is NaN or infinity in the weight.
+        """
         weight = layer.get_parameter("weight").detach()
         qparams = given or layer_qparams(name, spec, weight)
         plain = weight_matrix(layer, nearest(weight, spec, qparams)).float()

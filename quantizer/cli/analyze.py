@@ -89,7 +89,7 @@ def analyze(options: AnalyzeOptions) -> None:
 
 
 @dataclass(frozen=True)
-class Result:
+class Findings:
     """What was found on a graph, and with a budget the widths picked; `text` is the file that is written, `content`
     what --json prints, `lines` what people see below the table."""
 
@@ -141,7 +141,7 @@ def parse_budget(options: AnalyzeOptions) -> Budget | None:
     return sizes[name]
 
 
-def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | None) -> Result:
+def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | None) -> Findings:
     seed_everything(options.seed)
     read = session.read_config(options.config_file)
     loaded = session.open_model(options)
@@ -156,7 +156,7 @@ def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | No
     found = _measure(options, plan, widths, batches)
     if budget is None:
         content = sensitivity.analysis_json(found)
-        return Result(plan.graph, found, content, session.as_json(content) + "\n")
+        return Findings(plan.graph, found, content, session.as_json(content) + "\n")
     both = {"mixed": engine.chosen(found, budget), "uniform": engine.uniform(found, budget)}
     choices = {label: picked for label, picked in both.items() if picked is not None}
     noise = {
@@ -179,7 +179,7 @@ def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | No
     if options.file:
         lines.append(f"config: {options.output}")
     text = json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
-    return Result(plan.graph, found, content, text, choices[best], tuple(lines))
+    return Findings(plan.graph, found, content, text, choices[best], tuple(lines))
 
 
 def _measure(options: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batches: Batches) -> Analysis:

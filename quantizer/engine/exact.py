@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.config.roles import is_parameter, parameter_name, parameter_role
 from quantizer.engine.evaluate import over_batches
-from quantizer.engine.exact_layers import Fixed, Step, rule_of
+from quantizer.engine.exact_layers import Fixed, IntegerCall, rule_of
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph, Node
@@ -134,7 +134,7 @@ class _IntegerNetwork:
         if rule is not None and not why:
             inputs = self._own_codes(node, arguments(node, values))
             weight, bias = self.positions.get((node.name, "weights")), self.biases.get(node.name)
-            step = Step(node, self.plain.layers[node.name], inputs, weight, bias)
+            step = IntegerCall(node, self.plain.layers[node.name], inputs, weight, bias)
             wide = rule(step)
             if step.overflowed:
                 self.result.overflows.setdefault(node.name, self.batch)

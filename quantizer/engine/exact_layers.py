@@ -35,7 +35,7 @@ class Fixed:
 
 
 @dataclass
-class Step:
+class IntegerCall:
     """One layer about to run: `layer` computes in float64 and has codes as its weight and no bias.
 
     `inputs` are the arguments, with `Fixed` for what has codes; `bias` the codes of the bias. `overflowed` is set when
@@ -62,7 +62,7 @@ class Step:
         return Fixed(codes, position)
 
 
-IntegerRule = Callable[[Step], Any]
+IntegerRule = Callable[[IntegerCall], Any]
 """From a layer about to run to its wide result, or None where it has no integer form."""
 
 
@@ -76,7 +76,7 @@ def _reads(*names: str) -> Callable[[Callable[..., Fixed | None]], IntegerRule]:
     """The rule is given these operands, and there is no result if one of them has no codes."""
 
     def wrapped(rule: Callable[..., Fixed | None]) -> IntegerRule:
-        def run(step: Step) -> Fixed | None:
+        def run(step: IntegerCall) -> Fixed | None:
             operands = [step.operand(name) for name in names]
             return None if any(each is None for each in operands) else rule(step, *operands)
 
@@ -85,7 +85,7 @@ def _reads(*names: str) -> Callable[[Callable[..., Fixed | None]], IntegerRule]:
     return wrapped
 
 
-def _accumulate(step: Step) -> Fixed | None:
+def _accumulate(step: IntegerCall) -> Fixed | None:
     """Products at position fw + fi, the bias shifted to it; the finer of the two positions keeps both exact."""
     x = step.inputs.get("input")
     if not isinstance(x, Fixed) or step.weight_position is None:
@@ -100,7 +100,7 @@ def _accumulate(step: Step) -> Fixed | None:
 
 
 @_reads("input", "other")
-def _add(step: Step, a: Fixed, b: Fixed) -> Fixed | None:
+def _add(step: IntegerCall, a: Fixed, b: Fixed) -> Fixed | None:
     if step.node.attrs.get("alpha", 1) != 1:
         return None
     finest = max(a.position, b.position)
@@ -109,11 +109,11 @@ def _add(step: Step, a: Fixed, b: Fixed) -> Fixed | None:
 
 
 @_reads("input", "other")
-def _multiply(step: Step, a: Fixed, b: Fixed) -> Fixed:
+def _multiply(step: IntegerCall, a: Fixed, b: Fixed) -> Fixed:
     return step.accumulated(a.codes * b.codes, a.position + b.position)
 
 
-def _join(step: Step) -> Fixed | None:
+def _join(step: IntegerCall) -> Fixed | None:
     """Every part shifted to the finest position of all; the shift to the output's position rounds each as it would."""
     parts = step.inputs.get("tensors", [])
     if not all(isinstance(part, Fixed) for part in parts):
@@ -122,7 +122,7 @@ def _join(step: Step) -> Fixed | None:
     return Fixed(step.layer(tensors=[part.at(finest) for part in parts]), finest)
 
 
-def _moved(step: Step) -> Any:
+def _moved(step: IntegerCall) -> Any:
     """Operators that move or select codes, or take the largest; several outputs stay several."""
     fixed = [value for value in step.inputs.values() if isinstance(value, Fixed)]
     if len(fixed) != 1 or (step.node.op == "pad" and step.node.attrs.get("value")):
@@ -134,19 +134,19 @@ def _moved(step: Step) -> Any:
     return [Fixed(part, position) if part.is_floating_point() else part for part in found]  # indices have no codes
 
 
-def _pick(step: Step) -> Any:
+def _pick(step: IntegerCall) -> Any:
     """One of several outputs."""
     several, index = (value for _, value in sorted({**step.inputs, **step.node.attrs}.items()))
     return several[index] if isinstance(several, list) and isinstance(several[index], Fixed) else None
 
 
 @_reads("input")
-def _relu(step: Step, x: Fixed) -> Fixed:
+def _relu(step: IntegerCall, x: Fixed) -> Fixed:
     return Fixed(x.codes.clamp(min=0), x.position)
 
 
 @_reads("input")
-def _relu6(step: Step, x: Fixed) -> Fixed | None:
+def _relu6(step: IntegerCall, x: Fixed) -> Fixed | None:
     attrs = step.node.attrs
     bounds = attrs.get("min_val", attrs.get("min", 0)), attrs.get("max_val", attrs.get("max", 6))
     if step.node.op == "relu6" or bounds == (0, 6):
@@ -155,7 +155,7 @@ def _relu6(step: Step, x: Fixed) -> Fixed | None:
 
 
 @_reads("input")
-def _leaky_relu(step: Step, x: Fixed) -> Fixed | None:
+def _leaky_relu(step: IntegerCall, x: Fixed) -> Fixed | None:
     multiplier, shift = LEAKY_SLOPE
     if step.node.attrs.get("negative_slope") != multiplier / 2**shift:
         return None
@@ -163,19 +163,19 @@ def _leaky_relu(step: Step, x: Fixed) -> Fixed | None:
 
 
 @_reads("input")
-def _average(step: Step, x: Fixed) -> Fixed:
+def _average(step: IntegerCall, x: Fixed) -> Fixed:
     # The layer's own factor is m / 2^s: in float64 it makes the sum times m at s more fraction bits.
     shift = int(step.node.attrs["shift"])
     return step.accumulated(step.layer(input=x.codes) * 2.0**shift, x.position + shift)
 
 
 @_reads("input")
-def _hardsigmoid(step: Step, x: Fixed) -> Fixed:
+def _hardsigmoid(step: IntegerCall, x: Fixed) -> Fixed:
     return _sixths(x)
 
 
 @_reads("input")
-def _hardswish(step: Step, x: Fixed) -> Fixed:
+def _hardswish(step: IntegerCall, x: Fixed) -> Fixed:
     wide = _sixths(x)
     gate = requantize(wide.codes, wide.position - HARDSWISH_POSITION, -128, 127, "half_up")
     return Fixed(x.codes * gate, x.position + HARDSWISH_POSITION)

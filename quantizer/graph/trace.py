@@ -16,7 +16,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError
-from quantizer.graph.convert import Converter, marked
+from quantizer.graph.exported_program import Converter, marked
 from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Graph
 from quantizer.graph.names import check_names

@@ -11,7 +11,7 @@ from quantizer.numerics.fake_quantize import work_dtype
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import CodeRange, IntegerRange, QParams, qparams_from_range
 from quantizer.observers import NegativeValuesError, ObservationError, axis_of, code_range_of, kernel_of
-from quantizer.observers.batch import Range, as_rows, extremes
+from quantizer.observers.observed_batch import Range, as_rows, extremes
 
 ROUND = 4 * BLOCK  # values whose ranges are found before they are quantized: the blocks share the work on scales
 

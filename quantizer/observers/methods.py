@@ -13,10 +13,10 @@ from quantizer.numerics.fake_quantize import float_kernel, integer_kernel
 from quantizer.numerics.qparams import CodeRange, FloatRange, IntegerRange, qparams_from_range
 from quantizer.numerics.registry import lookup, register
 from quantizer.numerics.rounding import NEAREST
-from quantizer.observers.batch import BINS, Batch, Range
+from quantizer.observers.observed_batch import BINS, ObservedBatch, Range
 
 Statistic = Callable[[list[float]], float]
-RangeMethod = Callable[[Batch, QuantizationSpec], Range]
+RangeMethod = Callable[[ObservedBatch, QuantizationSpec], Range]
 METHODS: dict[str, RangeMethod] = {}
 INTEGER_ONLY = frozenset({"entropy", "diffs"})
 """Methods that are about integer codes: levels to merge bins into, positions of a binary point."""
@@ -70,13 +70,13 @@ def axis_of(spec: QuantizationSpec) -> int | None:
 
 
 @register(METHODS, "maxmin")
-def maxmin(batch: Batch, spec: QuantizationSpec) -> Range:
+def maxmin(batch: ObservedBatch, spec: QuantizationSpec) -> Range:
     """Return the exact extremes of every row."""
     return batch.low, batch.high
 
 
 @register(METHODS, "percentile")
-def percentile(batch: Batch, spec: QuantizationSpec) -> Range:
+def percentile(batch: ObservedBatch, spec: QuantizationSpec) -> Range:
     """Return the range cut at the magnitude below which `spec.percentage` percent of the values lie.
 
     The magnitude is the left edge of the histogram's bin where the cumulative share gets there (of the first bin the
@@ -93,7 +93,7 @@ def percentile(batch: Batch, spec: QuantizationSpec) -> Range:
 
 
 @register(METHODS, "diffs")
-def diffs(batch: Batch, spec: QuantizationSpec) -> Range:
+def diffs(batch: ObservedBatch, spec: QuantizationSpec) -> Range:
     """Return the range halved as often (0 to 4 times) as the squared error falls; of equal errors the widest range."""
     code_range, kernel, sample, errors = code_range_of(spec), kernel_of(spec), batch.sample(DIFFS_SAMPLE), []
     factors = 0.5 ** torch.arange(DIFFS_CANDIDATES, dtype=torch.float64)
@@ -106,7 +106,7 @@ def diffs(batch: Batch, spec: QuantizationSpec) -> Range:
 
 
 @register(METHODS, "mse")
-def mse(batch: Batch, spec: QuantizationSpec) -> Range:
+def mse(batch: ObservedBatch, spec: QuantizationSpec) -> Range:
     """Return the range cut at the clip that gives the least squared error with the spec's codes, both its sides.
 
     Which way ties go cannot matter: at a half-way point either neighbour has the same error.
@@ -141,7 +141,7 @@ def _squared_errors(spec: QuantizationSpec) -> Tensor:
 
 
 @register(METHODS, "entropy")
-def entropy(batch: Batch, spec: QuantizationSpec) -> Range:
+def entropy(batch: ObservedBatch, spec: QuantizationSpec) -> Range:
     """Return the range cut at the clip of the least Kullback-Leibler divergence; of equal ones the largest.
 
     For the first i bins of the magnitudes, i in 128, 160, ... 1536, 1552, ... 2048, the reference P is these bins with

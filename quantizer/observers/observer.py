@@ -12,8 +12,8 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import IntegerRange, QParams, qparams_from_range, qparams_from_step, step_from_range
 from quantizer.numerics.registry import lookup
-from quantizer.observers.batch import Batch, as_rows, extremes
 from quantizer.observers.methods import INTEGER_ONLY, METHODS, STATISTICS, axis_of, code_range_of, reduce_batches
+from quantizer.observers.observed_batch import ObservedBatch, as_rows, extremes
 
 ROWS_AT_ONCE = 1 << 12  # histograms of 4096 bins of each take 128 MB
 
@@ -144,7 +144,7 @@ class Observer:
             raise ValueError(f'An observer\'s state is one tensor "batches" of shape (B, 4, R), not {sorted(state)}.')
         self._batches = [(low, high, least, most) for low, high, least, most in batches.double()]
 
-    def _batch(self, x: Tensor) -> Batch:
+    def _batch(self, x: Tensor) -> ObservedBatch:
         """Return `x` with its extremes, read once; NaN and infinity show in them."""
         if not x.is_floating_point():
             raise TypeError(f"Only floating-point tensors can be observed, not {x.dtype}.")
@@ -159,7 +159,7 @@ class Observer:
                 f"The smallest value is {low.min():g}, and unsigned symmetric codes have no negative values; "
                 "make it signed, or asymmetric."
             )
-        return Batch(rows, low, high)
+        return ObservedBatch(rows, low, high)
 
     def _seen(self, end: int) -> Tensor:
         """One end of the ranges of all batches, (B, R)."""

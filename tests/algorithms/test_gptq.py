@@ -227,7 +227,7 @@ def test_layers_that_read_one_value_are_solved_as_if_each_were_alone(branches: B
         assert (found.rounded[name].weight - alone.weight).abs().max() < 1.1 * alone.qparams.scale.max()
 
 
-def test_a_layer_is_settled_on_inputs_that_rounded_layers_make(branches: Branches) -> None:
+def test_a_layer_is_processed_on_inputs_that_rounded_layers_make(branches: Branches) -> None:
     """Section 3.3: the inputs of the partially quantized model."""
     x = autoregressive(2048, 64, seed=1)
     task = task_of(branches, torch.split(x, 512), CHANNELS)

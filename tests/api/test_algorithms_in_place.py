@@ -152,7 +152,7 @@ def test_static_inputs_are_observed_behind_the_factors() -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_rounded_weights_stand_on_the_grids_that_were_found() -> None:
+def test_rounded_weights_have_the_scales_that_were_found() -> None:
     plain, model = net(), net()
     ModelQuantizer(config()).quantize_model(plain)
     ModelQuantizer(config(GPTQConfig())).quantize_model(model, (batch for batch in IDS))

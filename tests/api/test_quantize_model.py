@@ -224,7 +224,7 @@ def test_a_call_may_name_its_arguments() -> None:
     assert same(layer(input=X, factor=2.0), layer(X) * 2)
 
 
-def test_outputs_are_on_their_grid() -> None:
+def test_outputs_are_codes_times_a_scale() -> None:
     model = quantized(mlp(), [X], weight=spec(), output_tensors=spec())
     assert len(model[0](X).unique()) <= 255
     assert "activation" in model[2].quantizers

@@ -184,7 +184,7 @@ def test_onnx_equals_test_mode(short: str, tmp_path: Path) -> None:
 def test_stopped_then_resumed_equals_undisturbed(
     how: str, after: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    """A kill leaves the last block's checkpoint; Ctrl-C saves by itself. Settled layers are not solved again."""
+    """A kill leaves the last block's checkpoint; Ctrl-C saves by itself. Layers that are done are not solved again."""
     path = config(tmp_path, "smoothquant", "gptq")
     assert calibrate(tmp_path / "whole", model=model, config=path) == 0
     layers = list(stand_ins.SOLVED)

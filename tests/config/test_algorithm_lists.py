@@ -150,7 +150,7 @@ def test_of_the_order_and_of_static_groups_the_stated_one_decides(name: str) -> 
     assert of(check(config.to_dict()).require()) == [found]
 
 
-def test_keys_about_the_grid_that_agree_are_not_told() -> None:
+def test_keys_about_the_codes_that_agree_are_not_told() -> None:
     agreeing = {"bit": 4, "sym": False, "group_size": 128, "static_groups": True}
     assert codes(algo_config=[{"name": "awq", "bit": 4}, {"name": "gptq", **agreeing}]) == []
     channels = {"name": "gptq", "bit": 4, "sym": True, "group_size": -1}

@@ -47,7 +47,7 @@ def test_noise_of_a_graph_input() -> None:
     assert found.metrics()["sqnr_db"] == pytest.approx(expected)
 
 
-def test_a_layers_own_input_grid_leaves_other_readers_alone() -> None:
+def test_a_layers_own_input_quantizer_leaves_other_readers_alone() -> None:
     """`x + x` with its second argument alone quantized."""
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     graph = trace(Doubled(), (x,))

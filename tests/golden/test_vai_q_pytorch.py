@@ -51,7 +51,7 @@ def test_float_scales(method, randn, relu, ramp):
     assert found == pytest.approx([randn, relu, ramp], rel=1e-6)
 
 
-def test_mse_scales_on_the_grid_the_ancestor_searches():
+def test_mse_scales_among_those_that_vai_q_pytorch_searches():
     """It scores magnitudes on 0..127: those are our codes when their range is narrow or the data are positive."""
     assert scale(replace(NARROW, method="mse"), TENSORS["randn"]) == pytest.approx(0.03058919381, rel=1e-6)
     assert scale(replace(FLOAT, method="mse"), TENSORS["relu"]) == pytest.approx(0.0297158046, rel=1e-6)
@@ -74,12 +74,12 @@ def test_percentiles(percentage, amax):
 
 
 def test_the_hundredth_percentile_is_the_maximum():
-    """The ancestor gives the left edge of the last bin, 3.94358659, and so clips what it was told to keep."""
+    """vai_q_pytorch gives the left edge of the last bin, 3.94358659, and so clips what it was told to keep."""
     found = scale(replace(FLOAT, method="percentile", percentage=100.0), TENSORS["randn"])
     assert found * 127 == pytest.approx(TENSORS["randn"].abs().max().item(), rel=1e-6)
 
 
-def test_other_grids_with_maxmin():
+def test_other_codes_with_maxmin():
     x = TENSORS["randn"]
     asymmetric = qparams(replace(FLOAT, symmetric=False), x)
     assert asymmetric.scale.item() == pytest.approx(0.02882821139, rel=1e-6)
@@ -89,7 +89,7 @@ def test_other_grids_with_maxmin():
 
 
 def test_an_asymmetric_range_is_extended_to_zero():
-    """The ancestor neither extends the range nor clamps the zero point: relu + 1 gets -67."""
+    """vai_q_pytorch neither extends the range nor clamps the zero point: relu + 1 gets -67."""
     assert qparams(replace(FLOAT, symmetric=False), TENSORS["relu"] + 1).zero_point.item() == 0
 
 

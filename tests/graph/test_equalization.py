@@ -299,7 +299,7 @@ def test_the_factor_is_that_of_the_paper() -> None:
     assert summary(after) == ["pairs of layers equalized: 1; largest factor 2^2.0"]
 
 
-def test_a_channel_with_hardly_any_weight_does_not_take_the_bias_grid() -> None:
+def test_a_channel_with_hardly_any_weight_does_not_take_the_bias_scale() -> None:
     module = nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 1))
     module[0].weight.data, module[0].bias.data = torch.tensor([[1.0], [1e-30]]), torch.tensor([0.5, 1.0])
     after = cross_layer_equalization(trace(module, (torch.randn(2, 1),)))

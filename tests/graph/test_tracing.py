@@ -211,7 +211,7 @@ class Alike(nn.Module):
         return (x.float() * 2).type_as(x)
 
 
-def test_a_value_that_takes_the_dtype_of_another_keeps_its_grid() -> None:
+def test_a_value_that_takes_the_dtype_of_another_keeps_its_scale() -> None:
     x = torch.randn(2, 3, dtype=torch.bfloat16)
     graph = trace(Alike().eval(), (x,))
     last = graph.nodes[-1]

@@ -58,7 +58,7 @@ def qparams(low, high, code_range):
         (0.0, 0.0, ASYMMETRIC, 1.0, 0),
     ],
 )
-def test_the_range_fills_the_grid(low, high, code_range, scale, zero_point):
+def test_the_range_fills_the_codes(low, high, code_range, scale, zero_point):
     found = qparams(low, high, code_range)
     assert found.scale.item() == pytest.approx(scale, rel=1e-6)
     assert found.zero_point.item() == zero_point
@@ -134,7 +134,7 @@ def test_powers_of_two_work_with_zero_points():
     assert (found.scale.item(), found.zero_point.item()) == (2.0**-5, 32)
 
 
-def test_a_32_bit_grid_is_scaled_in_float64():
+def test_32_bit_codes_are_scaled_in_float64():
     found = qparams(-1.0, 1.0, IntegerRange(-(2**31), 2**31 - 1))
     assert found.scale.item() == pytest.approx(1 / (2**31 - 1), rel=1e-7)
 

@@ -7,7 +7,7 @@ import torch
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.observers import METHODS
-from quantizer.observers.batch import Batch
+from quantizer.observers.observed_batch import ObservedBatch
 
 
 def divergence(counts, clip, levels):
@@ -43,7 +43,7 @@ DATA = {
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_clip_has_the_least_divergence_of_the_definition(data, bits):
     x = DATA[data](torch.randn(20_000, generator=torch.Generator().manual_seed(4))).unsqueeze(0)
-    batch = Batch(x, x.amin(1).double(), x.amax(1).double())
+    batch = ObservedBatch(x, x.amin(1).double(), x.amax(1).double())
     counts = batch.magnitudes[0].tolist()
     counts[0] = counts[1]
     clips = [*range(128, 1536, 32), *range(1536, 2049, 16)]

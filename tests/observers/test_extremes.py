@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.observers import NonFiniteError, Observer
-from quantizer.observers.batch import extremes
+from quantizer.observers.observed_batch import extremes
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 

@@ -7,7 +7,7 @@ import torch
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.observers import METHODS, Observer
-from quantizer.observers.batch import Batch
+from quantizer.observers.observed_batch import ObservedBatch
 
 MANY = 2**24 + 3
 ONES = torch.ones(1).expand(1, MANY)
@@ -15,8 +15,8 @@ ONES = torch.ones(1).expand(1, MANY)
 
 def test_a_bin_holds_more_values_than_float32_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a sample that large; the bounded one has fewer."""
-    monkeypatch.setattr(Batch, "sample", lambda batch: batch.rows.contiguous())
-    counts = Batch(ONES, torch.ones(1), torch.ones(1)).histogram
+    monkeypatch.setattr(ObservedBatch, "sample", lambda batch: batch.rows.contiguous())
+    counts = ObservedBatch(ONES, torch.ones(1), torch.ones(1)).histogram
     assert counts.sum() == counts.max() == MANY
 
 

@@ -8,7 +8,7 @@ import torch
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.observers import NegativeValuesError, Observer
-from quantizer.observers.batch import SAMPLE, Batch, as_rows, stride_for
+from quantizer.observers.observed_batch import SAMPLE, ObservedBatch, as_rows, stride_for
 
 SPEC = QuantizationSpec()
 POWER_OF_TWO = QuantizationSpec(scale_type="poweroftwo")
@@ -79,7 +79,7 @@ def test_channels_lie_along_any_axis():
     assert (observed(spec, x).qparams().scale * 127).tolist() == pytest.approx([4, 20, 60], rel=1e-6)
 
 
-def test_unsigned_symmetric_grids_take_no_negative_values():
+def test_unsigned_symmetric_codes_take_no_negative_values():
     spec = replace(SPEC, signed=False)
     assert scale(spec, torch.tensor([0.0, 25.5])) == pytest.approx(0.1, rel=1e-6)
     with pytest.raises(NegativeValuesError, match=r"-0\.5"):
@@ -143,7 +143,7 @@ def test_a_sample_sees_every_column_and_the_extremes_see_every_value():
     images[3, 2, 1, 0] = 50.0
     rows = as_rows(images)
     low, high = (end.view(1).double() for end in rows.aminmax())
-    sample = Batch(rows, low, high).sample()
+    sample = ObservedBatch(rows, low, high).sample()
     assert sample.numel() <= SAMPLE
     assert (sample == 1).double().mean().item() == pytest.approx(1 / 112, rel=0.05)
     assert observed(SPEC, images).high == 50
@@ -170,7 +170,7 @@ def test_every_layout_gives_the_same_scale(layout):
     assert scale(spec, other) == scale(spec, x)
 
 
-def test_one_sided_data_are_clipped_alike_on_symmetric_and_asymmetric_grids():
+def test_one_sided_data_are_clipped_alike_by_symmetric_and_asymmetric_codes():
     x = torch.relu(torch.randn(10_000, generator=torch.Generator().manual_seed(0)))
     spec = QuantizationSpec(method="percentile", percentage=99.0, signed=False)
     assert scale(spec, x) == scale(replace(spec, symmetric=False), x)

@@ -123,7 +123,7 @@ def test_inputs_are_quantized_unless_a_concatenation_does_it_or_they_are_integer
 
 
 @pytest.mark.parametrize("name", TOYS)
-def test_every_layer_has_one_grid_at_most_and_members_find_theirs(name: str) -> None:
+def test_every_layer_is_quantized_once_at_most_and_members_find_theirs(name: str) -> None:
     graph = traced(name)
     where = layout(graph)
     assert not set(where.groups) & set(where.served)
@@ -135,7 +135,7 @@ def test_every_layer_has_one_grid_at_most_and_members_find_theirs(name: str) -> 
 
 
 @pytest.mark.parametrize("name", TOYS)
-def test_what_layers_that_multiply_read_is_on_a_grid(name: str) -> None:
+def test_what_layers_that_multiply_read_is_quantized(name: str) -> None:
     graph = traced(name)
     where = layout(graph)
     for node in graph.nodes:

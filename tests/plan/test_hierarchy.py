@@ -106,7 +106,7 @@ def test_outputs_that_a_concatenation_joins_are_quantized_one_by_one() -> None:
             assert (node.name, "activation") in plan.tensors or plan.floats[node.name].startswith("quantized at")
 
 
-def test_an_input_that_is_on_the_same_grid_is_not_rounded_again() -> None:
+def test_an_input_that_has_the_same_codes_is_not_rounded_again() -> None:
     plan = planned(hierarchy({"weights": INT8, "activation": INT8, "input": INT8}))
     first = ROOT + "Conv2d[conv1]/conv2d"
     assert (first, "input") in plan.tensors

@@ -158,7 +158,7 @@ def test_an_input_of_its_own_only_where_it_differs(planned: Any) -> None:
     assert "QZ405" not in codes(other)
 
 
-def test_an_input_that_keeps_its_producers_grid_through_a_relu(planned: Any) -> None:
+def test_an_input_that_keeps_its_producers_scale_through_a_relu(planned: Any) -> None:
     plan = planned(layer("layer1.0.conv1", roles=ALL))
     assert "input" not in plan.of_layer(CONV1)
 

@@ -89,7 +89,7 @@ def stride_for(length: int, limit: int) -> int:
 
 
 @dataclass(frozen=True)
-class Batch:
+class ObservedBatch:
     """One batch's values as `rows` (R, N), with the exact extremes `low` and `high` (R,), in its dtype, on the CPU."""
 
     rows: Tensor
@@ -101,13 +101,13 @@ class Batch:
         """The largest magnitude of each row, (R,) float64."""
         return torch.maximum(-self.low, self.high).double()
 
-    def split(self, rows: int) -> list[Batch]:
+    def split(self, rows: int) -> list[ObservedBatch]:
         """Return the batch in parts of about equal height, each of at most `rows` rows."""
         count = -(-len(self.rows) // rows)
         if count == 1:
             return [self]
         parts = (part.tensor_split(count) for part in (self.rows, self.low, self.high))
-        return [Batch(*part) for part in zip(*parts, strict=True)]
+        return [ObservedBatch(*part) for part in zip(*parts, strict=True)]
 
     def sample(self, limit: int = SAMPLE) -> Tensor:
         """Return at most `limit` values, or SAMPLE_PER_ROW of each row, (R, n) as float32, or float64 if they are."""

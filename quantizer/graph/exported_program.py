@@ -52,7 +52,11 @@ class Converter:
         self._first_path = {id(t): p for p, t in itertools.chain(module.named_buffers(), module.named_parameters())}
 
     def graph(self, input_paths: tuple[tuple[Any, ...], ...]) -> Graph:
-        """The graph of the program; ModelError if it holds a node with no place in a straight line."""
+        """The graph of the program.
+
+        Raises:
+            ModelError: it holds a node with no place in a straight line.
+        """
         signature = {spec.arg.name: spec for spec in self.program.graph_signature.input_specs}
         inputs = 0
         for node in self.program.graph.nodes:
