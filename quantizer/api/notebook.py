@@ -2,18 +2,57 @@
 
 import html
 import sys
+import time
 from typing import Any
 
-from rich.console import Console
-
-from quantizer.engine.events import Events, Forked, Logged
-from quantizer.report.bars import Bars
+from quantizer.engine.events import Events, Forked, Logged, Stage
 from quantizer.report.view import Listing
+
+REDRAW_S = 0.1
 
 
 def follower() -> Events:
     """Bars and log records in a notebook, log records elsewhere."""
-    return Forked(Bars(Console()), Logged()) if in_notebook() else Logged()
+    return Forked(NotebookBars(), Logged()) if in_notebook() else Logged()
+
+
+class NotebookBars(Events):
+    """Shows each stage of a run as a bar, which vanishes at its end; IPython alone is enough for it."""
+
+    def __init__(self) -> None:
+        self._stages: list[Stage] = []
+        self._display: Any = None
+        self._drawn = 0.0
+
+    def started(self, stage: Stage) -> None:
+        """Show a bar."""
+        self._stages.append(stage)
+        self._draw()
+
+    def advanced(self, stage: Stage) -> None:
+        """Move it, but not so often that drawing takes time."""
+        if time.monotonic() - self._drawn >= REDRAW_S:
+            self._draw()
+
+    def stopped(self, stage: Stage, error: BaseException | None) -> None:
+        """Take it away."""
+        self._stages.remove(stage)
+        self._draw()
+
+    def _draw(self) -> None:
+        ipython = sys.modules["IPython.display"]
+        content = ipython.HTML("".join(map(_bar, self._stages)))
+        if self._display is None:
+            self._display = ipython.display(content, display_id=True)
+        else:
+            self._display.update(content)
+        self._drawn = time.monotonic()
+
+
+def _bar(stage: Stage) -> str:
+    limits = f' value="{stage.done}" max="{stage.total}"' if stage.total else ""
+    count = f"{stage.done}/{stage.total}" if stage.total else str(stage.done)
+    return f"<div>{html.escape(stage.name)} <progress{limits}></progress> {count} {html.escape(stage.unit)}</div>"
 
 
 def in_notebook() -> bool:

@@ -1,4 +1,4 @@
-"""Progress as bars, on a terminal or in a notebook. Says nothing else."""
+"""Progress as bars on a terminal. Says nothing else."""
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn

@@ -5,8 +5,10 @@ from __future__ import annotations
 import filecmp
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,3 +239,26 @@ def test_text_in_tables_is_escaped() -> None:
     page = html_table(Listing(("a",), [("<script>",)]))
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
+
+
+def test_a_notebook_shows_progress_as_bars(network: nn.Module, data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what IPython documents of `display`: `display_id=True` returns a handle with `update`."""
+    pages: list[str] = []
+    handle = SimpleNamespace(update=pages.append)
+    shell = type("ZMQInteractiveShell", (), {})()
+
+    def display(page: str, *, display_id: bool) -> Any:
+        assert display_id
+        pages.append(page)
+        return handle
+
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(HTML=str, display=display))
+    monkeypatch.setattr("quantizer.api.notebook.REDRAW_S", 0)
+    found = quantizer.calibrate(network, LAYERED, data)
+    assert any(f'<progress value="1" max="{len(data)}">' in page for page in pages)
+    assert pages[-1] == ""
+    pages.clear()
+    found.test()
+    assert "<progress" in "".join(pages)
+    assert pages[-1] == ""
