@@ -15,13 +15,14 @@ from quantizer.config.document import Document
 from quantizer.config.load import check_document, default_config
 from quantizer.config.resolved import resolved_document
 from quantizer.engine import pipeline, results
-from quantizer.engine.calibrated import Calibrated, reopened, traced
+from quantizer.engine.calibrated import Calibrated, example_batch, reopened, traced
 from quantizer.engine.checkpoint import Checkpoints
 from quantizer.engine.events import Events, Forked
 from quantizer.engine.finetune import check_mode
 from quantizer.engine.job import Job
 from quantizer.engine.module_target import evaluating
 from quantizer.engine.result_files import read_json
+from quantizer.engine.results import QuantInfo
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import DataError
 from quantizer.graph.ir import Graph
@@ -92,13 +93,14 @@ def calibrate(
     return Result(model, calibrated, job.plan, batches, watching, job=job)
 
 
-def load(folder: str | os.PathLike[str], model: nn.Module, data: Data) -> Result:
+def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = None) -> Result:
     """What `calibrate` saved, or the shell wrote, for the same float model.
 
     Args:
         folder: the result folder.
         model: the float model that was calibrated, with the same weights.
-        data: as in `calibrate`; the first batch is read for its shape, all are the default of `Result.test`.
+        data: as in `calibrate`; the first batch is read for its shape, all are the default of `Result.test`. None for
+            what needs a shape only, which the folder knows.
 
     Raises:
         ResultError: the folder is incomplete or damaged, or of another model.
@@ -106,7 +108,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data) -> Result
     check_float(model)
     place = Path(folder)
     info = results.read_info(place)
-    batches = _batches(model, data, seed=info.header["seed"])
+    batches = _shape_alone(info) if data is None else _batches(model, data, seed=info.header["seed"])
     original, batch = _traced(model, batches)
     with evaluating(model), without_cache(model):
         calibrated = reopened(model, batch, original, info)
@@ -125,6 +127,11 @@ def _batches(
     if data is None:
         raise DataError("data is None", help="give a list of batches, a DataLoader, or a function that returns one")
     return load_batches(data, module=model, batch_size=batch_size, subset_len=subset_len, seed=seed, label="data")
+
+
+def _shape_alone(info: QuantInfo) -> Batches:
+    batch = example_batch(info.header)
+    return Batches(lambda: iter((batch,)), "an example input", stands_in=True)
 
 
 def _traced(model: nn.Module, batches: Batches) -> tuple[Graph, Batch]:

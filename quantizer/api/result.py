@@ -20,7 +20,7 @@ from quantizer.engine.job import Job
 from quantizer.engine.module_target import evaluating
 from quantizer.engine.result_files import locked
 from quantizer.engine.scores import Scores, score
-from quantizer.errors import GateError, UsageError
+from quantizer.errors import DataError, GateError, UsageError
 from quantizer.export import EXPORTERS, check, export, require_extras
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
@@ -120,14 +120,14 @@ class Result:
         """Run the quantized and the float network on the same batches.
 
         Args:
-            data: as in `calibrate`; None for the calibration data.
+            data: as in `calibrate`; None for those that were given there, or to `load`.
             evaluate: `evaluate(model, data)` gives a dict of metrics; without it top-1 accuracy or perplexity is found
                 where the data have targets.
 
         Raises:
             DataError: no batches, or outputs that are not finite.
         """
-        batches = self._batches if data is None else load_batches(data, module=self._model)
+        batches = self._given(data)
         with evaluating(self._model):
             return Comparison(score(self._calibrated, self._model, batches, self._events, evaluate), self._calibrated)
 
@@ -148,10 +148,14 @@ class Result:
                 for name in results.names_of(self._folder):
                     shutil.copyfile(self._folder / name, place / name)
 
-    def export(self, target: str, path: str | os.PathLike[str]) -> Verification:
+    def export(self, target: str, path: str | os.PathLike[str], data: Any = None) -> Verification:
         """Write the network for another runtime and verify the file: "onnx", "pt2" or "safetensors".
 
+        Args:
+            data: to verify it with; as in `test`.
+
         Raises:
+            DataError: there are no data.
             UsageError: there is no such target, its packages are missing, or it cannot express this config.
             VerificationError: the file does not compute what test mode does; it is not left there.
         """
@@ -160,9 +164,15 @@ class Result:
         require_extras([target])
         calibrated = self._calibrated
         check(target, calibrated.graph, calibrated.solution, calibrated.settings.onnx_opset_version)
-        loss = score(calibrated, self._model, self._batches, self._events).comparison.output.sqnr_db
-        deployment = Deployment.of(calibrated, self._batches, loss)
-        return export(target, deployment, Path(path), self._events, self._batches.total)
+        batches = self._given(data)
+        loss = score(calibrated, self._model, batches, self._events).comparison.output.sqnr_db
+        return export(target, Deployment.of(calibrated, batches, loss), Path(path), self._events, batches.total)
+
+    def _given(self, data: Any) -> Batches:
+        """These data, or those that the result was made with."""
+        if data is None and self._batches.stands_in:
+            raise DataError("there are no data", help="give them here or to `load`")
+        return self._batches if data is None else load_batches(data, module=self._model)
 
     def __repr__(self) -> str:
         return f"Result({len(self._calibrated.solution.tensors)} tensors of {self._calibrated.graph.model} quantized)"

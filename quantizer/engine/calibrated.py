@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -93,6 +94,33 @@ def window_length(shapes: Shapes) -> int | None:
     """How many tokens the only input [b, s] had, if there was such a one."""
     only = shapes[0] if len(shapes) == 1 else None
     return only[1] if only is not None and len(only) == 2 else None
+
+
+def example_batch(header: Mapping[str, Any]) -> Batch:
+    """Two samples of zeros, shaped like those that a model was calibrated with.
+
+    Raises:
+        ResultError: quant_info.json does not say enough to make one.
+    """
+    inputs = list(zip(header["inputs"], header.get("call", ()), strict=False))
+    if not inputs or any(shape is None for shape, _ in inputs):
+        help_ = "give data: a batch to trace the model on"
+        raise ResultError("the results do not say how the model is called", help=help_)
+    roots: dict[Any, Any] = {0: {}, 1: {}}
+    for shape, (path, dtype) in inputs:
+        inside = roots
+        for key in path[:-1]:
+            inside = inside.setdefault(key, {})
+        inside[path[-1]] = torch.zeros([2 if size is None else size for size in shape], dtype=getattr(torch, dtype))
+    return Batch(_nested(roots[0]), dict(_nested(roots[1])), None, None)
+
+
+def _nested(value: Any) -> Any:
+    """Dicts whose keys are indices as tuples."""
+    if not isinstance(value, dict):
+        return value
+    items = {key: _nested(item) for key, item in value.items()}
+    return tuple(items.values()) if all(isinstance(key, int) for key in items) else items
 
 
 def call_of_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Shapes) -> Call | None:

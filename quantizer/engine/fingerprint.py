@@ -35,6 +35,13 @@ def input_shapes(graph: Graph) -> list[list[int | None] | None]:
     return [None if node.shape is None else list(node.shape) for node in graph.nodes if node.op == "input"]
 
 
+def call_paths(graph: Graph) -> list[tuple[list[Any], str | None]]:
+    """Where each input stands in (args, kwargs), and its dtype; None for what is no tensor."""
+    inputs = (node for node in graph.nodes if node.op == "input")
+    dtypes = (None if node.dtype is None else str(node.dtype).removeprefix("torch.") for node in inputs)
+    return [(list(path), dtype) for path, dtype in zip(graph.input_paths, dtypes, strict=True)]
+
+
 def config(value: Config) -> str:
     """A digest of what the config says, defaults written out; comments do not count."""
     return digest(resolved_document(value))

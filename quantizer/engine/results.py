@@ -98,6 +98,7 @@ def write_results(
         "settings": settings,
         "batches": calibration.batches,
         "inputs": fingerprint.input_shapes(original),
+        "call": fingerprint.call_paths(original),
         "config": fingerprint.decisions(plan),
         "weights": fingerprint.weights(original),
         "layers": fingerprint.layers(original),

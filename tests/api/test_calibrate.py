@@ -92,7 +92,8 @@ def test_shell_and_python_write_the_same_bytes(
     assert not differing(tmp_path / "shell", tmp_path / "copied")
     assert check_at_the_shell(tmp_path / "copied", model=str(source)) == 0
     images = data[0][0]
-    assert torch.equal(loaded.network(images), found.network(images))
+    for again in (loaded, quantizer.load(tmp_path / "shell", network)):
+        assert torch.equal(again.network(images), found.network(images))
     assert not torch.equal(found.network(images), network(images))
     decided = [{key: tensor.decided() for key, tensor in each.plan.plan.tensors.items()} for each in (loaded, found)]
     assert decided[0] == decided[1]
@@ -164,6 +165,53 @@ def test_data_that_are_missing_or_can_be_read_but_once_are_refused(network: nn.M
         quantizer.calibrate(network, LAYERED, None)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="data can be gone through only once"):
         quantizer.calibrate(network, LAYERED, iter(data))
+
+
+class Several(nn.Module):
+    """Tokens, a pair and a named mask go in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(5, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor, pair: tuple[Tensor, Tensor], *, mask: Tensor) -> Tensor:
+        embedded = self.embedding(tokens).masked_fill(mask.unsqueeze(-1), 0.0)
+        return self.linear(embedded + pair[0] * pair[1])
+
+
+def test_a_folder_is_loaded_without_data(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Several().eval()
+    tokens, mask = torch.randint(5, (6, 7)), torch.rand(6, 7) > 0.5
+    call = {"tokens": tokens, "pair": (torch.randn(6, 7, 4), torch.randn(6, 7, 4)), "mask": mask}
+    found = quantizer.calibrate(model, LAYERED, [call])
+    found.save(tmp_path / "out")
+    loaded = quantizer.load(tmp_path / "out", model)
+    assert torch.equal(loaded.network(**call), found.network(**call))
+    for needs_data in (loaded.test, lambda: loaded.export("safetensors", tmp_path / "file.safetensors")):
+        with pytest.raises(DataError, match="there are no data\nhelp: give them here or to `load`"):
+            needs_data()
+    assert not (tmp_path / "file.safetensors").exists()
+    assert loaded.test([call]).metrics == found.test().metrics
+    loaded.export("safetensors", tmp_path / "file.safetensors", [call])
+    loaded.save(tmp_path / "copied")
+    assert not differing(tmp_path / "out", tmp_path / "copied")
+
+
+def test_a_call_with_more_than_tensors_needs_data_to_be_loaded(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, factor: int) -> Tensor:
+            return self.linear(x) * factor
+
+    model, call = Scaled().eval(), {"x": torch.ones(2, 4), "factor": 2}
+    quantizer.calibrate(model, LAYERED, [call]).save(tmp_path / "out")
+    with pytest.raises(ResultError, match="do not say how the model is called\nhelp: give data"):
+        quantizer.load(tmp_path / "out", model)
+    assert quantizer.load(tmp_path / "out", model, [call]).test().metrics["sqnr_db"] > 10
 
 
 def test_another_model_is_refused(network: nn.Module, data: Any, tmp_path: Path) -> None:
