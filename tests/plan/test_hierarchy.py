@@ -152,8 +152,10 @@ def test_channels_lie_along_the_axis_that_the_file_says(axis: int | None, expect
     assert (tensor.spec.ch_axis, tensor.scales) == (expected, scales)
 
 
-def test_an_axis_out_of_range_names_the_layer() -> None:
-    fields = INT8 | {"qscheme": "per_channel", "ch_axis": 2}
+@pytest.mark.parametrize("cut", [{"qscheme": "per_channel"}, {"qscheme": "per_group", "group_size": 2}])
+@pytest.mark.parametrize("axis", [2, -3])
+def test_an_axis_out_of_range_names_the_layer(cut: dict[str, Any], axis: int) -> None:
+    fields = INT8 | cut | {"ch_axis": axis}
     (found,) = findings(planned(hierarchy({}, names={"fc": {"weights": fields}})), "QZ406")
     assert "weights of " + FC in found.message and found.help == "write a ch_axis from -2 to 1"
 
