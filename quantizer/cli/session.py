@@ -85,7 +85,8 @@ def device_of(options: Options) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         said = f"--device {options.device} cannot be used here: {str(error).splitlines()[0]}"
-        raise UsageError(said, help="use cpu or cuda") from error
+        here = "cpu or cuda" if torch.cuda.is_available() else "cpu: this torch finds no CUDA device"
+        raise UsageError(said, help=f"use {here}") from error
     return device
 
 

@@ -119,6 +119,8 @@ def _help(value: Any, hint: Any) -> str | None:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint) and dataclasses.is_dataclass(value):
         takers = [f"{name}=" for name, taken in get_type_hints(hint).items() if fits(value, taken)]
         return f"write {hint.__name__}(…) with it as {', '.join(takers)}" if takers else None
+    if hint is str and isinstance(value, type):
+        return f'write "{value.__name__}"'
     for wanted in (hint, *get_args(hint)):
         if isinstance(wanted, type) and issubclass(wanted, Enum):
             names = list(wanted.__members__)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from api.specs import per_token, spec
+from torch import nn
 
 import quantizer
 from quantizer import (
@@ -66,6 +67,11 @@ def everything() -> Config:
             lambda: Config(QuantizationConfig(), {"0": spec()}),
             "Config.layer_type_quant_config['0'] is a QuantizationSpec, not a QuantizationConfig",
             "write QuantizationConfig(…) with it as input_tensors=, output_tensors=, weight=, bias=",
+        ),  # type: ignore[dict-item]
+        (
+            lambda: Config(QuantizationConfig(), {nn.Linear: QuantizationConfig()}),
+            "a key of Config.layer_type_quant_config is <class 'torch.nn.modules.linear.Linear'>, not a str",
+            'write "Linear"',
         ),  # type: ignore[dict-item]
         (lambda: Config(QuantizationConfig(), algo_config="awq"), "Config.algo_config is 'awq'", None),  # type: ignore[arg-type]
         (
