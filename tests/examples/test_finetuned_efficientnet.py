@@ -31,7 +31,7 @@ def test_finetuning_wins_back_a_third_of_the_decibels_that_four_bits_lose(
     found: dict[str, float] = {}
     for mode in ("plain", "adaround"):
         more = [] if mode == "plain" else ["--fast_finetune", mode]
-        config = ["--config_file", str(tmp_path / "w4.json"), "--subset_len", "32"]
+        config = ["--config_file", str(tmp_path / "w4.json"), "--subset_len", "16"]
         assert run_command(["--quant_mode", "calib", *config, *common, *more]) == 0
         capsys.readouterr()
         assert run_command(["--quant_mode", "test", *common, *more, "--json"]) == 0
