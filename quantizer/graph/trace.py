@@ -102,16 +102,26 @@ _LISTS = ("_flat_weights", "_flat_weight_refs")
 def quiet() -> Iterator[None]:
     """Silence torch's loggers, warnings and dumps on stderr: what matters comes back as an exception."""
     known = [each for each in logging.Logger.manager.loggerDict.values() if isinstance(each, logging.Logger)]
-    loud = [each for each in known if each.name.partition(".")[0] == "torch" and not each.disabled]
+    of_torch = [each for each in known if each.name.partition(".")[0] == "torch"]
+    loud = [each for each in of_torch if not each.disabled]
+    handlers = [handler for each in of_torch for handler in each.handlers]  # of loggers that are made meanwhile, too
     for each in loud:
         each.disabled = True  # setLevel would empty the caches of all loggers of the process, for each of torch's
+    for handler in handlers:
+        handler.addFilter(_nothing)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
+        for handler in handlers:
+            handler.removeFilter(_nothing)
         for each in loud:
             each.disabled = False
+
+
+def _nothing(_record: logging.LogRecord) -> bool:
+    return False
 
 
 def _explain(module: nn.Module, error: Exception) -> ModelError:

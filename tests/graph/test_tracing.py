@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import logging
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch.utils import _pytree as pytree
 from toys import TOYS, Residual, built, leaves_equal, traced
 
 from quantizer.errors import DataError, ModelError
-from quantizer.graph.trace import trace
+from quantizer.graph.trace import quiet, trace
 from quantizer.nn.network import Network
 
 # The float attention and recurrent kernels of eager mode differ from the traced ones in the last bit.
@@ -217,3 +219,18 @@ def test_a_value_that_takes_the_dtype_of_another_keeps_its_scale() -> None:
     last = graph.nodes[-1]
     assert (last.op, last.row.kind) == ("to", "passthrough")
     assert torch.equal(Network(graph)(x), Alike()(x))
+
+
+def test_loggers_that_torch_makes_while_it_works_are_silent_too() -> None:
+    """torch.onnx makes some when it is imported, and warns that torchvision is missing."""
+    name, shown = "torch.onnx.made_meanwhile", io.StringIO()
+    assert name not in logging.Logger.manager.loggerDict
+    handler = logging.StreamHandler(shown)
+    logging.getLogger("torch.onnx").addHandler(handler)
+    try:
+        with quiet():
+            logging.getLogger(name).warning("hidden")
+        logging.getLogger(name).warning("shown")
+    finally:
+        logging.getLogger("torch.onnx").removeHandler(handler)
+    assert shown.getvalue() == "shown\n"
