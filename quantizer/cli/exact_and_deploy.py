@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from quantizer.cli.follow import progress
+from quantizer.cli.gates import EXACT_EQUAL, INT8_SHARE
 from quantizer.cli.options import Options
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import table_view
@@ -42,7 +43,7 @@ def run_exact(options: Options, outcome: Outcome, graph: Graph, info: QuantInfo,
         found = compare_exact(graph, info.solution, stage.counted(batch.to("cpu") for batch in batches))
     content = asdict(found) | {"equal": found.equal}
     write_json(Path(options.output_dir) / "exact.json", content)
-    metric = {"exact_equal": found.equal}
+    metric = {EXACT_EQUAL: found.equal}
     return replace(
         outcome,
         metrics={**outcome.metrics, **metric},
@@ -78,19 +79,16 @@ def require_one(options: Options, graph: Graph, info: QuantInfo) -> None:
 def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, batches: Batches) -> Outcome:
     """Write what `--deploy` asks for, verified, and `verify.json` beside it; adds to the outcome.
 
-    A target that is refused does not keep the others from being written; the refusal is raised after them.
+    A target that fails does not keep the others from being written; the first failure is the outcome's error.
 
     Raises:
-        UsageError: a target cannot express a layer of this config.
-        ModelError: a target cannot translate a layer.
-        VerificationError: a file does not compute what test mode does.
         ResultError: the folder cannot be written, or leads out of the result folder.
     """
     folder = Path(options.output_dir) / FOLDER
     if folder.is_symlink():
         raise ResultError(f"{folder} is a link to another folder", help="remove the link")
     given = Deployment.of(calibrated, batches, outcome.metrics["sqnr_db"])
-    files, lines = {}, []
+    files, lines, metrics = {}, [], {}
     refusals: list[QuantizerError] = []
     for target in dict.fromkeys(options.deploy):
         path = folder / f"{calibrated.graph.model}{EXPORTERS[target].suffix}"
@@ -104,10 +102,12 @@ def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, batches: 
         lines.append(f"deployed: {path}, {size}; against test mode, {found.figures()}")
         if found.default_session:
             lines.append(f"in a default session, {found.default_session.figures()}")
+            if found.default_session.kernels:
+                lines += map(table_view(options, calibrated.graph).text, found.default_session.kernels.lines)
+                metrics[INT8_SHARE] = found.default_session.kernels.share
     if files or folder.exists():
         write_json(folder / "verify.json", files)
-    if refusals:  # the outcome is not shown then
-        for line in [*lines, *(refusal.message for refusal in refusals[1:])]:
-            logger.warning("%s", line)
-        raise refusals[0]
-    return replace(outcome, content={**outcome.content, "deployed": files}, shown=[*outcome.shown, *lines])
+    shown = [*outcome.shown, *lines, *(refusal.message for refusal in refusals[1:])]
+    content = {**outcome.content, "metrics": {**outcome.content["metrics"], **metrics}, "deployed": files}
+    measured = {**outcome.metrics, **metrics}
+    return replace(outcome, metrics=measured, content=content, shown=shown, error=next(iter(refusals), None))

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from quantizer.cli.options import Options
 from quantizer.config.wording import closest
 from quantizer.engine.scores import paired
 from quantizer.errors import UsageError
@@ -12,6 +13,7 @@ from quantizer.errors import UsageError
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
+    "==": operator.eq,
     ">": operator.gt,
     "<": operator.lt,
 }
@@ -19,7 +21,9 @@ FIGURES = ("sqnr_db", "cosine", "top1_agreement")
 """What test mode finds without an evaluate()."""
 MEASURED = ("top1", "perplexity")
 """What is measured in place of an evaluate(), where the data have labels or are text."""
-_GATE = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
+EXACT_EQUAL, INT8_SHARE = "exact_equal", "onnx_int8_share"
+"""What `--exact` and `--deploy onnx` find besides."""
+_GATE = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(>=|<=|==|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,13 @@ def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
             raise UsageError(f"--gate {gate.text!r}: there is no metric {gate.metric!r}", help=help_)
 
 
-def names_in_test(metrics: Iterable[str], *, exact: bool) -> set[str]:
+def names_in_test(metrics: Iterable[str], options: Options) -> set[str]:
     """What gates of test mode may ask for, where these metrics are measured on both networks."""
     both = {"float": 1.0, "quantized": 1.0}
-    return {*FIGURES, *paired(dict.fromkeys(metrics, both)), *(["exact_equal"] if exact else [])}
+    more = {EXACT_EQUAL: options.exact, INT8_SHARE: "onnx" in options.deploy}
+    return {*FIGURES, *paired(dict.fromkeys(metrics, both)), *(name for name, is_found in more.items() if is_found)}
+
+
+def failed(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:
+    """The gates that do not hold, of those on metrics that are known already."""
+    return [gate.text for gate in gates if gate.metric in metrics and not gate.holds(metrics)]

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from quantizer.cli import runlog, session
 from quantizer.cli.exact_and_deploy import deploy, require_dpu, require_one, run_exact
 from quantizer.cli.follow import followed, progress
-from quantizer.cli.gates import MEASURED, names_in_test, parse_gate, require_known
+from quantizer.cli.gates import MEASURED, failed, names_in_test, parse_gate, require_known
 from quantizer.cli.options import Options
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import config_to_look, show_layers, table_view
@@ -55,10 +55,13 @@ def run(options: Options) -> int:
     with session.notes_on_stderr(options.quiet), redirect_stdout(sys.stderr if options.json else sys.stdout):
         outcome = MODES[options.quant_mode](options)
     session.show(outcome, options)
-    metrics = outcome.metrics
-    failed = [gate.text for gate in gates if not gate.holds(metrics)]
-    if failed:
-        raise GateError(f"not met: {', '.join(failed)}", help="the table above shows which layers lose most")
+    if not_met := failed(gates, outcome.metrics):
+        undeployed = "; nothing is deployed" if options.deploy and "deployed" not in outcome.content else ""
+        help_ = "the table above shows which layers lose most"
+        raise GateError(f"not met: {', '.join(not_met)}{undeployed}", help=help_)
+    if outcome.error:
+        raise outcome.error
+    require_known(gates, outcome.metrics)
     return 0
 
 
@@ -126,7 +129,7 @@ def run_test(options: Options) -> Outcome:
     loaded = session.open_model(options)
     evaluator, gates = _evaluate(options, loaded), [parse_gate(text) for text in options.gate]
     if evaluator is None:
-        require_known(gates, names_in_test(MEASURED, exact=options.exact))
+        require_known(gates, names_in_test(MEASURED, options))
     seq_len = window_length(info.header["inputs"])
     batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
     with locked(folder), runlog.recorded(folder, options):
@@ -142,14 +145,16 @@ def run_test(options: Options) -> Outcome:
             show_layers(options, graph, info.solution.tensors, {})
 
         def check(metrics: Collection[str]) -> None:
-            require_known(gates, names_in_test(metrics, exact=options.exact))
+            require_known(gates, names_in_test(metrics, options))
 
         follower = progress(quiet=options.quiet)
         scores = score(calibrated, loaded.module, batches, follower, evaluator, check)
         outcome = _report(table_view(options, graph), folder, info, scores, batches.stamp)
         if options.exact:
             outcome = run_exact(options, outcome, graph, info, batches)
-        return deploy(options, outcome, calibrated, batches) if options.deploy else outcome
+        if not options.deploy or failed(gates, outcome.metrics):
+            return outcome
+        return deploy(options, outcome, calibrated, batches)
 
 
 MODES: dict[str, Callable[[Options], Outcome]] = {"float": run_float, "calib": run_calib, "test": run_test}

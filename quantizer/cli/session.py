@@ -20,7 +20,7 @@ from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config, Names
 from quantizer.engine.calibrated import traced
-from quantizer.errors import UsageError
+from quantizer.errors import QuantizerError, UsageError
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
@@ -229,11 +229,15 @@ def as_json(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`metrics` are what gates may ask for, `content` is what --json prints, `shown` what people see instead."""
+    """`metrics` are what gates may ask for, `content` is what --json prints, `shown` what people see instead.
+
+    `error` is what went wrong after that; it is raised when all is shown.
+    """
 
     metrics: Mapping[str, float]
     content: Mapping[str, Any]
     shown: Sequence[RenderableType] = field(default=())
+    error: QuantizerError | None = None
 
 
 def show(outcome: Outcome, options: Options) -> None:

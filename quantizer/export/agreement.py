@@ -10,10 +10,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.config.wording import shortened
 from quantizer.engine.evaluate import Noise
 
 EDGE = 1.001
 """One step of a scale, with room for the float arithmetic that multiplied it."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How a runtime multiplies: the layers that it does in integers, and why not, of each of the others."""
+
+    integer: tuple[str, ...]
+    floating: dict[str, str]
+
+    @property
+    def count(self) -> int:
+        """Of all multiplications."""
+        return len(self.integer) + len(self.floating)
+
+    @property
+    def share(self) -> float:
+        """Of those in integers; 1 where there are none at all."""
+        return len(self.integer) / self.count if self.count else 1.0
+
+    @property
+    def lines(self) -> list[str]:
+        """A sentence on all, and one for each reason."""
+        reasons: dict[str, list[str]] = {}
+        for layer, why in self.floating.items():
+            reasons.setdefault(why, []).append(layer)
+        texts = [f"in float: {shortened(layers)}: {why}" for why, layers in reasons.items()]
+        return [f"{len(self.integer)} of {self.count} multiplications in int8", *texts]
+
+    def to_json(self) -> dict[str, Any]:
+        """The layers and the share."""
+        return {"integer": list(self.integer), "floating": self.floating, "share": self.share}
 
 
 @dataclass(frozen=True)
@@ -23,8 +55,8 @@ class Verification:
     `equal` is the share of equal values; `within_step` of those at most one step of their scale away, None unless all
     have a scale or are integers; `sqnr_db` is of the floating-point tensors, infinite without a difference, None
     without such tensors; `top1_agreement` is the share of samples with the same class, None if the first tensor has no
-    row of classes for each. `default_session` has the figures of a runtime as its users start it, where those beside
-    it are of one without optimizations.
+    row of classes for each. `default_session` has the figures of a runtime as its users start it, with its `kernels`,
+    where those beside it are of one without optimizations.
     """
 
     compared: str
@@ -35,11 +67,13 @@ class Verification:
     sqnr_db: float | None = None
     top1_agreement: float | None = None
     default_session: Verification | None = None
+    kernels: Kernels | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The figures it has, infinite ones left out: without a difference there is no ratio to it."""
         found = {name: value for name, value in vars(self).items() if value not in (None, math.inf, -math.inf)}
-        return found | ({"default_session": self.default_session.to_json()} if self.default_session else {})
+        parts = {"default_session": self.default_session, "kernels": self.kernels}
+        return found | {name: part.to_json() for name, part in parts.items() if part is not None}
 
     def figures(self) -> str:
         """The figures as part of a sentence."""

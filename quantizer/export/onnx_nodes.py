@@ -2,6 +2,7 @@
 codes. Knows no network.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,9 @@ FLOATS = {"fp8_e4m3": TensorProto.FLOAT8E4M3FN, "fp8_e5m2": TensorProto.FLOAT8E5
 """The scaled formats that QuantizeLinear has."""
 FLOATS_FROM = 19
 """The first operator set that has them."""
+UNBOUNDED = (-math.inf, math.inf)
+CLIPPED = (TensorProto.INT8, TensorProto.UINT8)
+"""The types of codes that ONNX Runtime clips."""
 _HALF_UP = (("Mul", 2.0), ("Floor", None), ("Mul", 0.5), ("Ceil", None))
 _HALF_DOWN = (("Mul", 2.0), ("Ceil", None), ("Mul", 0.5), ("Floor", None))
 _ROUNDINGS: dict[str, tuple[bool, tuple[tuple[str, float | None], ...]]] = {
@@ -82,11 +86,21 @@ def refusal(spec: QuantizationSpec, dtype: torch.dtype | None, opset: int) -> tu
     return None
 
 
-def quantize_activation(name: str, tensor: QuantizedTensor, x: str, y: str, opset: int) -> Emission:
-    """Nodes from value `x` to value `y`; `refusal` has nothing against it.
+def clips_codes(spec: QuantizationSpec, opset: int) -> bool:
+    """Whether an activation's codes can be clipped after QuantizeLinear."""
+    found = activation_carrier(spec, opset) if spec.dtype == "int" and spec.round_mode == "half_even" else None
+    return found is not None and found[0].data_type in CLIPPED
 
-    Integers become QuantizeLinear and DequantizeLinear. Codes that end before those of their integer type are clipped
-    before; a rounding mode other than half_even is applied before, after which QuantizeLinear meets no half-way point.
+
+def quantize_activation(
+    name: str, tensor: QuantizedTensor, x: str, y: str, opset: int, bounds: tuple[float, float] = UNBOUNDED
+) -> Emission:
+    """Nodes from value `x`, cut to `bounds`, to value `y`; `refusal` has nothing against it.
+
+    Integers become QuantizeLinear and DequantizeLinear, with the codes clipped in between where they end before those
+    of their integer type: as rounding is monotone, this is the same as before, and keeps no runtime from computing what
+    makes `x` in integers. A rounding mode other than half_even is applied before, after which QuantizeLinear meets no
+    half-way point.
     """
     spec, emission = tensor.spec, Emission(name)
     if not spec.is_scaled:
@@ -98,18 +112,24 @@ def quantize_activation(name: str, tensor: QuantizedTensor, x: str, y: str, opse
     found = activation_carrier(spec, opset)
     assert found is not None  # `refusal` saw to it
     carrier, offset = found
-    scale = emission.constant("scale", tensor.scale)
-    low, high = spec.quant_min - int(tensor.zero_point), spec.quant_max - int(tensor.zero_point)
+    scale, zero_point = emission.constant("scale", tensor.scale), int(tensor.zero_point)
+    ends = (torch.tensor(bounds) / tensor.scale).round().clamp(spec.quant_min - zero_point, spec.quant_max - zero_point)
+    clip = None
     if spec.round_mode != "half_even":
         x = emission.add("Div", x, scale)
-        x = emission.add("Clip", x, emission.constant("low", low), emission.constant("high", high))
+        x = emission.add("Clip", x, emission.constant("low", ends[0]), emission.constant("high", ends[1]))
         x = emission.add("Mul", _rounded(emission, spec.round_mode, x), scale)
-    elif (spec.quant_min + offset, spec.quant_max + offset) != (carrier.low, carrier.high):
-        bounds = emission.constant("low", low * tensor.scale), emission.constant("high", high * tensor.scale)
-        x = emission.add("Clip", x, *bounds)
-    zero_point = emission.codes("zero_point", tensor.zero_point + offset, carrier)
-    codes = emission.add("QuantizeLinear", x, scale, zero_point)
-    emission.add("DequantizeLinear", codes, scale, zero_point, output=y)
+    elif (ends + zero_point + offset).tolist() != [carrier.low, carrier.high]:
+        clip = ends + zero_point + offset
+    if clip is not None and carrier.data_type not in CLIPPED:
+        steps = ends * tensor.scale
+        x, clip = emission.add("Clip", x, emission.constant("low", steps[0]), emission.constant("high", steps[1])), None
+    zero = emission.codes("zero_point", tensor.zero_point + offset, carrier)
+    codes = emission.add("QuantizeLinear", x, scale, zero)
+    if clip is not None:
+        low, high = (emission.codes(part, end, carrier) for part, end in zip(("low", "high"), clip, strict=True))
+        codes = emission.add("Clip", codes, low, high)
+    emission.add("DequantizeLinear", codes, scale, zero, output=y)
     return emission
 
 

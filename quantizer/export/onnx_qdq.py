@@ -4,13 +4,12 @@ torch.onnx translates the network with a mark where each activation is quantized
 become codes.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx
 import torch
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import ModelProto
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -23,25 +22,22 @@ from quantizer.engine.solution import Solution
 from quantizer.errors import ModelError, UsageError
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.onnx_nodes import BLOCKS, Emission, quantize_activation, quantize_weights, refusal
-from quantizer.export.onnx_tensors import INT32, activation_carrier, carrier_of
+from quantizer.export.onnx_lowering import DOMAIN, Wanted, lower
+from quantizer.export.onnx_nodes import (
+    BLOCKS,
+    refusal,
+)
+from quantizer.export.onnx_tensors import activation_carrier, carrier_of
 from quantizer.export.onnx_verify import verify_sessions
 from quantizer.export.torch_pt2 import exported
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import quiet
 from quantizer.nn.network import Network
-from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.plan.model import Key
 
-Wanted = Sequence[tuple[Key, QuantizedTensor]]
-"""What is quantized; a mark stands for one by its index."""
 OPSETS = range(18, 24)
 """The operator sets that torch.onnx writes."""
 LARGEST = 2**31 - 2**20
 """Bytes of parameters, as float32, that fit one protobuf message."""
-_DOMAIN = "quantizer"
-_CHANNELS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1}
-"""Operators whose weights stay float in between, and the axis of the weight that their outputs lie along."""
 
 
 def export(deployment: Deployment, path: Path) -> Verification:
@@ -60,8 +56,7 @@ def export(deployment: Deployment, path: Path) -> Verification:
     opset = operator_set(deployment.encoded) if deployment.opset == -1 else deployment.opset
     network = deployment.network()
     model = _translate(deployment, _Flat(network, deployment, wanted), opset)
-    _lower(model, network, wanted, opset)
-    _keep_float_weights(model)
+    lower(model, network, wanted, opset)
     _clean(model, deployment.graph.model)
     onnx.checker.check_model(model)
     content = model.SerializeToString(deterministic=True)
@@ -128,7 +123,7 @@ class _Mark(nn.Module):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         return torch.onnx.ops.symbolic(
-            f"{_DOMAIN}::Mark", (x,), {"index": self.index}, dtype=x.dtype, shape=x.shape, version=1
+            f"{DOMAIN}::Mark", (x,), {"index": self.index}, dtype=x.dtype, shape=x.shape, version=1
         )
 
 
@@ -191,76 +186,10 @@ def _translate(deployment: Deployment, flat: _Flat, opset: int) -> ModelProto:
     return model
 
 
-def _lower(model: ModelProto, network: Network, wanted: Wanted, opset: int) -> None:
-    """Put the quantizations in where the marks are: nodes, and codes for weights."""
-    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
-    nodes: list[NodeProto] = []
-    for node in model.graph.node:
-        if node.domain != _DOMAIN:
-            nodes.append(node)
-            continue
-        (source,), (result,), ((layer, role), tensor) = node.input, node.output, wanted[node.attribute[0].i]
-        name = f"{layer}.{role}"
-        if not is_parameter(role):
-            emission = quantize_activation(name, tensor, source, result, opset)
-        else:
-            values = network.layers[layer].get_parameter(parameter_name(role)).detach()
-            codes = quantize_weights(name, tensor, values, result, opset)
-            emission = codes or _as_it_is(tensors[source], result)
-        model.graph.initializer.extend(emission.initializers)
-        nodes += emission.nodes
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
-    read = {name for node in nodes for name in node.input}
-    for index in reversed(range(len(model.graph.initializer))):
-        if model.graph.initializer[index].name not in read:
-            del model.graph.initializer[index]
-
-
-def _as_it_is(tensor: TensorProto, name: str) -> Emission:
-    """A float initializer of the same values."""
-    copy = TensorProto()
-    copy.CopyFrom(tensor)
-    copy.name = name
-    return Emission(name, initializers=[copy])
-
-
-def _keep_float_weights(model: ModelProto) -> None:
-    """Make the biases of layers with float weights something that the optimizer cannot look into.
-
-    Between quantized values it would else quantize such weights itself, to 8 bits per tensor. A bias that is computed
-    keeps it from that, and DequantizeLinear is never computed ahead.
-    """
-    shapes = {t.name: tuple(t.dims) for t in model.graph.initializer if t.data_type == TensorProto.FLOAT}
-    quantized = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
-    nodes: list[NodeProto] = []
-    for node in model.graph.node:
-        if node.op_type in _CHANNELS and node.input[0] in quantized and node.input[1] in shapes:
-            emission = Emission(f"{node.name}.bias")
-            zeros = emission.codes("zeros", torch.zeros(_channels(node, shapes[node.input[1]])), INT32)
-            bias = emission.add("DequantizeLinear", zeros, emission.constant("one", 1.0))
-            if len(node.input) == 3:
-                node.input[2] = emission.add("Add", node.input[2], bias)
-            else:
-                node.input.append(bias)
-            model.graph.initializer.extend(emission.initializers)
-            nodes += emission.nodes
-        nodes.append(node)
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
-
-
-def _channels(node: NodeProto, shape: tuple[int, ...]) -> int:
-    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-    if attributes.get("transB"):
-        return shape[0]
-    return shape[_CHANNELS[node.op_type]] * (attributes.get("group", 1) if node.op_type == "ConvTranspose" else 1)
-
-
 def _clean(model: ModelProto, name: str) -> None:
     """Nothing of where the model was made: no traces, no internal names of sizes, no shapes of values that are gone."""
     model.producer_name, model.producer_version = "quantizer", quantizer.__version__
-    kept = [entry for entry in model.opset_import if entry.domain != _DOMAIN]
+    kept = [entry for entry in model.opset_import if entry.domain != DOMAIN]
     del model.opset_import[:]
     model.opset_import.extend(kept)
     del model.metadata_props[:], model.graph.metadata_props[:], model.graph.value_info[:]

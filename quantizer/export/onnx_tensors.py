@@ -57,7 +57,7 @@ def activation_carrier(spec: QuantizationSpec, opset: int) -> tuple[Carrier, int
     """
     signed = spec.quant_min < 0
     carrier = _narrowest([row for row in CARRIERS if row.high > 15 and (row.low < 0) == signed], spec, opset)
-    if carrier is INT8 and opset >= 21:
+    if carrier is INT8:
         return UINT8, UINT8.low - INT8.low
     return None if carrier is None else (carrier, 0)
 

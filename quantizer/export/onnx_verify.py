@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import onnxruntime
@@ -12,6 +14,7 @@ from torch import Tensor
 from quantizer.errors import VerificationError
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.onnx_kernels import kernels
 
 PLAIN, DEFAULT = "ONNX Runtime without optimizations", "a default ONNX Runtime session"
 WITHIN = 0.999
@@ -32,7 +35,10 @@ def verify_sessions(content: bytes, deployment: Deployment, name: str) -> Verifi
     Raises:
         VerificationError: ONNX Runtime cannot load or run it, or gives other outputs; `name` stands for the file.
     """
-    sessions = {label: _session(content, label, name) for label in (PLAIN, DEFAULT)}
+    with TemporaryDirectory() as folder:
+        optimized = str(Path(folder) / "optimized.onnx")
+        sessions = {label: _session(content, label, name, optimized) for label in (PLAIN, DEFAULT)}
+        multiplications = kernels(optimized, deployment.graph, deployment.solution)
     agreements = {label: Agreement("outputs", deployment.steps) for label in sessions}
     network = deployment.network()
     for args, kwargs in deployment.calls():
@@ -48,7 +54,7 @@ def verify_sessions(content: bytes, deployment: Deployment, name: str) -> Verifi
             other = f"{label} does not compute what test mode does: {verification.figures()}"
             itself = f"test mode itself is {deployment.sqnr_db:.1f} dB from the float network"
             raise VerificationError(f"{name} is not written: {other}; {itself}", help=_HELP)
-    return replace(verified[PLAIN], default_session=verified[DEFAULT])
+    return replace(verified[PLAIN], default_session=replace(verified[DEFAULT], kernels=multiplications))
 
 
 def _agrees(found: Verification, sqnr_db: float) -> bool:
@@ -60,11 +66,14 @@ def _agrees(found: Verification, sqnr_db: float) -> bool:
     return found.sqnr_db >= min(ENOUGH_DB, sqnr_db - MARGIN_DB)
 
 
-def _session(content: bytes, label: str, name: str) -> onnxruntime.InferenceSession:
+def _session(content: bytes, label: str, name: str, optimized: str) -> onnxruntime.InferenceSession:
+    """A session; the default one also writes what its optimizer makes of the file."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what goes wrong is an exception
     if label == PLAIN:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    else:
+        options.optimized_model_filepath = optimized
     with _failures_named(label, name):
         return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 

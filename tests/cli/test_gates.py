@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from runs import calibrate, check
 
-from quantizer.cli.gates import MEASURED, names_in_test
+from quantizer.cli.gates import MEASURED, names_in_test, parse_gate
 from quantizer.cli.main import run_command
+from quantizer.cli.options import Options
 
 LABELLED = "return [(torch.eye(4, 3), torch.zeros(4, dtype=torch.long))] * 2"
 EVALUATE = """
@@ -43,10 +44,15 @@ def test_without_evaluate_no_data_are_read(model: str, tmp_path: Path, capsys: p
     assert "known here: perplexity, top1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("text", "holds"), [("a==1", True), ("a == 0.5", False), ("a>1", False), ("a<=1", True)])
+def test_comparisons(text: str, holds: bool) -> None:
+    assert parse_gate(text).holds({"a": 1.0}) is holds
+
+
 def test_all_that_is_measured_is_known(model: str, tmp_path: Path) -> None:
     assert check(tmp_path / "out", "--gate", "top1_drop<=1", model=model) == 0
     found = {*json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))["metrics"]}
-    assert found == {name for name in names_in_test(MEASURED, exact=False) if not name.startswith("perplexity")}
+    assert found == {name for name in names_in_test(MEASURED, Options()) if not name.startswith("perplexity")}
 
 
 def test_metrics_of_evaluate_are_known_after_the_float_model(

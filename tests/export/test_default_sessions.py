@@ -27,6 +27,10 @@ CASES = [
 ]
 
 
+INT8_SHARES = {"example": 0.9, "dpu": 0.0}
+"""Of configs with layers whose tensors are rounded by operators in float; all of the others are in integers."""
+
+
 @dataclass(frozen=True)
 class Deployed:
     """What is in the result folder, and the outputs of test mode and of the file for all evaluation images."""
@@ -35,6 +39,7 @@ class Deployed:
     expected: Tensor
     found: Tensor
     labels: Tensor
+    config: str
 
     def read(self, name: str) -> dict[str, Any]:
         return dict(json.loads((self.folder / name).read_text()))
@@ -56,7 +61,7 @@ def deployed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     with torch.no_grad():
         expected = torch.cat([network(images) for images, _ in data])
     found = [torch.from_numpy(session.run(None, {"input_0": images.numpy()})[0]) for images, _ in data]
-    return Deployed(folder, expected, torch.cat(found), torch.cat([labels for _, labels in data]))
+    return Deployed(folder, expected, torch.cat(found), torch.cat([labels for _, labels in data]), config)
 
 
 def test_a_default_session_has_test_modes_accuracy(deployed: Deployed) -> None:
@@ -71,6 +76,14 @@ def test_outputs_differ_by_less_than_quantization_costs(deployed: Deployed) -> N
     difference = deployed.expected - deployed.found
     sqnr = 10 * float((deployed.expected.square().sum() / difference.square().sum().clamp_min(1e-12)).log10())
     assert sqnr >= deployed.read("report.json")["metrics"]["sqnr_db"]
+
+
+def test_multiplications_are_in_integers_where_the_config_allows_it(deployed: Deployed) -> None:
+    (verified,) = deployed.read("export/verify.json").values()
+    kernels = verified["default_session"]["kernels"]
+    assert len(kernels["integer"]) + len(kernels["floating"]) >= 10
+    assert kernels["share"] == pytest.approx(INT8_SHARES.get(deployed.config, 1.0))
+    assert all("round" in why for layer, why in kernels["floating"].items() if "/" in layer)
 
 
 def test_verify_json_has_the_figures_of_all_batches(deployed: Deployed) -> None:

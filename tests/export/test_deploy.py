@@ -86,9 +86,24 @@ def test_a_refused_target_does_not_keep_the_others_away(
     assert check(copy, "--deploy", "pt2") == 2
     assert not (copy / "export").exists()
     assert check(copy, "--deploy", "pt2", "--deploy", "safetensors") == 2
-    assert "--deploy pt2 cannot express this" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "--deploy pt2 cannot express this" in said.err
+    assert "sqnr_db" in said.out, "what was measured before is shown"
+    assert "deployed: " in said.out
     assert set(json.loads((copy / "export" / "verify.json").read_text())) == {"ResNet.safetensors"}
     assert (copy / "export" / "ResNet.safetensors").exists()
+
+
+def test_a_failed_gate_deploys_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "out", ignore=shutil.ignore_patterns("export")))
+    capsys.readouterr()
+    assert check(copy, "--deploy", "safetensors", "--gate", "sqnr_db>=99") == 1
+    said = capsys.readouterr()
+    assert "not met: sqnr_db>=99; nothing is deployed" in said.err
+    assert "sqnr_db" in said.out
+    assert not (copy / "export").exists()
+    assert check(copy, "--deploy", "safetensors", "--gate", "onnx_int8_share==1") == 2
+    assert "there is no metric 'onnx_int8_share'" in capsys.readouterr().err
 
 
 def test_a_file_that_fails_its_verification_is_exit_1_and_leaves_none_of_an_earlier_run(

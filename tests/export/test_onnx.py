@@ -114,9 +114,9 @@ def test_every_spec_of_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bit_width", "signed", "opset", "type_", "clipped"),
     [
-        (4, True, 20, "INT8", 1),
+        (4, True, 20, "UINT8", 1),
         (4, False, 20, "UINT8", 1),
-        (8, True, 20, "INT8", 0),
+        (8, True, 20, "UINT8", 0),
         (8, False, 20, "UINT8", 0),
         (16, True, 21, "INT16", 0),
     ],

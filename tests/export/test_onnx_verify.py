@@ -92,6 +92,49 @@ def test_every_multiplication_of_a_network_with_relu6_is_in_integers(tmp_path: P
     assert not {"Conv", "FusedConv", "Gemm", "FusedGemm", "Clip"} & set(operators)
 
 
+@pytest.mark.parametrize(
+    "activation",
+    [
+        {},
+        {"narrow_range": True},
+        {"bit_width": 4},
+        {"bit_width": 5, **UNSIGNED},
+        {"symmetric": False},
+    ],
+    ids=str,
+)
+def test_codes_are_clipped_where_integers_stay_integers(activation: dict[str, Any], tmp_path: Path) -> None:
+    """ReLU and ReLU6 become bounds of codes, which is exact, as rounding is monotone."""
+    plain = export(quantized(activation, CHANNELS), tmp_path / "net.onnx")
+    found = plain.default_session
+    assert plain.equal >= 0.999
+    assert found is not None
+    assert found.within_step is not None
+    assert found.within_step >= 0.99
+    assert found.kernels is not None
+    assert (found.kernels.integer, found.kernels.floating) == ((*CONVOLUTIONS, HEAD), {})
+    assert found.kernels.lines == ["3 of 3 multiplications in int8"]
+
+
+@pytest.mark.parametrize(
+    ("activation", "exclude", "layer", "why"),
+    [
+        ({}, CONVOLUTIONS[1], CONVOLUTIONS[1], "its weights are not quantized"),
+        ({"bit_width": 16}, "", CONVOLUTIONS[0], "its input is in 16 bits; 8 bits or fewer of integers have kernels"),
+        ({"round_mode": "half_up"}, "", HEAD, 'its input is rounded by operators in float: set round_mode to "half_e'),
+    ],
+)
+def test_why_a_layer_multiplies_in_float_is_told(
+    activation: dict[str, Any], exclude: str, layer: str, why: str, tmp_path: Path
+) -> None:
+    found = export(quantized(activation, CHANNELS, exclude=exclude), tmp_path / "net.onnx").default_session
+    assert found is not None
+    assert found.kernels is not None
+    assert found.kernels.floating[layer].startswith(why)
+    assert found.kernels.share < 1
+    assert any(line.startswith("in float: ") and why in line for line in found.kernels.lines)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("activation", "weights", "opset", "written"),
