@@ -8,6 +8,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.engine.solution import Solution
 from quantizer.export.agreement import Kernels
 from quantizer.graph.ir import Graph
+from quantizer.plan.model import Key
 
 INTEGER = {
     *("QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger", "MatMulIntegerToFloat", "QGemm"),
@@ -63,7 +64,7 @@ def _words(spec: QuantizationSpec) -> str:
 
 def _input(layer: str, graph: Graph, solution: Solution) -> QuantizationSpec | None:
     """How what a layer reads is quantized: by itself, or where it was made."""
-    return _first(solution, [(layer, "input"), *((name, "activation") for name in _up(layer, graph))])
+    return _first(solution, [(layer, "input"), *_up(layer, graph)])
 
 
 def _output(layer: str, graph: Graph, solution: Solution) -> QuantizationSpec | None:
@@ -71,19 +72,20 @@ def _output(layer: str, graph: Graph, solution: Solution) -> QuantizationSpec | 
     return _first(solution, ((name, "activation") for name in _down(layer, graph)))
 
 
-def _first(solution: Solution, keys: Iterable[tuple[str, str]]) -> QuantizationSpec | None:
-    found = (solution.tensors.get(key) or solution.tensors.get((key[0], "input")) for key in keys)
-    return next((tensor.spec for tensor in found if tensor is not None), None)
+def _first(solution: Solution, keys: Iterable[Key]) -> QuantizationSpec | None:
+    return next((solution.tensors[key].spec for key in keys if key in solution.tensors), None)
 
 
-def _up(layer: str, graph: Graph) -> Iterable[str]:
+def _up(layer: str, graph: Graph) -> Iterable[Key]:
+    """The layer's source, and those that only hand its value on."""
     node = graph.source(graph.by_name[layer])
     while node is not None:
-        yield node.name
+        yield node.name, "input" if node.op == "input" else "activation"
         node = graph.source(node) if node.row.keeps_scale else None
 
 
 def _down(layer: str, graph: Graph) -> Iterable[str]:
+    """The layer, and what alone reads the one before, up to the next with a weight."""
     while True:
         yield layer
         readers = graph.consumers[layer]
