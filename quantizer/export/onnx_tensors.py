@@ -49,11 +49,12 @@ def carrier_of(spec: QuantizationSpec, opset: int) -> Carrier | None:
 def activation_carrier(spec: QuantizationSpec, opset: int) -> tuple[Carrier, int] | None:
     """The type for the codes of an activation, if there is one, and the number to add to them.
 
-    ONNX Runtime's optimizer drops a ReLU before 4-bit types whatever their zero point, so codes take 8 bits at least;
-    from operator set 21 on it cannot move a quantization to INT8 past a reshape, so UINT8 holds them, 128 up.
+    ONNX Runtime's optimizer drops a ReLU before 4-bit types whatever their zero point, so codes take 8 bits at least.
+    On x64 it has no convolutions of INT8 activations, and from operator set 21 on it cannot move their quantization past
+    a reshape, so UINT8 holds them, 128 up.
 
-    >>> activation_carrier(QuantizationSpec(), 20)[1], activation_carrier(QuantizationSpec(), 21)[1]
-    (0, 128)
+    >>> activation_carrier(QuantizationSpec(), 20)[1], activation_carrier(QuantizationSpec(signed=False), 20)[1]
+    (128, 0)
     """
     signed = spec.quant_min < 0
     carrier = _narrowest([row for row in CARRIERS if row.high > 15 and (row.low < 0) == signed], spec, opset)
