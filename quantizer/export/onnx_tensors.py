@@ -50,8 +50,8 @@ def activation_carrier(spec: QuantizationSpec, opset: int) -> tuple[Carrier, int
     """The type for the codes of an activation, if there is one, and the number to add to them.
 
     ONNX Runtime's optimizer drops a ReLU before 4-bit types whatever their zero point, so codes take 8 bits at least.
-    On x64 it has no convolutions of INT8 activations, and from operator set 21 on it cannot move their quantization past
-    a reshape, so UINT8 holds them, 128 up.
+    On x64 it has no convolutions of INT8 activations, and from operator set 21 on it cannot move their quantization
+    past a reshape, so UINT8 holds them, 128 up.
 
     >>> activation_carrier(QuantizationSpec(), 20)[1], activation_carrier(QuantizationSpec(signed=False), 20)[1]
     (128, 0)
