@@ -1,6 +1,5 @@
 """What test mode does besides, if asked: `--exact` runs the DPU's integers, `--deploy` writes for other runtimes."""
 
-import logging
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,8 +21,6 @@ from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
 from quantizer.report.dpu_tables import exact_table
 from quantizer.sources.data import Batches
-
-logger = logging.getLogger(__name__)
 
 
 def require_dpu(device: str) -> None:

@@ -7,6 +7,7 @@ import onnx
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.solution import Solution
 from quantizer.export.agreement import Kernels
+from quantizer.export.onnx_lowering import MULTIPLYING
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
 
@@ -18,22 +19,27 @@ INTEGER = {
 FLOAT = {"Conv", "FusedConv", "ConvTranspose", "MatMul", "FusedMatMul", "Gemm", "FusedGemm"}
 
 
-def kernels(optimized: str, graph: Graph, solution: Solution) -> Kernels:
-    """What the multiplications of a network became.
+def kernels(content: bytes, optimized: str, graph: Graph, solution: Solution) -> Kernels:
+    """What the multiplications of a network became; one that cannot be found again counts as float.
 
     Args:
+        content: the file as it was written.
         optimized: the file that a session wrote as its `optimized_model_filepath`; its nodes keep the names of those
             that they replace, which are layers of `graph`.
     """
     nodes = onnx.load(optimized, load_external_data=False).graph.node
-    integer = tuple(_layer(node.name, graph) for node in nodes if node.op_type in INTEGER)
-    floating = [_layer(node.name, graph) for node in nodes if node.op_type in FLOAT]
+    integer = tuple(_layer(node.name) for node in nodes if node.op_type in INTEGER)
+    floating = [_layer(node.name) for node in nodes if node.op_type in FLOAT]
+    written = onnx.load_model_from_string(content).graph.node
+    floating += [
+        node.name for node in written if node.op_type in MULTIPLYING and node.name not in (*integer, *floating)
+    ]
     return Kernels(integer, {layer: _why(layer, graph, solution) for layer in floating})
 
 
-def _layer(name: str, graph: Graph) -> str:
+def _layer(name: str) -> str:
     """The layer that a node's name begins with; the optimizer adds to names."""
-    return name if name in graph.by_name else name.rpartition("_token_")[0] or name
+    return name.partition("_token_")[0]
 
 
 def _why(layer: str, graph: Graph, solution: Solution) -> str:

@@ -38,7 +38,7 @@ def verify_sessions(content: bytes, deployment: Deployment, name: str) -> Verifi
     with TemporaryDirectory() as folder:
         optimized = str(Path(folder) / "optimized.onnx")
         sessions = {label: _session(content, label, name, optimized) for label in (PLAIN, DEFAULT)}
-        multiplications = kernels(optimized, deployment.graph, deployment.solution)
+        multiplications = kernels(content, optimized, deployment.graph, deployment.solution)
     agreements = {label: Agreement("outputs", deployment.steps) for label in sessions}
     network = deployment.network()
     for args, kwargs in deployment.calls():
