@@ -1,5 +1,6 @@
 """Which multiplications ONNX Runtime computes in integers, read off the graph that its optimizer makes of a file."""
 
+import re
 from collections.abc import Iterable
 
 import onnx
@@ -39,7 +40,7 @@ def kernels(content: bytes, optimized: str, graph: Graph, solution: Solution) ->
 
 def _layer(name: str) -> str:
     """The layer that a node's name begins with; the optimizer adds to names."""
-    return name.partition("_token_")[0]
+    return re.sub(r"_token_\d+$", "", name)
 
 
 def _why(layer: str, graph: Graph, solution: Solution) -> str:
