@@ -21,7 +21,7 @@ from quantizer.engine.module_target import evaluating
 from quantizer.engine.result_files import locked
 from quantizer.engine.scores import Scores, score
 from quantizer.errors import DataError, GateError, UsageError
-from quantizer.export import EXPORTERS, check, export, require_extras
+from quantizer.export import ACTIVATIONS, EXPORTERS, check, export, require_extras
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.plan.model import Plan
@@ -148,25 +148,32 @@ class Result:
                 for name in results.names_of(self._folder):
                     shutil.copyfile(self._folder / name, place / name)
 
-    def export(self, target: str, path: str | os.PathLike[str], data: Any = None) -> Verification:
-        """Write the network for another runtime and verify the file: "onnx", "pt2" or "safetensors".
+    def export(
+        self, target: str, path: str | os.PathLike[str], data: Any = None, *, pt2_activations: str = ACTIVATIONS[0]
+    ) -> Verification:
+        """Write the network for another runtime and verify the file: "onnx", "pt2", "pt2_float" or "safetensors".
 
         Args:
             data: to verify it with; as in `test`.
+            pt2_activations: the integers of activations in a .pt2: "uint8" for torch's compiler, "int8" for ExecuTorch.
 
         Raises:
             DataError: there are no data.
-            UsageError: there is no such target, its packages are missing, or it cannot express this config.
+            UsageError: there is no such target, its packages are missing, or it cannot express this config; or
+                there are no such integers.
             VerificationError: the file does not compute what test mode does; it is not left there.
         """
         if target not in EXPORTERS:
             raise UsageError(f"there is no export target {target!r}", help=f"known are {', '.join(EXPORTERS)}")
+        if pt2_activations not in ACTIVATIONS:
+            raise UsageError(f"pt2_activations is {pt2_activations!r}", help=f"known are {', '.join(ACTIVATIONS)}")
         require_extras([target])
         calibrated = self._calibrated
         check(target, calibrated.graph, calibrated.solution, calibrated.settings.onnx_opset_version)
         batches = self._given(data)
         loss = score(calibrated, self._model, batches, self._events).comparison.output.sqnr_db
-        return export(target, Deployment.of(calibrated, batches, loss), Path(path), self._events, batches.total)
+        deployment = Deployment.of(calibrated, batches, loss, pt2_activations)
+        return export(target, deployment, Path(path), self._events, batches.total)
 
     def _given(self, data: Any) -> Batches:
         """These data, or those that the result was made with."""

@@ -84,7 +84,7 @@ def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, batches: 
     folder = Path(options.output_dir) / FOLDER
     if folder.is_symlink():
         raise ResultError(f"{folder} is a link to another folder", help="remove the link")
-    given = Deployment.of(calibrated, batches, outcome.metrics["sqnr_db"])
+    given = Deployment.of(calibrated, batches, outcome.metrics["sqnr_db"], options.pt2_activations)
     files, lines, metrics = {}, [], {}
     refusals: list[QuantizerError] = []
     for target in dict.fromkeys(options.deploy):

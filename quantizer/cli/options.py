@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from quantizer.atomic import replace_file
 from quantizer.errors import UsageError
-from quantizer.export import EXPORTERS
+from quantizer.export import ACTIVATIONS, EXPORTERS
 
 if TYPE_CHECKING:
     from click.types import OptionHelpExtra
@@ -165,6 +165,12 @@ class Options:
         "Test mode also writes the network for another runtime, to DIR/export; may be repeated.",
         default=(),
         type=click.Choice(list(EXPORTERS)),
+        group="Output",
+    )
+    pt2_activations: str = option(
+        "Integers of activations in a .pt2: uint8 for torch's compiler, int8 for ExecuTorch.",
+        default=ACTIVATIONS[0],
+        type=click.Choice(ACTIVATIONS),
         group="Output",
     )
     gate: tuple[str, ...] = option(

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from quantizer.graph.ir import Graph
 
 FOLDER = "export"
+ACTIVATIONS = ("uint8", "int8")
+"""The integers that a .pt2 can have for activations; the first by default."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Exporter:
 EXPORTERS: dict[str, Exporter] = {
     "onnx": Exporter("quantizer.export.onnx_qdq:export", ".onnx", ("onnx", "onnxruntime", "onnxscript"), "onnx"),
     "pt2": Exporter("quantizer.export.torch_pt2:export", ".pt2"),
+    "pt2_float": Exporter("quantizer.export.torch_pt2_float:export", ".float.pt2"),
     "safetensors": Exporter("quantizer.export.safetensors:export", ".safetensors"),
 }
 

@@ -1,4 +1,4 @@
-"""How far what a file computes is from test mode, over any number of batches. Judges nothing."""
+"""How far what a file computes is from test mode, over any number of batches. What of it is rounding."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from torch import Tensor
 from quantizer.config.wording import shortened
 from quantizer.engine.evaluate import Noise
 
+WITHIN = 0.999
+"""The share of values that may be a step off at most: kernels of integers round ties and biases otherwise."""
+MARGIN_DB = 3.0
+"""Of two roundings of one network, neither worse than the other, the difference has twice the energy of the error."""
+ENOUGH_DB = 40.0
+"""A difference of a hundredth is rounding, even where test mode loses less."""
 EDGE = 1.001
 """One step of a scale, with room for the float arithmetic that multiplied it."""
 
@@ -140,6 +146,19 @@ class Agreement:
             sqnr if self.floating else None,
             self.agreeing / self.rows if self.rows else None,
         )
+
+
+def agrees(found: Verification, sqnr_db: float) -> bool:
+    """Whether a file computes what test mode does, whose outputs are `sqnr_db` from the float network's.
+
+    It does if nearly all values are within one step, or if its difference from test mode costs no more than
+    quantization itself: a code that falls otherwise in an early layer changes many in later ones.
+    """
+    if found.within_step is not None and found.within_step >= WITHIN:
+        return True
+    if found.sqnr_db is None:
+        return found.equal >= WITHIN
+    return found.sqnr_db >= min(ENOUGH_DB, sqnr_db - MARGIN_DB)
 
 
 def verify(compared: str, expected: Sequence[Tensor], found: Sequence[Tensor]) -> Verification:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from quantizer.engine.calibrated import Calibrated, call_of_shapes
 from quantizer.engine.fingerprint import input_shapes
 from quantizer.engine.solution import Solution, encoded, quantized_network
+from quantizer.export import ACTIVATIONS
 from quantizer.graph.ir import Graph, references
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
@@ -27,7 +28,7 @@ class Deployment:
     `args` and `kwargs` are a call of the model, which no file keeps. `opset` is the ONNX operator set, -1 to let the
     exporter choose. `batches` are the evaluation data, which can be gone through once at least; without them the one
     call stands for all. `sqnr_db` is what quantization costs the outputs in test mode, in dB: a runtime that rounds
-    otherwise should not cost more.
+    otherwise should not cost more. `activations` is the integer type of activations in a .pt2.
     """
 
     graph: Graph
@@ -37,13 +38,18 @@ class Deployment:
     opset: int = -1
     batches: Iterable[Batch] = ()
     sqnr_db: float = math.inf
+    activations: str = ACTIVATIONS[0]
 
     @classmethod
-    def of(cls, calibrated: Calibrated, batches: Iterable[Batch], sqnr_db: float) -> Deployment:
+    def of(
+        cls, calibrated: Calibrated, batches: Iterable[Batch], sqnr_db: float, activations: str = ACTIVATIONS[0]
+    ) -> Deployment:
         """What is given to exporters of a calibrated model, verified on all batches."""
         first = next(iter(batches)).to("cpu")
         opset = calibrated.settings.onnx_opset_version
-        return cls(calibrated.graph, calibrated.solution, first.args, first.kwargs, opset, batches, sqnr_db)
+        return cls(
+            calibrated.graph, calibrated.solution, first.args, first.kwargs, opset, batches, sqnr_db, activations
+        )
 
     def network(self) -> Network:
         """The network as test mode runs it; a fresh one, which the exporter may change."""

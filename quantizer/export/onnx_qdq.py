@@ -29,7 +29,7 @@ from quantizer.export.onnx_nodes import (
 )
 from quantizer.export.onnx_tensors import activation_carrier, carrier_of
 from quantizer.export.onnx_verify import verify_sessions
-from quantizer.export.torch_pt2 import exported
+from quantizer.export.torch_program import exported
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import quiet
 from quantizer.nn.network import Network

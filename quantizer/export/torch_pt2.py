@@ -1,94 +1,119 @@
-"""The .pt2 target: the quantized network as a `torch.export` program of plain torch operators. Loads without
-quantizer.
-
-The program has the batch left open and no traces of where and from what it was made.
+"""The .pt2 target: the quantized network as a `torch.export` program with integer weights, and `quantized_decomposed`
+operators where activations are quantized. Loads without quantizer.
 """
 
 import dataclasses
-import io
-from collections.abc import Callable
-from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
-from torch.utils import _pytree as pytree
 
+from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.engine.result_files import write_bytes
-from quantizer.errors import ModelError
-from quantizer.export.agreement import Verification, verify
+from quantizer.engine.solution import Solution
+from quantizer.errors import VerificationError
+from quantizer.export.agreement import Agreement, Verification, agrees
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.graph.ir import Graph
-from quantizer.graph.trace import quiet
-
-_PLACES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
+from quantizer.export.torch_program import exported, loaded, saved
+from quantizer.export.torch_qdq import CARRIERS, Activation, Carrier, Weight, has_operators, is_channelwise
+from quantizer.graph.ir import Graph, Node
+from quantizer.nn.network import Network
+from quantizer.nn.quantized_tensor import QuantizedTensor
 
 
 def export(deployment: Deployment, path: Path) -> Verification:
     """Write the program; `torch.export.load(path).module()` is called as the model was, with any batch size, and
     returns dicts, lists and tuples.
 
-    Weights are stored as the float32 values of their codes, and the stored example call is zeros. The file's output
-    equals test mode's bit for bit.
+    Weights are stored as codes, biases as floats; the stored example call is zeros. What has no operator of 8-bit
+    integers is computed by plain ones. The bytes are loaded and run before they are written.
+
+    Raises:
+        ModelError: torch.export refuses the network.
+        VerificationError: the program does not give test mode's outputs.
     """
-    args, kwargs = deployment.blank
-    plain = dataclasses.replace(deployment, graph=deployment.graph.replaced(rebuild=None))
-    program = exported(plain.network(), plain.graph, args, kwargs)
-    buffer = io.BytesIO()
-    with quiet():
-        torch.export.save(program, buffer)
-    content = buffer.getvalue()
-    with quiet(), torch.no_grad():
-        loaded = torch.export.load(io.BytesIO(content)).module()
-        found = tensor_leaves(loaded(*deployment.args, **deployment.kwargs))
-    verification = verify("outputs", deployment.expected, found)
+    graph = deployment.graph.replaced(rebuild=None)
+    plain = dataclasses.replace(deployment, graph=graph)
+    network = _Coded(plain.network(), graph, deployment.encoded, CARRIERS[deployment.activations])
+    content = saved(exported(network, graph, *deployment.blank))
+    verification = _verified(loaded(content), deployment, path.name)
     write_bytes(path, content)
     return verification
 
 
-def exported(module: nn.Module, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    """The program of a module that is called as `graph`'s model; `args` and `kwargs` must hold no data of the user.
+def _verified(program: nn.Module, deployment: Deployment, name: str) -> Verification:
+    """The outputs of a program against test mode's over all calls.
 
     Raises:
-        ModelError: torch.export refuses it.
+        VerificationError: they are others; `name` stands for the file.
     """
-    try:
-        if kwargs:
-            module.forward = _by_name(module.forward, args, kwargs)
-        with quiet(), torch.no_grad():
-            program = torch.export.export(module, args, kwargs, dynamic_shapes=_open_batch(graph, args, kwargs))
-    except Exception as error:
-        first = str(error).strip().partition("\n")[0]
-        raise ModelError(
-            f"{graph.model} cannot be exported by torch: {type(error).__name__}: {first}",
-            help="the safetensors target needs no torch.export",
-        ) from error
-    for node in program.graph.nodes:
-        for key in _PLACES:
-            node.meta.pop(key, None)
-    return program
+    agreement, network = Agreement("outputs", deployment.steps), deployment.network()
+    with torch.no_grad():
+        for args, kwargs in deployment.calls():
+            expected = tensor_leaves(network(*args, **kwargs))
+            agreement.add(expected, tensor_leaves(program(*args, **kwargs)))
+    found = agreement.result()
+    if not agrees(found, deployment.sqnr_db):
+        raise VerificationError(
+            f"{name} is not written: it does not compute what test mode does: {found.figures()}; test mode itself is "
+            f"{deployment.sqnr_db:.1f} dB from the float network",
+            help="--deploy pt2_float computes with floats, bit for bit as test mode",
+        )
+    return found
 
 
-def _by_name(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """`forward` with each keyword in its signature: torch.export cannot match open shapes with a bare **kwargs."""
+class _Coded(nn.Module):
+    """The network with codes for weights and operators for quantizers, where there are some."""
 
-    def called(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
+    def __init__(self, network: Network, graph: Graph, solution: Solution, carrier: Carrier) -> None:
+        super().__init__()
+        self.network = network
+        self.weights: dict[str, Weight] = {}
+        for (name, role), tensor in solution.tensors.items():
+            layer, node = network.layers[name], graph.by_name[name]
+            if base_role(role) == "weights" and tensor.codes is not None:
+                parameter = parameter_name(role)
+                weight = Weight(tensor, multiplied=_is_multiplied(node))
+                layer.quantizers[role] = weight
+                self.weights[f"{network.module_names[name]}.{parameter}"] = weight
+                del layer._parameters[parameter]
+            elif not is_parameter(role) and has_operators(tensor.spec, _dtype(graph, node, role)):
+                layer.quantizers[role] = Activation(tensor, carrier)
+        for name, tensor in _quantized_before(graph, solution).items():
+            network.layers[name].quantizers["input"] = Activation(tensor, carrier)
 
-    positional = [Parameter(f"args_{index}", Parameter.POSITIONAL_ONLY) for index in range(len(args))]
-    keywords = [Parameter(name, Parameter.KEYWORD_ONLY) for name in kwargs]
-    called.__signature__ = Signature([*positional, *keywords])  # type: ignore[attr-defined]
-    return called
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        weights: dict[str, Tensor] = {name: weight() for name, weight in self.weights.items()}
+        return torch.func.functional_call(self.network, weights, args, kwargs)
 
 
-def _open_batch(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """For each tensor of the call the dimension that follows the batch, in the shape of the call."""
-    batch = {0: Dim("batch", min=1)}
-    inputs = (node.shape for node in graph.nodes if node.op == "input" and node.shape is not None)
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    tensors = (next(inputs) if isinstance(leaf, Tensor) else () for leaf in leaves)
-    shapes = [batch if shape and shape[0] is None else None for shape in tensors]
-    args_shapes, kwargs_shapes = pytree.tree_unflatten(shapes, spec)
-    return (*args_shapes, *kwargs_shapes.values()) if kwargs else (args_shapes,)
+def _is_multiplied(node: Node) -> bool:
+    """Whether a layer multiplies its input by its weight, with output channels along axis 0."""
+    return node.is_multiplying and not node.row.transposed
+
+
+def _dtype(graph: Graph, node: Node, role: str) -> torch.dtype | None:
+    """Of an activation in a role."""
+    return node.dtype if role == "activation" or node.op == "input" else graph.by_name[node.input_roles()[role]].dtype
+
+
+def _quantized_before(graph: Graph, solution: Solution) -> dict[str, QuantizedTensor]:
+    """How the input of layers was quantized, where operators that keep its codes are between.
+
+    Quantized again, its values stay, and kernels of integers find it where they look for it.
+    """
+    found: dict[str, QuantizedTensor] = {}
+    for node in graph.nodes:
+        weight = solution.tensors.get((node.name, "weights"))
+        if not _is_multiplied(node) or weight is None or not is_channelwise(weight):
+            continue
+        source = graph.source(node)
+        while source is not None and source.row.keeps_scale and (source.name, "activation") not in solution.tensors:
+            source = graph.source(source)
+        if source is None or source is graph.source(node) or (node.name, "input") in solution.tensors:
+            continue
+        tensor = solution.tensors.get((source.name, "input" if source.op == "input" else "activation"))
+        if tensor is not None and has_operators(tensor.spec, node.dtype):
+            found[node.name] = tensor
+    return found

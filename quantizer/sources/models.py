@@ -185,6 +185,8 @@ def _from_pt2(path: Path, trust: bool) -> nn.Module:
             help="add --trust if it is your own, or give the Python that builds the model",
         )
     try:
+        import torch.ao.quantization.fx._decomposed  # registers operators that programs may call
+
         return torch.export.load(path).module()
     except Exception as cause:
         raise ModelError(f"{path} cannot be read as an exported program: {cause}") from cause

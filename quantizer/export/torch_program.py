@@ -1,0 +1,77 @@
+"""A network as a `torch.export` program: the batch left open, and no traces of where and from what it was made."""
+
+import io
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from quantizer.errors import ModelError
+from quantizer.graph.ir import Graph
+from quantizer.graph.trace import quiet
+
+_PLACES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
+
+
+def saved(program: ExportedProgram) -> bytes:
+    """The bytes of a `.pt2` file."""
+    buffer = io.BytesIO()
+    with quiet():
+        torch.export.save(program, buffer)
+    return buffer.getvalue()
+
+
+def loaded(content: bytes) -> nn.Module:
+    """What a user of these bytes runs."""
+    with quiet():
+        return torch.export.load(io.BytesIO(content)).module()
+
+
+def exported(module: nn.Module, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    """The program of a module that is called as `graph`'s model; `args` and `kwargs` must hold no data of the user.
+
+    Raises:
+        ModelError: torch.export refuses it.
+    """
+    try:
+        if kwargs:
+            module.forward = _by_name(module.forward, args, kwargs)
+        with quiet(), torch.no_grad():
+            program = torch.export.export(module, args, kwargs, dynamic_shapes=_open_batch(graph, args, kwargs))
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"{graph.model} cannot be exported by torch: {type(error).__name__}: {first}",
+            help="the safetensors target needs no torch.export",
+        ) from error
+    for node in program.graph.nodes:
+        for key in _PLACES:
+            node.meta.pop(key, None)
+    return program
+
+
+def _by_name(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """`forward` with each keyword in its signature: torch.export cannot match open shapes with a bare **kwargs."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    positional = [Parameter(f"args_{index}", Parameter.POSITIONAL_ONLY) for index in range(len(args))]
+    keywords = [Parameter(name, Parameter.KEYWORD_ONLY) for name in kwargs]
+    called.__signature__ = Signature([*positional, *keywords])  # type: ignore[attr-defined]
+    return called
+
+
+def _open_batch(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """For each tensor of the call the dimension that follows the batch, in the shape of the call."""
+    batch = {0: Dim("batch", min=1)}
+    inputs = (node.shape for node in graph.nodes if node.op == "input" and node.shape is not None)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = (next(inputs) if isinstance(leaf, Tensor) else () for leaf in leaves)
+    shapes = [batch if shape and shape[0] is None else None for shape in tensors]
+    args_shapes, kwargs_shapes = pytree.tree_unflatten(shapes, spec)
+    return (*args_shapes, *kwargs_shapes.values()) if kwargs else (args_shapes,)
