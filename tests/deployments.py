@@ -47,20 +47,26 @@ def deployment(name: str, batch: int = 3) -> Deployment:
     return Deployment(traced(name), calibrated(traced(name), args, kwargs), args, kwargs)
 
 
-def calibrated(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Solution:
+def calibrated(
+    graph: Graph,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    activation: QuantizationSpec = ACTIVATION,
+    weights: QuantizationSpec = WEIGHTS,
+) -> Solution:
     """Every float value and weight of the graph with its spec, scale and zero point."""
     network = Network(graph)
     found: dict[Any, Any] = {}
 
     def watcher(name: str) -> Callable[[Tensor], None]:
-        return lambda value: found.update({(name, "activation"): fitted(value, ACTIVATION)})
+        return lambda value: found.update({(name, "activation"): fitted(value, activation)})
 
     watched = [n.name for n in graph.nodes if n.dtype == torch.float32 and n.op != "parameter"]
     with torch.no_grad():
         network.observe(args, kwargs, {name: watcher(name) for name in watched})
     for node in graph.nodes:
         if node.row.weight and "weight" in node.params:
-            found[node.name, "weights"] = fitted(network.layers[node.name].weight, WEIGHTS)
+            found[node.name, "weights"] = fitted(network.layers[node.name].weight, weights)
     return Solution(found)
 
 

@@ -86,8 +86,10 @@ def export(
     write = getattr(importlib.import_module(module), name)
     try:
         with Stage(events, f"verify {target}", total) as stage:
-            batches = stage.counted(batch.to("cpu") for batch in deployment.batches)
-            verification: Verification = write(replace(deployment, batches=batches), path)
+            if deployment.batches:
+                batches = stage.counted(batch.to("cpu") for batch in deployment.batches)
+                deployment = replace(deployment, batches=batches)
+            verification: Verification = write(deployment, path)
     except (UsageError, ModelError, VerificationError):
         path.unlink(missing_ok=True)
         raise

@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 from quantizer.engine.calibrated import Calibrated, call_of_shapes
 from quantizer.engine.fingerprint import input_shapes
 from quantizer.engine.solution import Solution, encoded, quantized_network
-from quantizer.export import ACTIVATIONS
 from quantizer.graph.ir import Graph, references
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
@@ -38,11 +37,11 @@ class Deployment:
     opset: int = -1
     batches: Iterable[Batch] = ()
     sqnr_db: float = math.inf
-    activations: str = ACTIVATIONS[0]
+    activations: str = "uint8"
 
     @classmethod
     def of(
-        cls, calibrated: Calibrated, batches: Iterable[Batch], sqnr_db: float, activations: str = ACTIVATIONS[0]
+        cls, calibrated: Calibrated, batches: Iterable[Batch], sqnr_db: float, activations: str = "uint8"
     ) -> Deployment:
         """What is given to exporters of a calibrated model, verified on all batches."""
         first = next(iter(batches)).to("cpu")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.engine.result_files import write_bytes
@@ -16,7 +17,15 @@ from quantizer.errors import VerificationError
 from quantizer.export.agreement import Agreement, Verification, agrees
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.torch_program import exported, loaded, saved
-from quantizer.export.torch_qdq import CARRIERS, Activation, Carrier, Weight, has_operators, is_channelwise
+from quantizer.export.torch_qdq import (
+    CARRIERS,
+    DEQUANTIZE,
+    Activation,
+    Carrier,
+    Weight,
+    has_operators,
+    is_channelwise,
+)
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -36,7 +45,10 @@ def export(deployment: Deployment, path: Path) -> Verification:
     graph = deployment.graph.replaced(rebuild=None)
     plain = dataclasses.replace(deployment, graph=graph)
     network = _Coded(plain.network(), graph, deployment.encoded, CARRIERS[deployment.activations])
-    content = saved(exported(network, graph, *deployment.blank))
+    program = exported(network, graph, *deployment.blank)
+    if deployment.activations == "int8":
+        _dequantize_for_each(program)
+    content = saved(program)
     verification = _verified(loaded(content), deployment, path.name)
     write_bytes(path, content)
     return verification
@@ -61,6 +73,17 @@ def _verified(program: nn.Module, deployment: Deployment, name: str) -> Verifica
             help="--deploy pt2_float computes with floats, bit for bit as test mode",
         )
     return found
+
+
+def _dequantize_for_each(program: ExportedProgram) -> None:
+    """Give each reader of codes a dequantization of its own: XNNPACK's partitions cannot share one."""
+    graph = program.graph
+    for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
+        for reader in [reader for reader in node.users if reader.op != "output"][1:]:
+            with graph.inserting_before(reader):
+                own = graph.node_copy(node)
+            reader.replace_input_with(node, own)
+    program.graph_module.recompile()
 
 
 class _Coded(nn.Module):

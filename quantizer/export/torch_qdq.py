@@ -17,7 +17,9 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.codes import decode
 
-_OPERATORS = torch.ops.quantized_decomposed
+QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
+DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.default
+DEQUANTIZE_WEIGHT = torch.ops.quantized_decomposed.dequantize_per_channel.default
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class Activation(nn.Module):
         elif self.bounds is not None:
             x = x.clamp(*self.bounds)
         how = self.scale, self.zero_point, *self.codes
-        codes = _OPERATORS.quantize_per_tensor.default(x, *how)
-        y: Tensor = _OPERATORS.dequantize_per_tensor.default(codes, *how)
+        codes = QUANTIZE(x, *how)
+        y: Tensor = DEQUANTIZE(codes, *how)
         return y if x.dtype == y.dtype else y.to(x.dtype)
 
 
@@ -109,7 +111,7 @@ class Weight(nn.Module):
         spec = self.spec
         if self.is_channelwise:
             how = self.scale, self.zero_point, 0, spec.quant_min, spec.quant_max, torch.int8
-            found: Tensor = _OPERATORS.dequantize_per_channel.default(self.codes, *how)
+            found: Tensor = DEQUANTIZE_WEIGHT(self.codes, *how)
             return found
         return decode(self.codes, spec, self.scale, self.zero_point, self.dtype)
 

@@ -33,7 +33,7 @@ def test_every_target_on_the_digits(folder: Path, capsys: pytest.CaptureFixture[
     ]
     found = json.loads((folder / "export" / "verify.json").read_text())
     assert set(found) == {f"ResNet{e.suffix}" for e in EXPORTERS.values()}
-    for name in ("ResNet.pt2", "ResNet.safetensors"):
+    for name in ("ResNet.float.pt2", "ResNet.safetensors"):
         assert found[name]["max_difference"] == 0.0
     assert found["ResNet.onnx"]["equal"] >= 0.999  # codes that two correct convolutions may round apart
     assert sorted(path.name for path in (folder / "export").iterdir()) == sorted([*found, "verify.json"])
@@ -61,7 +61,7 @@ def test_a_missing_extra_is_told_before_any_work(
 
 def test_an_unknown_target_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(tmp_path / "none", "--deploy", "tflite") == 2
-    assert "'onnx', 'pt2', 'safetensors'" in capsys.readouterr().err
+    assert "'onnx', 'pt2', 'pt2_float', 'safetensors'" in capsys.readouterr().err
 
 
 def test_a_linked_folder_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

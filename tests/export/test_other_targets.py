@@ -30,7 +30,7 @@ from quantizer.numerics.rounding import ROUND_MODES
 def test_a_program_takes_any_batch_and_loads_without_quantizer(
     batch: int, exported: Callable[[str, str], Written]
 ) -> None:
-    given, path = exported("pt2", "mobile").given, exported("pt2", "mobile").path
+    given, path = exported("pt2_float", "mobile").given, exported("pt2_float", "mobile").path
     program = torch.export.load(path)
     namespaces = {str(n.target).partition(".")[0] for n in program.graph.nodes if n.op == "call_function"}
     assert namespaces == {"aten"}
