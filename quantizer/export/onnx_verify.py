@@ -12,25 +12,16 @@ import torch
 from torch import Tensor
 
 from quantizer.errors import VerificationError
-from quantizer.export.agreement import Agreement, Verification
+from quantizer.export.agreement import Agreement, Verification, agrees
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.onnx_kernels import kernels
 
 PLAIN, DEFAULT = "ONNX Runtime without optimizations", "a default ONNX Runtime session"
-WITHIN = 0.999
-"""The share of values that may be a step off at most: kernels of integers round ties and biases otherwise."""
-MARGIN_DB = 3.0
-"""Of two roundings of one network, neither worse than the other, the difference has twice the energy of the error."""
-ENOUGH_DB = 40.0
-"""A difference of a hundredth is rounding, even where test mode loses less."""
 _HELP = "--deploy pt2 needs no such runtime; another onnx_opset_version may avoid what this one gets wrong"
 
 
 def verify_sessions(content: bytes, deployment: Deployment, name: str) -> Verification:
     """Compare the outputs of a serialized model with test mode's over all calls.
-
-    A session agrees if nearly all values are within one step, or if its difference from test mode costs no more than
-    quantization itself: a code that falls otherwise in an early layer changes many in later ones.
 
     Raises:
         VerificationError: ONNX Runtime cannot load or run it, or gives other outputs; `name` stands for the file.
@@ -50,20 +41,11 @@ def verify_sessions(content: bytes, deployment: Deployment, name: str) -> Verifi
             agreements[label].add(expected, found)
     verified = {label: agreement.result() for label, agreement in agreements.items()}
     for label, verification in verified.items():
-        if not _agrees(verification, deployment.sqnr_db):
+        if not agrees(verification, deployment.sqnr_db):
             other = f"{label} does not compute what test mode does: {verification.figures()}"
             itself = f"test mode itself is {deployment.sqnr_db:.1f} dB from the float network"
             raise VerificationError(f"{name} is not written: {other}; {itself}", help=_HELP)
     return replace(verified[PLAIN], default_session=replace(verified[DEFAULT], kernels=multiplications))
-
-
-def _agrees(found: Verification, sqnr_db: float) -> bool:
-    """Whether a session computes what test mode does, whose outputs are `sqnr_db` from the float network's."""
-    if found.within_step is not None and found.within_step >= WITHIN:
-        return True
-    if found.sqnr_db is None:
-        return found.equal >= WITHIN
-    return found.sqnr_db >= min(ENOUGH_DB, sqnr_db - MARGIN_DB)
 
 
 def _session(content: bytes, label: str, name: str, optimized: str) -> onnxruntime.InferenceSession:
