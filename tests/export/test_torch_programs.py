@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from toys import built
 
+import quantizer
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.solution import Solution
-from quantizer.errors import VerificationError
+from quantizer.errors import UsageError, VerificationError
 from quantizer.export import ACTIVATIONS, export
 from quantizer.export.agreement import agrees, verify
 from quantizer.export.deployment import Deployment, tensor_leaves
@@ -203,6 +204,14 @@ def test_the_integers_go_with_the_target(tmp_path: Path, capsys: pytest.CaptureF
     assert "--pt2_activations goes with --deploy pt2" in capsys.readouterr().err
 
 
+def test_integers_that_no_consumer_takes_are_refused(tmp_path: Path) -> None:
+    x = torch.randn(2, 4)
+    result = quantizer.calibrate(nn.Linear(4, 3).eval(), {"global_quant_config": {"weight": {"dtype": "int8"}}}, [x])
+    with pytest.raises(UsageError, match="pt2_activations is 'int16'") as refused:
+        result.export("pt2", tmp_path / "net.pt2", pt2_activations="int16")
+    assert refused.value.help == "known are uint8, int8"
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*")  # torch's compiler uses what torch has deprecated
 @pytest.mark.parametrize("bits", BITS)
@@ -237,8 +246,9 @@ def test_executorch_delegates_it(tmp_path: Path) -> None:
     export("pt2", given, tmp_path / "net.pt2")
     program = torch.export.load(tmp_path / "net.pt2")
     lowered = exir.to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
-    left = [str(node.target) for node in lowered.exported_program().graph.nodes if node.op == "call_function"]
-    assert not [name for name in left if "convolution" in name or "linear" in name or "mm" in name]
+    nodes = (node for node in lowered.exported_program().graph.nodes if node.op == "call_function")
+    left = [node for node in nodes if any(word in str(node.target) for word in ("convolution", "linear", "mm."))]
+    assert [node.args[6] for node in left] == [True], "a transposed convolution is not delegated"
     lowered.to_executorch().save(str(tmp_path / "net.pte"))
     method = Runtime.get().load_program(tmp_path / "net.pte").load_method("forward")
     assert method is not None
