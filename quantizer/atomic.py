@@ -1,8 +1,9 @@
-"""Replaces a file whole or not at all: temporary sibling, fsync, rename. Errors are OSErrors; imports no torch."""
+"""Replaces a file or a folder whole or not at all: temporary sibling, rename. Errors are OSErrors; imports no torch."""
 
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -26,11 +27,35 @@ def replace_file(path: Path, content: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    folder = os.open(target.parent, os.O_RDONLY)
+    _sync(target.parent)
+
+
+@contextlib.contextmanager
+def replaced_folder(path: Path) -> Iterator[Path]:
+    """A new folder to fill, which takes the place of the one at `path` when all went well, and is gone when not.
+
+    Raises:
+        OSError: the folder around it cannot be written.
+    """
+    target = path.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True) as room:
+        made, old = Path(room, target.name), Path(room, "old")
+        made.mkdir()
+        yield made
+        if target.exists():
+            os.rename(target, old)
+        os.rename(made, target)
+    _sync(target.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
 
 
 def _umask() -> int:

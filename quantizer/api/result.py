@@ -169,11 +169,11 @@ class Result:
             raise UsageError(f"pt2_activations is {pt2_activations!r}", help=f"known are {', '.join(ACTIVATIONS)}")
         require_extras([target])
         calibrated = self._calibrated
-        check(target, calibrated.graph, calibrated.solution, calibrated.settings.onnx_opset_version)
+        check(target, calibrated.graph, calibrated.solution.specs, calibrated.settings.onnx_opset_version)
         batches = self._given(data)
         loss = score(calibrated, self._model, batches, self._events).comparison.output.sqnr_db
-        deployment = Deployment.of(calibrated, batches, loss, pt2_activations)
-        return export(target, deployment, Path(path), self._events, batches.total)
+        given = Deployment.of(calibrated, self._model, batches, loss, pt2_activations)
+        return export(target, given, Path(path), self._events, batches.total)
 
     def _given(self, data: Any) -> Batches:
         """These data, or those that the result was made with."""

@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import RenderableType
+from torch import nn
 
 from quantizer.cli.follow import progress
 from quantizer.cli.gates import EXACT_EQUAL, INT8_SHARE
@@ -16,7 +17,7 @@ from quantizer.engine.exact import ExactComparison, compare_exact
 from quantizer.engine.result_files import write_json
 from quantizer.engine.results import QuantInfo
 from quantizer.errors import ModelError, QuantizerError, ResultError, UsageError, VerificationError
-from quantizer.export import EXPORTERS, FOLDER, check, export
+from quantizer.export import EXPORTERS, FOLDER, check, export, size_of
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
 from quantizer.report.dpu_tables import exact_table
@@ -66,14 +67,14 @@ def require_one(options: Options, graph: Graph, info: QuantInfo) -> None:
     refusals = []
     for target in dict.fromkeys(options.deploy):
         try:
-            check(target, graph, info.solution, info.settings.onnx_opset_version)
+            check(target, graph, info.solution.specs, info.settings.onnx_opset_version)
         except UsageError as refusal:
             refusals.append(refusal)
     if options.deploy and len(refusals) == len(set(options.deploy)):
         raise refusals[0]
 
 
-def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, batches: Batches) -> Outcome:
+def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, model: nn.Module, batches: Batches) -> Outcome:
     """Write what `--deploy` asks for, verified, and `verify.json` beside it; adds to the outcome.
 
     A target that fails does not keep the others from being written; the first failure is the outcome's error.
@@ -84,7 +85,7 @@ def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, batches: 
     folder = Path(options.output_dir) / FOLDER
     if folder.is_symlink():
         raise ResultError(f"{folder} is a link to another folder", help="remove the link")
-    given = Deployment.of(calibrated, batches, outcome.metrics["sqnr_db"], options.pt2_activations)
+    given = Deployment.of(calibrated, model, batches, outcome.metrics["sqnr_db"], options.pt2_activations)
     files, lines, metrics = {}, [], {}
     refusals: list[QuantizerError] = []
     for target in dict.fromkeys(options.deploy):
@@ -95,8 +96,9 @@ def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, batches: 
             refusals.append(refusal)
             continue
         files[path.name] = found.to_json()
-        size = f"{path.stat().st_size / 1024:.0f} kB"
+        size = f"{size_of(path) / 1024:.0f} kB"
         lines.append(f"deployed: {path}, {size}; against test mode, {found.figures()}")
+        lines += found.remarks
         if found.default_session:
             lines.append(f"in a default session, {found.default_session.figures()}")
             if found.default_session.kernels:

@@ -156,7 +156,7 @@ def run_test(options: Options) -> Outcome:
             outcome = run_exact(options, outcome, graph, info, batches)
         if not options.deploy or failed(gates, outcome.metrics):
             return outcome
-        return deploy(options, outcome, calibrated, batches)
+        return deploy(options, outcome, calibrated, loaded.module, batches)
 
 
 MODES: dict[str, Callable[[Options], Outcome]] = {"float": run_float, "calib": run_calib, "test": run_test}

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Rounded
+from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.graph.edits import Insertion, with_weights
 from quantizer.graph.ir import Graph
@@ -39,6 +40,11 @@ class Solution:
     insertions: tuple[Insertion, ...] = ()
     rescaled: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     algorithms: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def specs(self) -> dict[Key, QuantizationSpec]:
+        """The spec of each tensor."""
+        return {key: tensor.spec for key, tensor in self.tensors.items()}
 
     @property
     def positions(self) -> dict[Key, int]:

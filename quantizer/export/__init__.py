@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from quantizer.config.wording import shortened
 from quantizer.engine.events import NOBODY, Events, Stage
 from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from quantizer.engine.solution import Solution
+    from quantizer.config.model import QuantizationSpec
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment
     from quantizer.graph.ir import Graph
+    from quantizer.plan.model import Key
 
 FOLDER = "export"
 ACTIVATIONS = ("uint8", "int8")
@@ -26,12 +29,30 @@ ACTIVATIONS = ("uint8", "int8")
 
 @dataclass(frozen=True)
 class Exporter:
-    """One kind of file: `function` ("module:name") writes it, `needs` are packages that the extra `extra` installs."""
+    """One kind of file: `function` ("module:name") writes it, `needs` are packages that the extra `extra` installs.
+
+    `is_folder` says that it is a folder of files. What the target cannot hold, the module's function
+    `refusals(graph, specs, opset)` gives, if there is one: from specs alone, so that it is known before calibration.
+    """
 
     function: str
     suffix: str
     needs: tuple[str, ...] = ()
     extra: str = ""
+    is_folder: bool = False
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a target cannot hold a tensor, the `role` of a `layer`, or a whole layer, or without one the network.
+
+    `why` goes on with what stands before it, as in "input of conv1 has a dynamic range"; `help` is what to change.
+    """
+
+    why: str
+    help: str
+    layer: str = ""
+    role: str = ""
 
 
 EXPORTERS: dict[str, Exporter] = {
@@ -39,6 +60,13 @@ EXPORTERS: dict[str, Exporter] = {
     "pt2": Exporter("quantizer.export.torch_pt2:export", ".pt2"),
     "pt2_float": Exporter("quantizer.export.torch_pt2_float:export", ".float.pt2"),
     "safetensors": Exporter("quantizer.export.safetensors:export", ".safetensors"),
+    "compressed-tensors": Exporter(
+        "quantizer.export.compressed_tensors:export",
+        "-compressed-tensors",
+        ("transformers", "compressed_tensors"),
+        "llm",
+        is_folder=True,
+    ),
 }
 
 
@@ -57,15 +85,37 @@ def require_extras(targets: Iterable[str]) -> None:
             )
 
 
-def check(target: str, graph: Graph, solution: Solution, opset: int) -> None:
-    """Refuse a network that a target cannot express, as far as can be told without running it.
+def refusals(target: str, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int) -> list[Refusal]:
+    """What a target cannot express, as far as can be told without running the network; `opset` is for ONNX."""
+    module = importlib.import_module(EXPORTERS[target].function.partition(":")[0])
+    return list(module.refusals(graph, specs, opset)) if hasattr(module, "refusals") else []
+
+
+def check(target: str, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int) -> None:
+    """Refuse a network that a target cannot express.
 
     Raises:
         UsageError: why, with the first tensors it holds for.
     """
-    module = importlib.import_module(EXPORTERS[target].function.partition(":")[0])
-    if hasattr(module, "check"):
-        module.check(graph, solution, opset)
+    refuse(target, refusals(target, graph, specs, opset))
+
+
+def refuse(target: str, found: Iterable[Refusal]) -> None:
+    """Say what was found, if anything was: of the whole network first, else of tensors, those with one reason together.
+
+    Raises:
+        UsageError: there are refusals.
+    """
+    reasons: dict[str, list[str]] = {}
+    helps: dict[str, None] = {}
+    for each in found:
+        if not each.layer:
+            raise UsageError(f"--deploy {target} {each.why}", help=each.help)
+        reasons.setdefault(each.why, []).append(f"{each.role} of {each.layer}" if each.role else each.layer)
+        helps[each.help] = None
+    if reasons:
+        texts = [shortened(names) + (": each " if names[1:] else " ") + why for why, names in reasons.items()]
+        raise UsageError(f"--deploy {target}: {'; '.join(texts)}", help="; ".join(helps))
 
 
 def export(
@@ -91,6 +141,21 @@ def export(
                 deployment = replace(deployment, batches=batches)
             verification: Verification = write(deployment, path)
     except (UsageError, ModelError, VerificationError):
-        path.unlink(missing_ok=True)
+        remove(target, path)
         raise
     return verification
+
+
+def remove(target: str, path: Path) -> None:
+    """Remove what an earlier run has written to `path`; a folder only if its exporter wrote it."""
+    if not EXPORTERS[target].is_folder:
+        path.unlink(missing_ok=True)
+        return
+    module = importlib.import_module(EXPORTERS[target].function.partition(":")[0])
+    if module.is_ours(path):
+        shutil.rmtree(path)
+
+
+def size_of(path: Path) -> int:
+    """The bytes of a file, or of the files in a folder."""
+    return sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else (path,)))

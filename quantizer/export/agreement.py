@@ -62,7 +62,7 @@ class Verification:
     have a scale or are integers; `sqnr_db` is of the floating-point tensors, infinite without a difference, None
     without such tensors; `top1_agreement` is the share of samples with the same class, None if the first tensor has no
     row of classes for each. `default_session` has the figures of a runtime as its users start it, with its `kernels`,
-    where those beside it are of one without optimizations.
+    where those beside it are of one without optimizations. `remarks` are sentences on how the file is to be read.
     """
 
     compared: str
@@ -74,10 +74,11 @@ class Verification:
     top1_agreement: float | None = None
     default_session: Verification | None = None
     kernels: Kernels | None = None
+    remarks: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The figures it has, infinite ones left out: without a difference there is no ratio to it."""
-        found = {name: value for name, value in vars(self).items() if value not in (None, math.inf, -math.inf)}
+        found = {name: value for name, value in vars(self).items() if value not in (None, math.inf, -math.inf, ())}
         parts = {"default_session": self.default_session, "kernels": self.kernels}
         return found | {name: part.to_json() for name, part in parts.items() if part is not None}
 

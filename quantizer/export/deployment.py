@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quantizer.engine.calibrated import Calibrated, call_of_shapes
@@ -27,7 +27,8 @@ class Deployment:
     `args` and `kwargs` are a call of the model, which no file keeps. `opset` is the ONNX operator set, -1 to let the
     exporter choose. `batches` are the evaluation data, which can be gone through once at least; without them the one
     call stands for all. `sqnr_db` is what quantization costs the outputs in test mode, in dB: a runtime that rounds
-    otherwise should not cost more. `activations` is the integer type of activations in a .pt2.
+    otherwise should not cost more. `model` is the float model, of which checkpoints keep names and config;
+    `activations` the integer type of activations in a .pt2.
     """
 
     graph: Graph
@@ -37,17 +38,23 @@ class Deployment:
     opset: int = -1
     batches: Iterable[Batch] = ()
     sqnr_db: float = math.inf
+    model: nn.Module | None = None
     activations: str = "uint8"
 
     @classmethod
     def of(
-        cls, calibrated: Calibrated, batches: Iterable[Batch], sqnr_db: float, activations: str = "uint8"
+        cls,
+        calibrated: Calibrated,
+        model: nn.Module,
+        batches: Iterable[Batch],
+        sqnr_db: float,
+        activations: str = "uint8",
     ) -> Deployment:
         """What is given to exporters of a calibrated model, verified on all batches."""
-        first = next(iter(batches)).to("cpu")
-        opset = calibrated.settings.onnx_opset_version
+        first, opset = next(iter(batches)).to("cpu"), calibrated.settings.onnx_opset_version
+        solution = calibrated.solution
         return cls(
-            calibrated.graph, calibrated.solution, first.args, first.kwargs, opset, batches, sqnr_db, activations
+            calibrated.graph, solution, first.args, first.kwargs, opset, batches, sqnr_db, model, activations
         )
 
     def network(self) -> Network:

@@ -4,6 +4,7 @@ torch.onnx translates the network with a mark where each activation is quantized
 become codes.
 """
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ from torch.utils import _pytree as pytree
 import quantizer
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter, parameter_name
-from quantizer.config.wording import shortened
 from quantizer.engine.result_files import write_bytes
-from quantizer.engine.solution import Solution
-from quantizer.errors import ModelError, UsageError
+from quantizer.errors import ModelError
+from quantizer.export import Refusal, check
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.onnx_lowering import DOMAIN, Wanted, lower
@@ -33,6 +33,7 @@ from quantizer.export.torch_program import exported
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import quiet
 from quantizer.nn.network import Network
+from quantizer.plan.model import Key
 
 OPSETS = range(18, 24)
 """The operator sets that torch.onnx writes."""
@@ -51,9 +52,9 @@ def export(deployment: Deployment, path: Path) -> Verification:
         ModelError: torch.onnx does not know an operator of the network.
         VerificationError: a session does not give test mode's outputs.
     """
-    check(deployment.graph, deployment.solution, deployment.opset)
+    check("onnx", deployment.graph, deployment.solution.specs, deployment.opset)
     wanted = list(deployment.encoded.tensors.items())
-    opset = operator_set(deployment.encoded) if deployment.opset == -1 else deployment.opset
+    opset = operator_set(deployment.encoded.specs) if deployment.opset == -1 else deployment.opset
     network = deployment.network()
     model = _translate(deployment, _Flat(network, deployment, wanted), opset)
     lower(model, network, wanted, opset)
@@ -65,39 +66,26 @@ def export(deployment: Deployment, path: Path) -> Verification:
     return verification
 
 
-def check(graph: Graph, solution: Solution, opset: int) -> None:
-    """Refuse a network that this target cannot express; needs no run of it. `opset` is -1 to let the exporter choose.
-
-    Raises:
-        UsageError: the reason, with the first tensors it holds for.
-    """
-    opset = operator_set(solution) if opset == -1 else opset
+def refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int) -> Iterator[Refusal]:
+    """What this target cannot express; needs no run of the network. `opset` is -1 to let the exporter choose."""
+    opset = operator_set(specs) if opset == -1 else opset
     if opset not in OPSETS:
-        raise UsageError(
-            f"--deploy onnx writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}",
-            help="set onnx_opset_version to one of these, or to -1",
-        )
+        why = f"writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}"
+        yield Refusal(why, "set onnx_opset_version to one of these, or to -1")
     size = sum(4 * tensor.numel() for tensor in graph.tensors.values())
     if size > LARGEST:
-        raise UsageError(
-            f"--deploy onnx: {graph.model} has {size / 2**30:.1f} GB of parameters, and the format holds 2",
-            help="use --deploy pt2 or safetensors",
+        yield Refusal(
+            f"is given {size / 2**30:.1f} GB of parameters, and the format holds 2", "use --deploy pt2 or safetensors"
         )
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for (layer, role), tensor in solution.tensors.items():
-        found = None if is_parameter(role) else refusal(tensor.spec, graph.by_name[layer].dtype, opset)
+    for (layer, role), spec in specs.items():
+        found = None if is_parameter(role) else refusal(spec, graph.by_name[layer].dtype, opset)
         if found is not None:
-            reasons.setdefault(found, []).append(f"{role} of {layer}")
-    if reasons:
-        texts = [shortened(names) + (": each " if names[1:] else " ") + why for (why, _), names in reasons.items()]
-        helps = dict.fromkeys(help_ for _, help_ in reasons)
-        raise UsageError(f"--deploy onnx: {'; '.join(texts)}", help="; ".join(helps))
+            yield Refusal(*found, layer, role)
 
 
-def operator_set(solution: Solution) -> int:
+def operator_set(specs: Mapping[Key, QuantizationSpec]) -> int:
     """20, which every optimization of ONNX Runtime knows; 21 if a type or the blocks of a weight came only with it."""
-    specs = {key: tensor.spec for key, tensor in solution.tensors.items() if tensor.spec.dtype == "int"}
-    return max([20, *(_oldest(role, spec) for (_, role), spec in specs.items())])
+    return max([20, *(_oldest(role, spec) for (_, role), spec in specs.items() if spec.dtype == "int")])
 
 
 def _oldest(role: str, spec: QuantizationSpec) -> int:

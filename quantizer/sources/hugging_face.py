@@ -31,17 +31,23 @@ def load_hugging_face(folder: Path) -> nn.Module:
         raise ModelError(f"{folder} is a Hugging Face model, and transformers is missing", help=pip_line("llm"))
     with user_errors(f"transformers, loading {folder},", ModelError):
         architectures = json.loads((folder / CONFIG).read_text("utf-8")).get("architectures") or ["AutoModel"]
-        transformers = importlib.import_module("transformers")
-        transformers.utils.logging.disable_progress_bar()  # it would also draw into a log file
-        model_class = getattr(transformers, architectures[0])
         logger.info("loading %s from %s", architectures[0], folder)
-        module: nn.Module = model_class.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, dtype="auto"
-        ).eval()
-        # One call runs a whole window: there are no earlier keys and values to keep, and a trace could not.
-        for config in _caching(module):
-            config.use_cache = False
-        return module
+        return read_checkpoint(folder, architectures[0])[0]
+
+
+def read_checkpoint(folder: Path, architecture: str, **settings: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """What `from_pretrained` makes of a folder, in eval mode, and what it says of keys that it has not found or not
+    used; errors are those of transformers.
+    """
+    transformers = importlib.import_module("transformers")
+    transformers.utils.logging.disable_progress_bar()  # it would also draw into a log file
+    module, report = getattr(transformers, architecture).from_pretrained(
+        folder, local_files_only=True, use_safetensors=True, dtype="auto", output_loading_info=True, **settings
+    )
+    # One call runs a whole window: there are no earlier keys and values to keep, and a trace could not.
+    for config in _caching(module):
+        config.use_cache = False
+    return module.eval(), report
 
 
 @contextmanager

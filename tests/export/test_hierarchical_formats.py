@@ -139,7 +139,7 @@ def test_onnx_refuses_what_it_cannot_say_with_the_first_layers(kind: str) -> Non
     pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
     given = deployed("residual", {"weights": {}, "input": INPUTS[kind]})
     with pytest.raises(UsageError) as refused:
-        check("onnx", given.graph, given.solution, -1)
+        check("onnx", given.graph, given.solution.specs, -1)
     inputs = [f"{role} of {layer}" for layer, role in given.solution.tensors if role == "input"]
     assert refused.value.message.startswith(f"--deploy onnx: {', '.join(inputs[:5])} and {len(inputs) - 5} more: each ")
 

@@ -1,0 +1,84 @@
+"""Where a checkpoint in compressed-tensors holds each quantized tensor of a graph, and what it has no place for.
+
+Reads specs alone, so that it is known before calibration.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from quantizer.config.model import CAST_ONLY, QuantizationSpec
+from quantizer.config.roles import base_role, is_parameter
+from quantizer.export import Refusal
+from quantizer.export.compressed_schemes import input_refusal, weight_refusal
+from quantizer.graph.ir import Graph, Node
+from quantizer.plan.model import Key
+
+LINEAR = "torch.nn.Linear"
+_BETWEEN = "is quantized between operators, where checkpoints have no place for it"
+_INPUTS_ONLY = "quantize inputs of linear layers alone, or use --deploy pt2"
+_INSERTED = (
+    "is an operator that an algorithm has put there, and the checkpoint's model has none",
+    "let the algorithm fold it into a layer (no online rotations), or use --deploy pt2",
+)
+_SHARE = "quantize both alike, or neither: kind:head and kind:embedding name them"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The linear layers whose weights become codes, by name: `inputs` has the tensor that each quantizes as its input.
+
+    Quantized values of other parameters stay what they are, values.
+    """
+
+    linears: Mapping[str, Node]
+    inputs: Mapping[str, Key]
+    refusals: tuple[Refusal, ...]
+
+
+def place(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Placement:
+    """The place of each tensor that is quantized."""
+    specs = {key: spec for key, spec in specs.items() if spec.dtype != "float32"}
+    coded = {layer for (layer, role), spec in specs.items() if role == "weights" and spec.dtype not in CAST_ONLY}
+    linears = {node.name: node for node in graph.nodes if node.name in coded and _has_place(graph, node)}
+    inputs = {layer: (layer, "input") for layer in linears if (layer, "input") in specs}
+    refusals = [*_insertions(graph)]
+    for (layer, role), spec in specs.items():
+        readers = graph.consumers[layer]
+        if is_parameter(role):
+            is_coded = role == "weights" and layer in linears
+            reason = weight_refusal(spec) if is_coded else _shared(graph, specs, layer, role)
+        elif base_role(role) == "input":
+            reason = None if inputs.get(layer) == (layer, role) else (_BETWEEN, _INPUTS_ONLY)
+        elif readers and all(reader in linears and reader not in inputs for reader in readers):
+            inputs |= dict.fromkeys(readers, (layer, role))
+            reason = None
+        else:
+            reason = _BETWEEN, _INPUTS_ONLY
+        refusals += [Refusal(*reason, layer, role)] if reason else []
+    for layer, key in inputs.items():
+        reason = input_refusal(specs[key], specs[layer, "weights"])
+        refusals += [Refusal(*reason, *key)] if reason else []
+    return Placement(linears, inputs, tuple(refusals))
+
+
+def _has_place(graph: Graph, node: Node) -> bool:
+    """Whether it is a linear module with a weight that no other module uses."""
+    path = node.params.get("weight")
+    if node.op != "linear" or node.classes[:1] != (LINEAR,) or path != f"{node.scope}.weight":
+        return False
+    return all(user.scope == node.scope for user in graph.nodes if path in user.params.values())
+
+
+def _shared(graph: Graph, specs: Mapping[Key, QuantizationSpec], layer: str, role: str) -> tuple[str, str] | None:
+    """Why a weight cannot be stored as values: another layer uses it that quantizes it otherwise."""
+    path = graph.by_name[layer].params.get("weight")
+    others = [node.name for node in graph.nodes if path in node.params.values() and node.name != layer]
+    differing = [name for name in others if specs.get((name, role)) != specs[layer, role]]
+    return (f"is the weight of {differing[0]}, too, where it is quantized otherwise", _SHARE) if differing else None
+
+
+def _insertions(graph: Graph) -> Iterator[Refusal]:
+    """Operators that algorithms put before layers."""
+    for node in graph.nodes:
+        if node.target.startswith("rescale."):
+            yield Refusal(*_INSERTED, node.name)
