@@ -56,7 +56,7 @@ def place(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Placement:
             reason = _BETWEEN, _INPUTS_ONLY
         refusals += [Refusal(*reason, layer, role)] if reason else []
     for layer, key in inputs.items():
-        reason = input_refusal(specs[key], specs[layer, "weights"])
+        reason = input_refusal(specs[key], specs[layer, "weights"], linears[layer].rank)
         refusals += [Refusal(*reason, *key)] if reason else []
     return Placement(linears, inputs, tuple(refusals))
 

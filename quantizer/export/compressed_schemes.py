@@ -97,8 +97,11 @@ def weight_refusal(spec: QuantizationSpec) -> Reason | None:
     return None
 
 
-def input_refusal(spec: QuantizationSpec, weight: QuantizationSpec) -> Reason | None:
-    """Why a reader cannot quantize the input of a layer with such a weight as test mode does; None if it can."""
+def input_refusal(spec: QuantizationSpec, weight: QuantizationSpec, rank: int) -> Reason | None:
+    """Why a reader cannot quantize the input, of `rank` axes, of a layer with such a weight as test mode does.
+
+    None if it can.
+    """
     kinds = (spec.dtype, weight.dtype)
     if kinds not in (("int", "int"), ("fp8_e4m3", "fp8_e4m3")):
         said = "/".join("int" if kind == "int" else kind for kind in kinds)
@@ -119,7 +122,7 @@ def input_refusal(spec: QuantizationSpec, weight: QuantizationSpec) -> Reason | 
             if per_tensor
             else (f"is static {spec.qscheme}", "set its qscheme to per_tensor, or is_dynamic to true")
         )
-    if spec.qscheme not in ("per_tensor", "per_token") or spec.ch_axis not in (None, -1):
+    if spec.qscheme not in ("per_tensor", "per_token") or spec.ch_axis not in (None, -1, rank - 1):
         return f"is dynamic {spec.qscheme}", "set its qscheme to per_token, with ch_axis -1"
     return _dynamic_refusal(spec)
 
