@@ -1,5 +1,6 @@
 """What `ModelQuantizer.quantize_model` does: runs the pipeline on a module tree, all of it or nothing."""
 
+import os
 from collections.abc import Iterable, Iterator
 from itertools import tee
 from typing import Any
@@ -7,16 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.api.config import AnyConfig, read_config
+from quantizer.api.config import AnyConfig, path_of, read_config
 from quantizer.config.wording import a_kind
 from quantizer.engine import pipeline
 from quantizer.engine.job import Job
 from quantizer.engine.module_target import ModuleTarget
 from quantizer.errors import DataError
+from quantizer.export.agreement import Verification
+from quantizer.export.compressed_modules import export_modules
 from quantizer.nn.inplace import check_float
 from quantizer.nn.transaction import all_or_nothing
 from quantizer.sources.batches import Batch, as_batch, positional_inputs
 from quantizer.sources.data import Batches
+from quantizer.sources.hugging_face import example_input
+
+EXAMPLE_LENGTH = 32
+"""Tokens of a made-up input."""
 
 
 def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) -> None:
@@ -43,6 +50,13 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
     job = Job(target, rules, Batches(batches, "the dataloader"), findings=read.diagnostics, confirm=confirm)
     with all_or_nothing(model):
         pipeline.run(job)
+
+
+def export(model: nn.Module, folder: str | os.PathLike[str], dataloader: Iterable[Any] | None) -> Verification:
+    """Write a checkpoint; see `ModelQuantizer.export`."""
+    place = path_of(folder, "folder")
+    items = [example_input(model, EXAMPLE_LENGTH)] if dataloader is None and hasattr(model, "config") else dataloader
+    return export_modules(model, place, _items(items or (), model))
 
 
 def _wants_data(job: Job) -> tuple[str, str]:

@@ -11,6 +11,8 @@ from quantizer.api.config import AnyConfig, check_kind
 if TYPE_CHECKING:
     from torch import nn
 
+    from quantizer.export.agreement import Verification
+
 Model = TypeVar("Model", bound="nn.Module")
 
 
@@ -46,6 +48,26 @@ class ModelQuantizer:
     def freeze(model: Model) -> Model:
         """Make a quantized model final: no gradients any more. Its outputs are the same, bit for bit."""
         return model.requires_grad_(False)
+
+    @staticmethod
+    def export(
+        model: nn.Module, folder: str | os.PathLike[str], dataloader: Iterable[Any] | None = None
+    ) -> Verification:
+        """Write a quantized model of transformers as a checkpoint in compressed-tensors, which transformers, vLLM and
+        SGLang load, and compare what transformers makes of it with the model.
+
+        Args:
+            folder: a new one, or an earlier export.
+            dataloader: batches to compare on, as `quantize_model` takes them; None for a made-up input.
+
+        Raises:
+            ModelError: no layer is quantized.
+            UsageError: the format cannot say how one is quantized, or this is no model of transformers.
+            VerificationError: transformers does not give the model's outputs; the folder is not left there.
+        """
+        from quantizer.api.in_place import export
+
+        return export(model, folder, dataloader)
 
     @staticmethod
     def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:

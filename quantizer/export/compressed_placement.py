@@ -16,7 +16,7 @@ from quantizer.plan.model import Key
 LINEAR = "torch.nn.Linear"
 _BETWEEN = "is quantized between operators, where checkpoints have no place for it"
 _INPUTS_ONLY = "quantize inputs of linear layers alone, or use --deploy pt2"
-_INSERTED = (
+INSERTED = (
     "is an operator that an algorithm has put there, and the checkpoint's model has none",
     "let the algorithm fold it into a layer (no online rotations), or use --deploy pt2",
 )
@@ -81,4 +81,4 @@ def _insertions(graph: Graph) -> Iterator[Refusal]:
     """Operators that algorithms put before layers."""
     for node in graph.nodes:
         if node.target.startswith("rescale."):
-            yield Refusal(*_INSERTED, node.name)
+            yield Refusal(*INSERTED, node.name)

@@ -1,0 +1,110 @@
+"""The checkpoint in compressed-tensors of a model that was quantized in place, read off its modules."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from torch import nn
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.config.roles import is_parameter
+from quantizer.engine.module_target import evaluating
+from quantizer.errors import ModelError, UsageError
+from quantizer.export import Refusal, refuse, require_extras
+from quantizer.export.agreement import Verification
+from quantizer.export.compressed_checkpoint import Checkpoint, linears_of, remarks_on, state_of
+from quantizer.export.compressed_placement import INSERTED, Placement, place
+from quantizer.export.compressed_schemes import CompressedLayer
+from quantizer.export.deployment import tensor_leaves
+from quantizer.export.hugging_face_folder import described
+from quantizer.graph.modules import module_graph
+from quantizer.nn.inplace import InPlace
+from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.plan.model import Key
+from quantizer.sources.batches import Batch
+from quantizer.sources.hugging_face import without_cache
+
+NAME = "compressed-tensors"
+UNKNOWN_LOSS_DB = 23.0
+"""What quantization is taken to cost where there is no float model to compare with."""
+
+
+def export_modules(model: nn.Module, folder: Path, batches: Iterable[Batch]) -> Verification:
+    """Write the checkpoint and verify it with calls of the model; see `compressed_tensors.export`.
+
+    Args:
+        batches: of calls; at least one.
+
+    Raises:
+        ModelError: the model has no quantized layer.
+        UsageError: the format cannot say how a layer is quantized, or the model has no config of transformers.
+        VerificationError: transformers does not give the model's outputs.
+        ResultError: the folder cannot be written.
+    """
+    require_extras([NAME])
+    from quantizer.export.compressed_tensors import write_verified  # needs the extra
+    from quantizer.export.compressed_verify import Expected
+
+    checkpoint = of_modules(model)
+    described(model)
+
+    def calls() -> Iterator[Expected]:
+        device = next(model.parameters()).device
+        for batch in batches:
+            there, here = batch.to(device), batch.to("cpu")
+            outputs = [leaf.cpu() for leaf in tensor_leaves(model(*there.args, **there.kwargs))]
+            yield Expected(here.args, here.kwargs, outputs)
+
+    with evaluating(model), without_cache(model):
+        return write_verified(checkpoint, model, folder, calls(), UNKNOWN_LOSS_DB)
+
+
+def of_modules(model: nn.Module) -> Checkpoint:
+    """The checkpoint of a model with quantized layers.
+
+    Raises:
+        ModelError: it has none.
+        UsageError: the format cannot say how one is quantized.
+    """
+    quantized = {path: module for path, module in model.named_modules() if isinstance(module, InPlace)}
+    if not quantized:
+        raise ModelError("the model has no quantized layer", help="call ModelQuantizer(config).quantize_model first")
+    graph = module_graph(model)
+    named = {node.scope: node.name for node in graph.nodes if node.params}
+    specs: dict[Key, QuantizationSpec] = {
+        (named[path], role): quantizer.spec
+        for path, module in quantized.items()
+        for role, quantizer in module.quantizers.items()
+        if isinstance(quantizer, TensorQuantizer)
+    }
+    placement = place(graph, specs)
+    refuse(NAME, [*_unheld(quantized), *placement.refusals])
+    layers = {node.scope: _layer(quantized[node.scope], name, placement) for name, node in placement.linears.items()}
+    own = tuple(f"{path}.quantizers." for path in quantized)
+    tensors = {name: tensor for name, tensor in state_of(model).items() if not name.startswith(own)}
+    valued = [layer for layer, role in specs if is_parameter(role) and layer not in placement.linears]
+    return Checkpoint(layers, tensors, linears_of(model), remarks_on(valued))
+
+
+def _unheld(quantized: dict[str, InPlace]) -> Iterator[Refusal]:
+    """What algorithms have put into modules."""
+    for path, module in quantized.items():
+        if "input_layers" in module._modules:
+            yield Refusal(*INSERTED, path)
+        if "has_added_bias" in vars(module):
+            yield Refusal("has a bias now that the model has no place for", INSERTED[1], path)
+
+
+def _layer(module: InPlace, name: str, placement: Placement) -> CompressedLayer:
+    """Its quantizers' work as codes and scales.
+
+    Raises:
+        UsageError: no codes give the weight back.
+    """
+    tensors = {role: q.tensor for role, q in module.quantizers.items() if isinstance(q, TensorQuantizer)}
+    weight = tensors["weights"].encoded(module.get_parameter("weight"))
+    if weight.codes is None:
+        raise UsageError(
+            f"no codes give the weight of {name} back exactly: it was changed after it was quantized",
+            help="export the model as quantize_model returned it",
+        )
+    return CompressedLayer(weight, tensors.get("input") if name in placement.inputs else None)
