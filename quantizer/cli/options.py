@@ -173,6 +173,13 @@ class Options:
         type=click.Choice(ACTIVATIONS),
         group="Output",
     )
+    for_: tuple[str, ...] = option(
+        "Refuse what --deploy TARGET cannot hold before anything is calibrated; may be repeated.",
+        default=(),
+        type=click.Choice(list(EXPORTERS)),
+        group="Output",
+        allow_from_autoenv=False,
+    )
     gate: tuple[str, ...] = option(
         "Exit with 1 unless TEST holds, e.g. 'sqnr_db>=20'.", default=(), metavar="TEST", group="Output"
     )
@@ -228,7 +235,8 @@ def takes(*names: str, kind: type[Options] = Options, **helps: str) -> Callable[
         for name in reversed(names):
             said = by_name[name].metadata
             settings = {**said["settings"], "help": helps.get(name, said["settings"]["help"])}
-            collected = click.option(f"--{name}", *said["names"], cls=GroupedOption, **settings)(collected)
+            words = f"--{name.rstrip('_')}", name, *said["names"]  # `for` is no name in Python
+            collected = click.option(*words, cls=GroupedOption, **settings)(collected)
         return collected
 
     return add

@@ -1,22 +1,30 @@
 """`quantizer plan`: what a config does to a model, before any calibration."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
 from quantizer.cli import session
 from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.table_view import filtered_view
+from quantizer.config.model import Algorithm
 from quantizer.engine.result_files import write_json
+from quantizer.errors import UsageError
+from quantizer.export import Refusal, planned_refusals, require_extras
+from quantizer.plan.model import Plan
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
 from quantizer.report import tables
+from quantizer.report.view import View
 from quantizer.sources.data import DEFAULT_BATCH_SIZE
 
 _MB = 1e6
 
 
 @command()
-@takes(*TABLE, "filter", *LOOK)
+@takes(*TABLE, "filter", "for_", *LOOK, for_="Tell what --deploy TARGET cannot hold; may be repeated.")
 def plan(options: Options) -> None:
     """Show how many layers each rule matches, each tensor's spec, the size before and after, and the memory calibration
     takes.
@@ -26,6 +34,7 @@ def plan(options: Options) -> None:
     \b
     quantizer plan --config_file net.json --model my_model.py
     """
+    require_extras(options.for_)
     with session.notes_on_stderr(options.json):
         read = session.read_config(options.config_file)
         loaded = session.open_model(options)
@@ -34,28 +43,52 @@ def plan(options: Options) -> None:
     found = session.make_plan(read, original)
     session.named_structures(read, found.graph)
     view = filtered_view(options, found.graph, original)
-    algorithms = [algorithm.name for algorithm in read.config.algorithms]
     before, after = weight_bytes(found)
     size = options.batch_size or batches.first_size or DEFAULT_BATCH_SIZE
     memory = peak_activation_bytes(found.graph, size)
     content = found.to_json() | {
-        "algorithms": algorithms,
+        "algorithms": [algorithm.name for algorithm in read.config.algorithms],
         "weight_bytes": {"float": before, "quantized": after},
         "peak_activation_bytes": {"batch_size": size, "bytes": memory},
     }
+    refused = {target: planned_refusals(target, found) for target in options.for_}
+    if refused:
+        content["refused"] = {target: [asdict(each) for each in rows] for target, rows in refused.items()}
     if options.file:
         write_json(Path(options.file), content)
     if options.json:
         click.echo(session.as_json(content))
-        return
+    else:
+        _show(found, view, content, read.config.algorithms)
+        _show_refused(refused, found.graph.model, view)
+    failed = {target: rows for target, rows in refused.items() if rows}
+    if failed:
+        texts = [f"--deploy {target} cannot hold {len(rows)} of these tensors" for target, rows in failed.items()]
+        helps = dict.fromkeys(each.help for rows in failed.values() for each in rows)
+        raise UsageError("; ".join(texts), help="; ".join(helps))
+
+
+def _show_refused(refused: dict[str, list[Refusal]], model: str, view: View) -> None:
+    """Say for each target which tensors it cannot hold, layer by layer; `model` stands for what is about all."""
+    for target, rows in refused.items():
+        click.echo(f"\n--deploy {target} can hold {'all but these:' if rows else 'all of them'}")
+        if rows:
+            named = [(each.layer or model, each.role, each.why) for each in rows]
+            session.console().print(tables.refusal_table(named, view))
+
+
+def _show(found: Plan, view: View, content: dict[str, Any], algorithms: Sequence[Algorithm]) -> None:
+    """Print the tables, and the sizes below them."""
     console = session.console()
     console.print(tables.rule_table(found))
     console.print()
     console.print(tables.plan_table(found, view))
     console.print()
+    before, after = content["weight_bytes"].values()
     click.echo(f"{len(found.tensors)} tensors quantized; weights {before / _MB:.2f} MB -> {after / _MB:.2f} MB")
     if algorithms:
-        inserts = any(algorithm.stage == "rescale" for algorithm in read.config.algorithms)
+        inserts = any(algorithm.stage == "rescale" for algorithm in algorithms)
         hidden = "; layers that it inserts are not in the table" if inserts else ""
-        click.echo(f"calibration runs {', then '.join(algorithms)}{hidden}")
+        click.echo(f"calibration runs {', then '.join(algorithm.name for algorithm in algorithms)}{hidden}")
+    size, memory = content["peak_activation_bytes"].values()
     click.echo(f"calibration keeps up to {memory / _MB:.1f} MB of activations at batch size {size}")

@@ -27,7 +27,7 @@ from quantizer.engine.result_files import locked, write_bytes, write_json
 from quantizer.engine.scores import Scores, measure, score
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import GateError, UsageError
-from quantizer.export import ACTIVATIONS, require_extras
+from quantizer.export import ACTIVATIONS, planned_refusals, refuse, require_extras
 from quantizer.report import tables
 from quantizer.report.view import View
 from quantizer.seeding import seed_everything
@@ -45,13 +45,15 @@ def run(options: Options) -> int:
         raise UsageError("--deploy goes with test mode: it writes the network that was calibrated and tested")
     if options.pt2_activations != ACTIVATIONS[0] and "pt2" not in options.deploy:
         raise UsageError("--pt2_activations goes with --deploy pt2: no other file has its integers")
+    if options.for_ and options.quant_mode != "calib":
+        raise UsageError("--for goes with calib mode and with `quantizer plan`: it looks ahead of a calibration")
     if options.exact and options.quant_mode != "test":
         raise UsageError("--exact goes with test mode: it runs the integers of the network that was calibrated")
     if options.fast_finetune and options.quant_mode == "float":
         raise UsageError("--fast_finetune goes with calib mode, and with test mode to say that it was used")
     if options.resume and options.quant_mode != "calib":
         raise UsageError("--resume goes with calib mode: it goes on with a calibration that was stopped")
-    require_extras(options.deploy)
+    require_extras((*options.deploy, *options.for_))
     seed_everything(options.seed)
     # With --json, stdout is for the result alone: what the user's own code prints goes to stderr.
     with session.notes_on_stderr(options.quiet), redirect_stdout(sys.stderr if options.json else sys.stdout):
@@ -166,11 +168,13 @@ def _confirm(options: Options, job: Job) -> None:
     """What is checked and shown once the plan is made.
 
     Raises:
-        UsageError: data are needed, and there are none.
+        UsageError: data are needed, and there are none, or a target of `--for` cannot hold what is planned.
         ResultError: a checkpoint is of another mode of finetuning.
     """
     if options.inspect:
         show_layers(options, job.plan.graph, job.plan.tensors, job.plan.floats)
+    for target in options.for_:
+        refuse(target, planned_refusals(target, job.plan))
     if job.needs_data and job.batches.stands_in:
         raise session.missing_data()
     if options.resume and job.checkpoints:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment
     from quantizer.graph.ir import Graph
-    from quantizer.plan.model import Key
+    from quantizer.plan.model import Key, Plan
 
 FOLDER = "export"
 ACTIVATIONS = ("uint8", "int8")
@@ -89,6 +89,12 @@ def refusals(target: str, graph: Graph, specs: Mapping[Key, QuantizationSpec], o
     """What a target cannot express, as far as can be told without running the network; `opset` is for ONNX."""
     module = importlib.import_module(EXPORTERS[target].function.partition(":")[0])
     return list(module.refusals(graph, specs, opset)) if hasattr(module, "refusals") else []
+
+
+def planned_refusals(target: str, plan: Plan) -> list[Refusal]:
+    """What a target cannot express of a plan; what algorithms will insert is not known yet."""
+    specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
+    return refusals(target, plan.graph, specs, plan.settings.onnx_opset_version)
 
 
 def check(target: str, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int) -> None:

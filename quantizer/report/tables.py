@@ -133,6 +133,11 @@ def plan_table(plan: Plan, view: View) -> Listing:
     return view.listing(("layer", "tensor", "spec"), rows, ranks, what="tensor", idle="in float")
 
 
+def refusal_table(rows: Iterable[tuple[str, str, str]], view: View) -> Listing:
+    """Layer, tensor, and why a target of `--deploy` cannot hold it."""
+    return view.listing(("layer", "tensor", "reason"), list(rows), what="tensor")
+
+
 def layer_table(graph: Graph, tensors: Iterable[tuple[str, str]], floats: Mapping[str, str], view: View) -> Listing:
     """All layers: name, operator, output shape ("b" is the batch), quantized tensors, else why the output is float."""
     roles: dict[str, list[str]] = {}
