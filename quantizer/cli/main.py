@@ -24,6 +24,7 @@ from quantizer.cli.options import (
     Options,
     takes,
     was_typed,
+    word_of,
 )
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import ConfigError
@@ -125,7 +126,7 @@ def cli(ctx: click.Context, /, options: Options, color: str) -> int | None:
             raise click.UsageError("--quant_mode does not go with a subcommand.")
         return None
     if options.quant_mode is None:
-        if any(was_typed(ctx, name) for name in RUN):
+        if any(was_typed(ctx, word_of(name)) for name in RUN):
             raise click.UsageError("Missing option '--quant_mode': float, calib or test.")
         click.echo(ctx.get_help(), err=True)
         return UsageError.exit_code

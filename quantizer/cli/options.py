@@ -81,6 +81,15 @@ def write_text(path: str, text: str, *, encoding: str = "utf-8") -> None:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
+def word_of(name: str) -> str:
+    """How a field's option is spelled: `for` is no name in Python.
+
+    >>> word_of("for_"), word_of("gate")
+    ('for', 'gate')
+    """
+    return name.rstrip("_")
+
+
 def rows_shown(text: str) -> int | str:
     """The value of `--top`: a whole number, or "all".
 
@@ -178,7 +187,6 @@ class Options:
         default=(),
         type=click.Choice(list(EXPORTERS)),
         group="Output",
-        allow_from_autoenv=False,
     )
     gate: tuple[str, ...] = option(
         "Exit with 1 unless TEST holds, e.g. 'sqnr_db>=20'.", default=(), metavar="TEST", group="Output"
@@ -229,14 +237,13 @@ def takes(*names: str, kind: type[Options] = Options, **helps: str) -> Callable[
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def collected(*args: Any, **given: Any) -> Any:
-            options = kind(**{name: given.pop(name) for name in names})
+            options = kind(**{name: given.pop(word_of(name)) for name in names})
             return command(*args, options=options, **given)
 
         for name in reversed(names):
             said = by_name[name].metadata
             settings = {**said["settings"], "help": helps.get(name, said["settings"]["help"])}
-            words = f"--{name.rstrip('_')}", name, *said["names"]  # `for` is no name in Python
-            collected = click.option(*words, cls=GroupedOption, **settings)(collected)
+            collected = click.option(f"--{word_of(name)}", *said["names"], cls=GroupedOption, **settings)(collected)
         return collected
 
     return add

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import quantizer
-from quantizer.cli.options import RUN, Options
+from quantizer.cli.options import RUN, Options, word_of
 from quantizer.engine.result_files import write_bytes, write_json
 from quantizer.errors import QuantizerError
 
@@ -37,7 +37,7 @@ def recorded(folder: Path, options: Options) -> Iterator[None]:
     finally:
         logging.getLogger("quantizer").removeHandler(messages)
         facts = {
-            "options": {name: getattr(options, name) for name in RUN},
+            "options": {word_of(name): getattr(options, name) for name in RUN},
             "argv": sys.argv[1:],
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
             "seconds": round(time.time() - started, 3),

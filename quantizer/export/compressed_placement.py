@@ -64,7 +64,7 @@ def place(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Placement:
 def _has_place(graph: Graph, node: Node) -> bool:
     """Whether it is a linear module with a weight that no other module uses."""
     path = node.params.get("weight")
-    if node.op != "linear" or node.classes[:1] != (LINEAR,) or path != f"{node.scope}.weight":
+    if not node.is_multiplying or node.classes[:1] != (LINEAR,) or path != f"{node.scope}.weight":
         return False
     return all(user.scope == node.scope for user in graph.nodes if path in user.params.values())
 
