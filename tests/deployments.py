@@ -13,7 +13,7 @@ from toys import built, traced
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.solution import Solution
-from quantizer.export import export
+from quantizer.export import EXPORTERS, export
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
@@ -21,6 +21,8 @@ from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.qparams import IntegerRange, qparams_from_range
 
+FILES = [target for target, row in EXPORTERS.items() if not row.is_folder]
+"""The targets of `--deploy` that take any network; others take models of transformers."""
 ACTIVATION = QuantizationSpec()
 WEIGHTS = QuantizationSpec(qscheme="per_channel", ch_axis=0)
 

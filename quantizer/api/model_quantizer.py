@@ -63,7 +63,7 @@ class ModelQuantizer:
         Raises:
             ModelError: no layer is quantized.
             UsageError: the format cannot say how one is quantized, or this is no model of transformers.
-            VerificationError: transformers does not give the model's outputs; the folder is not left there.
+            VerificationError: transformers does not give the model's outputs; nothing is written then.
         """
         from quantizer.api.in_place import export
 

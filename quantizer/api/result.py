@@ -153,6 +153,8 @@ class Result:
     ) -> Verification:
         """Write the network for another runtime and verify the file: "onnx", "pt2", "pt2_float" or "safetensors".
 
+        "compressed-tensors" writes a folder, of a model of transformers, that engines for language models load.
+
         Args:
             data: to verify it with; as in `test`.
             pt2_activations: the integers of activations in a .pt2: "uint8" for torch's compiler, "int8" for ExecuTorch.

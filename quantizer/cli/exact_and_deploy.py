@@ -98,7 +98,7 @@ def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, model: nn
         files[path.name] = found.to_json()
         size = f"{size_of(path) / 1024:.0f} kB"
         lines.append(f"deployed: {path}, {size}; against test mode, {found.figures()}")
-        lines += found.remarks
+        lines += map(table_view(options, calibrated.graph).text, found.remarks)
         if found.default_session:
             lines.append(f"in a default session, {found.default_session.figures()}")
             if found.default_session.kernels:

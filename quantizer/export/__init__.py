@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -31,8 +30,9 @@ ACTIVATIONS = ("uint8", "int8")
 class Exporter:
     """One kind of file: `function` ("module:name") writes it, `needs` are packages that the extra `extra` installs.
 
-    `is_folder` says that it is a folder of files. What the target cannot hold, the module's function
-    `refusals(graph, specs, opset)` gives, if there is one: from specs alone, so that it is known before calibration.
+    What the target cannot hold, the module's function `refusals(graph, specs, opset)` gives, if there is one: from
+    specs alone, so that it is known before calibration. `is_folder` says that it writes a folder, for models of
+    transformers alone, which the module's `remove(deployment, path)` removes.
     """
 
     function: str
@@ -139,27 +139,20 @@ def export(
         ResultError: the file cannot be written.
     """
     module, _, name = EXPORTERS[target].function.partition(":")
-    write = getattr(importlib.import_module(module), name)
+    exporter = importlib.import_module(module)
     try:
         with Stage(events, f"verify {target}", total) as stage:
             if deployment.batches:
                 batches = stage.counted(batch.to("cpu") for batch in deployment.batches)
                 deployment = replace(deployment, batches=batches)
-            verification: Verification = write(deployment, path)
+            verification: Verification = getattr(exporter, name)(deployment, path)
     except (UsageError, ModelError, VerificationError):
-        remove(target, path)
+        if EXPORTERS[target].is_folder:
+            exporter.remove(deployment, path)
+        else:
+            path.unlink(missing_ok=True)
         raise
     return verification
-
-
-def remove(target: str, path: Path) -> None:
-    """Remove what an earlier run has written to `path`; a folder only if its exporter wrote it."""
-    if not EXPORTERS[target].is_folder:
-        path.unlink(missing_ok=True)
-        return
-    module = importlib.import_module(EXPORTERS[target].function.partition(":")[0])
-    if module.is_ours(path):
-        shutil.rmtree(path)
 
 
 def size_of(path: Path) -> int:

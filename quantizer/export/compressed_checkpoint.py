@@ -1,18 +1,21 @@
 """What a checkpoint in compressed-tensors holds: the layers that are codes, the tensors that are values, its config."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quantizer.config.model import QuantizationSpec
+from quantizer.config.roles import base_role
 from quantizer.config.wording import shortened
 from quantizer.errors import UsageError
 from quantizer.export.compressed_placement import Placement, place
 from quantizer.export.compressed_schemes import CompressedLayer
 from quantizer.export.deployment import Deployment
 from quantizer.nn.network import Network
+from quantizer.plan.model import Key
 
 MIXED = "mixed-precision"
 TARGET = "Linear"
@@ -95,12 +98,13 @@ def of_network(deployment: Deployment) -> Checkpoint:
         layers[node.scope] = made
     tensors = state_of(deployment.model)
     changed = _changed(deployment, placement, network, tensors)
-    valued = [layer for layer, role in solution.tensors if role == "weights" and layer not in placement.linears]
-    return Checkpoint(layers, tensors | changed, linears_of(deployment.model), remarks_on(valued))
+    return Checkpoint(layers, tensors | changed, linears_of(deployment.model), remarks(solution.specs, placement))
 
 
-def remarks_on(valued: Sequence[str]) -> tuple[str, ...]:
+def remarks(specs: Mapping[Key, QuantizationSpec], placement: Placement) -> tuple[str, ...]:
     """A sentence on layers whose quantized weights are no codes, if there are any."""
+    weights = {layer: spec for (layer, role), spec in specs.items() if base_role(role) == "weights"}
+    valued = [layer for layer, spec in weights.items() if spec.is_scaled and layer not in placement.linears]
     return (f"in float, with the values of their codes: {shortened(valued)}",) if valued else ()
 
 

@@ -6,12 +6,11 @@ from pathlib import Path
 from torch import nn
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.config.roles import is_parameter
 from quantizer.engine.module_target import evaluating
 from quantizer.errors import ModelError, UsageError
 from quantizer.export import Refusal, refuse, require_extras
 from quantizer.export.agreement import Verification
-from quantizer.export.compressed_checkpoint import Checkpoint, linears_of, remarks_on, state_of
+from quantizer.export.compressed_checkpoint import Checkpoint, linears_of, remarks, state_of
 from quantizer.export.compressed_placement import INSERTED, Placement, place
 from quantizer.export.compressed_schemes import CompressedLayer
 from quantizer.export.deployment import tensor_leaves
@@ -81,8 +80,7 @@ def of_modules(model: nn.Module) -> Checkpoint:
     layers = {node.scope: _layer(quantized[node.scope], name, placement) for name, node in placement.linears.items()}
     own = tuple(f"{path}.quantizers." for path in quantized)
     tensors = {name: tensor for name, tensor in state_of(model).items() if not name.startswith(own)}
-    valued = [layer for layer, role in specs if is_parameter(role) and layer not in placement.linears]
-    return Checkpoint(layers, tensors, linears_of(model), remarks_on(valued))
+    return Checkpoint(layers, tensors, linears_of(model), remarks(specs, placement))
 
 
 def _unheld(quantized: dict[str, InPlace]) -> Iterator[Refusal]:

@@ -20,6 +20,7 @@ INSERTED = (
     "is an operator that an algorithm has put there, and the checkpoint's model has none",
     "let the algorithm fold it into a layer (no online rotations), or use --deploy pt2",
 )
+NOTHING = Refusal("finds no linear layer with a quantized weight", "quantize weights, or use --deploy safetensors")
 _SHARE = "quantize both alike, or neither: kind:head and kind:embedding name them"
 
 
@@ -41,13 +42,13 @@ def place(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Placement:
     coded = {layer for (layer, role), spec in specs.items() if role == "weights" and spec.dtype not in CAST_ONLY}
     linears = {node.name: node for node in graph.nodes if node.name in coded and _has_place(graph, node)}
     inputs = {layer: (layer, "input") for layer in linears if (layer, "input") in specs}
-    refusals = [*_insertions(graph)]
+    refusals = [*_insertions(graph), *([] if linears else [NOTHING])]
     for (layer, role), spec in specs.items():
         readers = graph.consumers[layer]
         if is_parameter(role):
             is_coded = role == "weights" and layer in linears
             reason = weight_refusal(spec) if is_coded else _shared(graph, specs, layer, role)
-        elif base_role(role) == "input":
+        elif graph.by_name[layer].inputs and base_role(role) == "input":  # an input of the network has none
             reason = None if inputs.get(layer) == (layer, role) else (_BETWEEN, _INPUTS_ONLY)
         elif readers and all(reader in linears and reader not in inputs for reader in readers):
             inputs |= dict.fromkeys(readers, (layer, role))

@@ -196,7 +196,8 @@ _LAYOUTS = {PACKED: _packed, INT8: _int8, FP8: _fp8, MXFP4: _mxfp4}
 def _words_of(codes: Tensor, bits: int) -> Tensor:
     """Rows of codes as int32, the first code in the lowest bits, filled up with zeros."""
     stream = pack_bits(codes.contiguous(), bits)
-    return pad(stream, (0, -stream.shape[-1] % WORD)).view(torch.int32)
+    flat = pad(stream, (0, -stream.shape[-1] % WORD)).reshape(-1)  # of one row, any stride counts as contiguous
+    return flat.view(torch.int32).view(len(codes), -1)
 
 
 def _by_row(values: Tensor, codes: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The compressed-tensors target: a Hugging Face folder that transformers, vLLM and SGLang load. Weights from codes."""
 
 import math
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -65,12 +66,9 @@ def write_verified(
     Raises:
         VerificationError, UsageError, ResultError: as `export`.
     """
-    if path.exists() and not is_ours(path):
+    if path.exists() and not is_ours(path, model):
         remedy = "give a path where nothing is, or an earlier export"
-        raise UsageError(f"{path} holds something else than an export, and is not replaced", help=remedy)
-    source = source_of(model)
-    if source is not None and path.exists() and path.samefile(source):
-        raise UsageError(f"{path} is the model that is exported", help="give another path")
+        raise UsageError(f"{path} is no earlier export, and is not replaced", help=remedy)
     try:
         with replaced_folder(path) as folder:
             remarks = write_folder(folder, model, checkpoint.stored(), checkpoint.quantization_config())
@@ -80,9 +78,16 @@ def write_verified(
     return replace(found, remarks=(*found.remarks, *remarks))
 
 
-def is_ours(path: Path) -> bool:
-    """Whether a folder holds a checkpoint in this format, or nothing."""
-    if not path.is_dir():
+def remove(deployment: Deployment, path: Path) -> None:
+    """Remove an earlier export, and nothing else."""
+    if deployment.model is not None and is_ours(path, deployment.model):
+        shutil.rmtree(path.resolve())
+
+
+def is_ours(path: Path, model: nn.Module) -> bool:
+    """Whether a folder is empty or holds a checkpoint in this format that `model` was not read from."""
+    source = source_of(model)
+    if not path.is_dir() or (source is not None and path.samefile(source)):
         return False
     if not any(path.iterdir()):
         return True

@@ -42,7 +42,7 @@ def described(model: nn.Module) -> dict[str, Any]:
     if folder is not None:
         found = read_json(folder / CONFIG)
     elif hasattr(config, "to_json_string"):
-        found = {"architectures": [type(model).__name__]} | json.loads(config.to_json_string())
+        found = json.loads(config.to_json_string())
     else:
         raise UsageError(
             f"the model is {a_kind(model)} without a config of transformers, so no engine could load its checkpoint",
@@ -50,12 +50,12 @@ def described(model: nn.Module) -> dict[str, Any]:
         )
     found = {key: value for key, value in found.items() if key != QUANTIZATION}
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    key = "torch_dtype" if "torch_dtype" in found else "dtype"
-    return found | {key: dtype}
+    spelled = "torch_dtype" if "torch_dtype" in found else "dtype"
+    return found | {"architectures": [type(model).__name__], spelled: dtype}
 
 
 def write_folder(
-    folder: Path, model: nn.Module, tensors: Mapping[str, Tensor], quantization: Mapping[str, Any], shard: int = SHARD
+    folder: Path, model: nn.Module, tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]
 ) -> list[str]:
     """Write the files of a checkpoint.
 
@@ -72,7 +72,7 @@ def write_folder(
         ResultError: the folder cannot be written.
     """
     write_json(folder / CONFIG, described(model) | {QUANTIZATION: quantization})
-    _write_shards(folder, tensors, shard)
+    _write_shards(folder, tensors, SHARD)
     source = source_of(model)
     if source is not None:
         for name in BESIDE:

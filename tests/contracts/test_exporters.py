@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deployments import Written
+from deployments import FILES, Written
 from toys import built
 
 from quantizer.errors import UsageError
@@ -35,7 +35,7 @@ def contents(path: Path) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", EXPORTERS)
+@pytest.mark.parametrize("target", FILES)
 @pytest.mark.parametrize("name", TOYS)
 def test_a_file_read_back_equals_test_mode(target: str, name: str, exported: Exported) -> None:
     needing(target)
@@ -44,7 +44,7 @@ def test_a_file_read_back_equals_test_mode(target: str, name: str, exported: Exp
     assert (file.found.max_difference, file.found.mean_difference, file.found.equal) == (0.0, 0.0, 1.0)
 
 
-@pytest.mark.parametrize("target", EXPORTERS)
+@pytest.mark.parametrize("target", FILES)
 def test_a_file_holds_no_place_no_source_and_no_data(target: str, exported: Exported) -> None:
     needing(target)
     file = exported(target, "residual")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deployments import calibrated, deployment, fitted
+from deployments import FILES, calibrated, deployment, fitted
 from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
@@ -49,7 +49,7 @@ def side_by_side() -> Deployment:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", EXPORTERS)
+@pytest.mark.parametrize("target", FILES)
 @pytest.mark.parametrize("given", [lambda: deployment("residual"), side_by_side], ids=["residual", "side by side"])
 def test_a_corrected_network_read_back_equals_test_mode(
     target: str, given: Callable[[], Deployment], tmp_path: Path

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from deployments import FILES
 from runs import calibrate, check
 
 from quantizer.errors import UsageError, VerificationError
@@ -26,13 +27,13 @@ def test_every_target_on_the_digits(folder: Path, capsys: pytest.CaptureFixture[
     for package in EXPORTERS["onnx"].needs:
         pytest.importorskip(package, reason="the ONNX target needs it (extra: onnx)")
     capsys.readouterr()
-    assert check(folder, *(word for target in EXPORTERS for word in ("--deploy", target))) == 0
+    assert check(folder, *(word for target in FILES for word in ("--deploy", target))) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("deployed: ")]
     assert [line.split(",")[0].rpartition("/")[2] for line in lines] == [
-        f"ResNet{e.suffix}" for e in EXPORTERS.values()
+        f"ResNet{EXPORTERS[target].suffix}" for target in FILES
     ]
     found = json.loads((folder / "export" / "verify.json").read_text())
-    assert set(found) == {f"ResNet{e.suffix}" for e in EXPORTERS.values()}
+    assert set(found) == {f"ResNet{EXPORTERS[target].suffix}" for target in FILES}
     for name in ("ResNet.float.pt2", "ResNet.safetensors"):
         assert found[name]["max_difference"] == 0.0
     assert found["ResNet.onnx"]["equal"] >= 0.999  # codes that two correct convolutions may round apart

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deployments import FILES
 from hierarchies import Fields, hierarchy
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -88,7 +89,7 @@ def side_by_side(*kinds: Fields) -> Deployment:
     return given
 
 
-@pytest.mark.parametrize("target", EXPORTERS)
+@pytest.mark.parametrize("target", FILES)
 def test_weights_of_every_kind_are_equal_in_every_file(target: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
     given = side_by_side(*({"weights": kind} for kind in WEIGHTS.values()))

@@ -1,0 +1,87 @@
+"""`--for`: what a target of --deploy cannot hold is told, and refused, before anything is calibrated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import ROOT
+
+from quantizer.cli.main import run_command
+from quantizer.export import EXPORTERS
+
+NET = """
+import torch
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+
+def calibration_data():
+    return [torch.ones(2, 8)]
+"""
+DYNAMIC, STATIC = (str(ROOT / "configs" / f"{name}.json") for name in ("dynamic_int8", "cpu_int8"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for target in ("onnx", "compressed-tensors"):
+        for package in EXPORTERS[target].needs:
+            pytest.importorskip(package, reason=f"--for {target} needs it (extra: {EXPORTERS[target].extra})")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(NET)
+    return tmp_path
+
+
+def plan(config: str, *more: str) -> int:
+    return run_command(["plan", "--config_file", config, "--model", "net.py", *more])
+
+
+def test_the_plan_tells_it_layer_by_layer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(DYNAMIC, "--for", "compressed-tensors", "--for", "onnx", "--for", "pt2") == 2
+    said = capsys.readouterr()
+    held, refused = said.out.split("--deploy onnx can hold all but these:")
+    assert "--deploy compressed-tensors can hold all of them" in held
+    rows, pt2 = refused.split("--deploy pt2 can hold all of them")
+    assert [line.split()[1:] for line in rows.splitlines()[2:4]] == [["input", "has", "a", "dynamic", "range"]] * 2
+    assert not pt2.strip()
+    assert "--deploy onnx cannot hold 2 of these tensors" in said.err
+    assert "set is_dynamic to false there" in said.err
+
+
+def test_the_plan_lists_it_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(STATIC, "--for", "compressed-tensors", "--json") == 2
+    found = json.loads(capsys.readouterr().out)["refused"]["compressed-tensors"]
+    assert [row["role"] for row in found] == ["activation"], "the others are inputs of linear layers"
+    assert found[0]["layer"] == "Sequential::Sequential/Linear[2]/linear"
+    assert found[0]["why"].startswith("is quantized between operators")
+    assert found[0]["help"].startswith("quantize inputs of linear layers alone")
+    assert plan(DYNAMIC, "--for", "compressed-tensors", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["refused"] == {"compressed-tensors": []}
+
+
+def test_calibration_does_not_start(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--quant_mode", "calib", "--model", "net.py", "-q"]
+    assert run_command([*command, "--config_file", DYNAMIC, "--for", "onnx"]) == 2
+    assert "each has a dynamic range" in capsys.readouterr().err
+    assert not (folder / "quantize_result" / "quant_info.json").exists()
+    assert run_command([*command, "--config_file", DYNAMIC, "--for", "compressed-tensors"]) == 0
+    run = json.loads((folder / "quantize_result" / "run.json").read_text())
+    assert run["options"]["for"] == ["compressed-tensors"]
+    assert run_command(["--quant_mode", "test", "--model", "net.py", "--for", "onnx"]) == 2
+    assert "--for goes with calib mode" in capsys.readouterr().err
+
+
+def test_checkpoints_are_for_models_of_transformers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other targets are written all the same, and what was measured is shown."""
+    command = ["--model", "net.py", "-q"]
+    assert run_command(["--quant_mode", "calib", "--config_file", DYNAMIC, *command]) == 0
+    capsys.readouterr()
+    targets = ["--deploy", "compressed-tensors", "--deploy", "safetensors"]
+    assert run_command(["--quant_mode", "test", *command, *targets]) == 2
+    said = capsys.readouterr()
+    assert "the model is a Sequential without a config of transformers" in said.err
+    assert "sqnr_db" in said.out
+    written = sorted(path.name for path in (folder / "quantize_result" / "export").iterdir())
+    assert written == ["Sequential.safetensors", "verify.json"]
