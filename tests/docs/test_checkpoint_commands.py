@@ -1,0 +1,58 @@
+"""docs/language_models.md: from a Hugging Face folder to generated text in five commands, run as they are written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs import ROOT
+
+from quantizer.cli.main import run_command
+from quantizer.export import EXPORTERS
+
+PAGE = (ROOT / "docs" / "language_models.md").read_text("utf-8")
+COMMANDS = re.findall(r"```\n(.*?)```", PAGE.partition("## A checkpoint that engines load")[2], re.DOTALL)[
+    0
+].splitlines()
+TEXT = "It is a truth universally acknowledged, that a sentence in want of readers must be repeated. "
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a LLaMA in bfloat16 whose layers have 128 inputs, a tokenizer of bytes, and a text."""
+    for package in (*EXPORTERS["compressed-tensors"].needs, "tokenizers"):
+        pytest.importorskip(package, reason="needs quantizer-torch[llm]")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=256, max_position_embeddings=32, bos_token_id=0, eos_token_id=0, **sizes)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "my_llama")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "my_llama")
+    (tmp_path / "book.txt").write_text(TEXT * 4, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_five_commands_generate_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install, *quantizing, generating = COMMANDS
+    assert len(COMMANDS) <= 5
+    assert shlex.split(install) == ["pip", "install", "quantizer-torch[llm]"]
+    for command in quantizing:
+        words = shlex.split(command)
+        assert words[0] == "quantizer"
+        assert run_command(words[1:]) == 0
+    assert "deployed: quantize_result/export/LlamaForCausalLM-compressed-tensors" in capsys.readouterr().out
+    python, option, code = shlex.split(generating)
+    assert (python, option) == ("python", "-c")
+    exec(code, {})
+    assert "It is a truth" in capsys.readouterr().out
+    assert "compressed_tensors" in sys.modules
