@@ -53,9 +53,7 @@ class Deployment:
         """What is given to exporters of a calibrated model, verified on all batches."""
         first, opset = next(iter(batches)).to("cpu"), calibrated.settings.onnx_opset_version
         solution = calibrated.solution
-        return cls(
-            calibrated.graph, solution, first.args, first.kwargs, opset, batches, sqnr_db, model, activations
-        )
+        return cls(calibrated.graph, solution, first.args, first.kwargs, opset, batches, sqnr_db, model, activations)
 
     def network(self) -> Network:
         """The network as test mode runs it; a fresh one, which the exporter may change."""
