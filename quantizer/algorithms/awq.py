@@ -25,7 +25,8 @@ from quantizer.graph.edits import rescaled
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
 from quantizer.numerics.granularity import scale_shape, to_rows
-from quantizer.numerics.qparams import SMALLEST_SCALE, QParams
+from quantizer.numerics.qparams import SMALLEST_SCALE, QParams, uncut
+from quantizer.observers import code_range_of
 
 LEAST_FACTOR = 1e-4
 SHRUNK = tuple(1 - step / 20 for step in range(11))
@@ -203,6 +204,8 @@ def clipped_qparams(
 ) -> QParams:
     """Scale and zero point of each row or group, shrunk so that the error of the layer's outputs is least.
 
+    Where the rule of the spec cuts something off, the scale that does not is tried as well.
+
     The error of a group of columns is that of its own inputs, without those of other groups, so that each scale is
     chosen by itself. The zero point of a range that shrinks at both ends stays.
 
@@ -215,7 +218,7 @@ def clipped_qparams(
     full = nearest_qparams(spec, weight)
     best = torch.full_like(full.scale, float("inf"))
     scale = full.scale
-    for share in shares if spec.scale_type == "float" else SHRUNK_POWERS:
+    for share in (*shares, uncut(code_range_of(spec))) if spec.scale_type == "float" else SHRUNK_POWERS:
         tried = QParams((full.scale * share).clamp_min(SMALLEST_SCALE), full.zero_point)
         error = scale_errors(layer, spec, nearest(weight, spec, tried).sub_(weight), gram).to(best)
         scale = torch.where(error < best, tried.scale, scale)

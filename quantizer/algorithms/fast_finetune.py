@@ -18,7 +18,9 @@ from quantizer.errors import DataError
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.numerics.qparams import uncut
 from quantizer.numerics.rounding import NEAREST
+from quantizer.observers import code_range_of
 
 SOLVERS: dict[str, Callable[[RoundingProblem], tuple[Tensor, Tensor]]] = {"adaround": adaround, "adaquant": adaquant}
 """By the name on the command line: each gives integers [groups, rows, depth] without zero point, and scales [units]."""
@@ -155,6 +157,7 @@ class _Layer:
             quant_min=quantizer.spec.quant_min,
             quant_max=quantizer.spec.quant_max,
             power_of_two=quantizer.spec.scale_type == "poweroftwo",
+            uncut=uncut(code_range_of(quantizer.spec)),
         )
 
     def sampled(self, draw: torch.Generator, shape: torch.Size) -> tuple[Tensor, Tensor]:

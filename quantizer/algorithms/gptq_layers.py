@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from quantizer.algorithms.patches import matrix_weight, weight_matrix
 from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, nearest_qparams, output_error
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.granularity import from_rows, to_rows
-from quantizer.numerics.qparams import QParams
-from quantizer.observers import axis_of, kernel_of
+from quantizer.numerics.qparams import QParams, uncut
+from quantizer.observers import axis_of, code_range_of, kernel_of
 
 NO_GAIN = "the algorithm promises no smaller errors than round-to-nearest on other data; it stays at round-to-nearest"
 UNSTABLE = "its weights would change if they were rounded again; it stays at round-to-nearest"
@@ -53,6 +53,11 @@ class Member:
         plain = weight_matrix(layer, nearest(weight, spec, qparams)).float()
         return Member(name, layer, spec, qparams, given is not None, weight_matrix(layer, weight).float(), plain)
 
+    def with_spec(self, spec: QuantizationSpec) -> Member:
+        """The same layer with the scales that the range gives under another spec."""
+        qparams = nearest_qparams(spec, self.layer.get_parameter("weight"))
+        return replace(self, spec=spec, qparams=qparams)
+
     @property
     def has_runs(self) -> bool:
         """Whether its groups are runs of columns, so that a scale can be found when the first of them is rounded."""
@@ -67,12 +72,30 @@ class Member:
 @dataclass(frozen=True)
 class GptqSolution:
     """One layer's rounded weight, the weight that it was to come near to, both [groups, rows, depth], and how near
-    it came: tr(d H d^T)."""
+    each row came: d H d^T, float64 [groups, rows]."""
 
     weight: Tensor
     target: Tensor
-    error: float
+    errors: Tensor
     qparams: QParams
+
+    @property
+    def error(self) -> float:
+        """The sum over rows."""
+        return float(self.errors.sum())
+
+    def best_of(self, other: GptqSolution, spec: QuantizationSpec) -> GptqSolution:
+        """Each row as the solution with the smaller error has it; all rows alike where they share scales."""
+        better, scale = other.errors < self.errors, self.qparams.scale
+        along_rows = spec.qscheme == "per_channel" or (scale.dim() == 2 and spec.ch_axis in (1, -1))
+        if not along_rows or scale.shape[0] != better.numel():
+            return other if other.error < self.error else self
+        chosen = better.flatten().view(-1, *(1,) * (scale.dim() - 1))
+        qparams = QParams(torch.where(chosen, other.qparams.scale, scale), self.qparams.zero_point)
+        errors = torch.minimum(other.errors, self.errors)
+        return replace(
+            self, weight=torch.where(better[..., None], other.weight, self.weight), errors=errors, qparams=qparams
+        )
 
 
 @dataclass(frozen=True)
@@ -100,9 +123,10 @@ def round_layers(
     for spec in dict.fromkeys(each.spec for each in members):
         alike = [each for each in members if each.spec == spec]
         if len(solvable) == len(hessians):
-            solutions = _solve(alike, solvable, products, target, dynamic=dynamic)
+            solutions = _search(alike, solvable, products, target, dynamic=dynamic)
         else:
-            solutions = [GptqSolution(each.plain, each.weight, math.inf, each.qparams) for each in alike]
+            hopeless = gram.new_full((1, 1), math.inf)
+            solutions = [GptqSolution(each.plain, each.weight, hopeless, each.qparams) for each in alike]
         for each, solution in zip(alike, solutions, strict=True):
             _judge(each, solution, gram, 1 + gram.shape[1] / tokens, rounded)
     return rounded
@@ -151,6 +175,23 @@ def _judge(member: Member, solution: GptqSolution, gram: Tensor, optimism: float
         rounded.layers[member.name] = Rounded(weight, qparams, before / energy, max(error, 0.0) / energy)
 
 
+def _search(
+    members: Sequence[Member],
+    hessians: Sequence[Hessian],
+    products: Sequence[Products],
+    target: GptqTarget,
+    *,
+    dynamic: bool,
+) -> list[GptqSolution]:
+    """Round layers with one spec; where its rule cuts something off the range, with the scales that do not as well."""
+    solutions, spec = _solve(members, hessians, products, target, dynamic=dynamic), members[0].spec
+    if uncut(code_range_of(spec)) == 1 or any(each.given for each in members):
+        return solutions
+    wide = [each.with_spec(replace(spec, symmetric_scale="quant_max")) for each in members]
+    others = _solve(wide, hessians, products, target, dynamic=dynamic)
+    return [each.best_of(other, spec) for each, other in zip(solutions, others, strict=True)]
+
+
 def _solve(
     members: Sequence[Member],
     hessians: Sequence[Hessian],
@@ -188,8 +229,8 @@ def _solve(
         found = torch.split(columns.scale.T, rows), torch.split(columns.zero_point.T.int(), rows)
         qparams = [QParams(s.contiguous(), z.contiguous()) for s, z in zip(*found, strict=True)]
     matrices = (torch.split(torch.stack(each), rows, 1) for each in (weights, targets))
-    sums_of_errors = (float(each.sum()) for each in torch.split(torch.stack(errors).sum(0), rows))
-    return [GptqSolution(*each) for each in zip(*matrices, sums_of_errors, qparams, strict=True)]
+    errors_of_rows = torch.split(torch.stack(errors), rows, 1)
+    return [GptqSolution(*each) for each in zip(*matrices, errors_of_rows, qparams, strict=True)]
 
 
 def _open_columns(spec: QuantizationSpec, weight: Tensor) -> tuple[Columns, int, Callable[[int, Tensor], None]]:

@@ -40,6 +40,7 @@ class RoundingProblem:
         unit: which of them each row has, int64 [groups, rows].
         quant_min, quant_max: the least and the greatest code.
         power_of_two: whether scales must stay powers of two.
+        uncut: the scale that cuts nothing off as a multiple of `scale`, at least 1.
     """
 
     weight: Tensor
@@ -52,6 +53,7 @@ class RoundingProblem:
     quant_min: int
     quant_max: int
     power_of_two: bool = False
+    uncut: float = 1.0
 
     @cached_property
     def hessian(self) -> Tensor:
@@ -157,7 +159,7 @@ def _search(problem: RoundingProblem) -> Tensor:
     """The candidate with the least error, for each scale; the observed one where none is better."""
     best = problem.scale
     least = problem.per_unit(problem.errors(problem.nearest, best))
-    for ratio in FINER_POWERS if problem.power_of_two else FINER:
+    for ratio in FINER_POWERS if problem.power_of_two else (*FINER, problem.uncut):
         scale = problem.scale * ratio
         error = problem.per_unit(problem.errors(_nearest(problem, scale), scale))
         best, least = torch.where(error < least, scale, best), torch.minimum(error, least)

@@ -34,7 +34,8 @@ class QuantizationSpec:
 
     The fields from `percentage` on are additions: `percentage` is read by `PerTensorPercentileObserver`;
     `mx_element_dtype` is the element of `Dtype.mx`; `scale_format="e8m0"` gives groups of another format a shared
-    exponent, too, and `scale_calculation_mode` ("floor", "even" or "ceil") finds it.
+    exponent, too, and `scale_calculation_mode` ("floor", "even" or "ceil") finds it; `symmetric_scale` ("quant_max" or
+    "half_range") is what the largest magnitude of symmetric integers is divided by.
     """
 
     dtype: Dtype
@@ -50,6 +51,7 @@ class QuantizationSpec:
     mx_element_dtype: Dtype | None = None
     scale_calculation_mode: str | None = None
     scale_format: str | None = None
+    symmetric_scale: str | None = None
 
 
 @checked

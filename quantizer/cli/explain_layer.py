@@ -70,7 +70,8 @@ def _values(tensor: TensorPlan, document: Document, form: str) -> dict[str, tupl
             found["mx_element_dtype"] = (document.at(*element), str(document.place(pointer_to(*element))))
     fields = frozenset(field for field, origin in read.items() if origin not in paths)
     idle = {"is_dynamic"} if is_parameter(tensor.role) else set()
-    defaults = _defaults(tensor.spec, fields, form)
+    rule = {"symmetric_scale": tensor.spec.symmetric_scale} if tensor.spec.has_symmetric_scale else {}
+    defaults = _defaults(tensor.spec, fields, form) | rule
     return found | {key: (value, "default") for key, value in defaults.items() if key not in {*found, *idle}}
 
 

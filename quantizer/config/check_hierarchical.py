@@ -156,6 +156,10 @@ def _unread(scope: _Scope) -> dict[str, str]:
         "ch_axis": (found in ("per_channel", "per_group"), f"{found} reads no axis"),
         "group_size": (found == "per_group", "only per_group reads it"),
         "percentage": (scope.observer == percentile, f"only {percentile} reads it"),
+        "symmetric_scale": (
+            QuantizationSpec.of(scope.fields()).has_symmetric_scale,
+            "only symmetric signed integers with a float scale read it",
+        ),
         "mx_element_dtype": (dtype == "mx", "only the dtype mx reads it"),
         "scale_calculation_mode": (scope.is_block, "only block formats read it"),
         "scale_type": (not power_of_two, "a block format's scale is a power of two anyway"),

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from quantizer.config.diagnostics import Diagnostic, Place, related_to
 from quantizer.config.document import pointer_to
-from quantizer.config.layered import Layered, Level
+from quantizer.config.layered import OPTIONAL, Layered, Level
 from quantizer.config.model import Fields, QuantizationSpec, Role, Settings, Sourced
 from quantizer.config.rules import Conflict, conflicts
 
@@ -51,9 +51,8 @@ class _Scope:
 
     def reads(self, name: str) -> bool:
         """Whether the spec reads a field."""
-        return name == "dtype" or (
-            self.spec.dtype == "int" and (name != "percentage" or self.spec.method == "percentile")
-        )
+        optional = {"percentage": self.spec.method == "percentile", "symmetric_scale": self.spec.has_symmetric_scale}
+        return name == "dtype" or (self.spec.dtype == "int" and optional.get(name, True))
 
 
 def _scopes(layered: Layered) -> Iterator[_Scope]:
@@ -129,7 +128,7 @@ def _unused(layered: Layered, scopes: list[_Scope]) -> Iterator[Diagnostic]:
                 for name, sourced in block.items()
                 if sourced.place
                 and sourced.place not in used
-                and (name == "percentage" or not complete or (floating and name != "dtype"))
+                and (name in OPTIONAL or not complete or (floating and name != "dtype"))
             ]
             yield from _idle([place for _, place in idle], floating)
 
@@ -138,9 +137,9 @@ def _idle(places: list[Place], floating: bool) -> Iterator[Diagnostic]:
     if places:
         words = [place.pointer.rpartition("/")[2] for place in places]
         message = f"{', '.join(words)} {'has' if len(words) == 1 else 'have'} no effect"
-        only = "a floating-point datatype reads no other parameter"
-        reason = only if floating else "only the percentile method reads `percentage`"
-        yield Diagnostic("QZ111", message, min(places), "warning", help=f"remove: {reason}")
+        only = ["a floating-point datatype reads no other parameter"]
+        reasons = only if floating else [OPTIONAL[word] for word in words]
+        yield Diagnostic("QZ111", message, min(places), "warning", help=f"remove: {'; '.join(reasons)}")
 
 
 def _overall_per_channel(level: Level) -> Iterator[Diagnostic]:

@@ -59,13 +59,14 @@ def to_layered(config: Config) -> Converted:
         *(({f"layer_{rule.selector.kind}": rule.selector.text}, rule) for rule in layers),
     ]
     merged = [(selector, _specs(_merged(everywhere, rule))) for selector, rule in selected]
+    rule = any(spec.symmetric_scale == "half_range" for _, specs in merged for spec in specs.values())
     nothing = {"quantizable_data_type": [], "overall_quantize_config": integers}
     required = [key for key in block_of("layered")["required"] if hasattr(config.settings, key)]
     document = {
         **{key: getattr(config.settings, key) for key in required},
         **nothing,
         "layer_quantize_config": [
-            *(entry(selector, specs) for selector, specs in merged if specs),
+            *(entry(selector, specs, rule=rule) for selector, specs in merged if specs),
             *({"layer_name": rule.selector.text, **nothing} for rule in excluded),
         ],
     }

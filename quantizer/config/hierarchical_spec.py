@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantizer.config.model import CAST_ONLY, Fields, QuantizationSpec, Role, Sourced
+from quantizer.config.model import CAST_ONLY, Fields, QuantizationSpec, Role, Sourced, SymmetricScale
 from quantizer.config.types import RoundType, ScaleType
 
 FIELDS_OF_KEYS: Mapping[str, str] = {
@@ -36,6 +36,9 @@ def dtype_word(spec: QuantizationSpec) -> str | None:
     words += [f"int{spec.bit_width}"] if not spec.symmetric else []
     return next((word for word in words if word in INTEGERS), None)
 
+
+FULL_BITS = 8
+"""From so many bits on, the largest magnitude has a code of its own unless the file says otherwise."""
 
 GROUP_SIZES = {"mx": 32, "bfp16": 8}
 """The block formats, and the values that share an exponent where the file does not say. Source of 32: OCP
@@ -68,6 +71,7 @@ def specification(spec: QuantizationSpec) -> dict[str, Any]:
     if spec.dtype in CAST_ONLY:
         return {"dtype": spec.dtype}
     integers = {"symmetric": spec.symmetric, "round_method": RoundType(spec.round_mode).name}
+    integers |= {"symmetric_scale": spec.symmetric_scale} if spec.has_symmetric_scale else {}
     scales = {} if spec.scale_type == "e8m0" else {"scale_type": ScaleType(spec.scale_type).name}
     return {
         "dtype": dtype_word(spec) if spec.dtype == "int" else spec.dtype,
@@ -82,7 +86,8 @@ def specification(spec: QuantizationSpec) -> dict[str, Any]:
 
 PARAMETERS = frozenset({"weights", "bias"})
 
-KINDRED = frozenset({"symmetric", "round_method", "mx_element_dtype", "scale_calculation_mode", "scale_format"})
+INTEGERS_ONLY = frozenset({"symmetric", "symmetric_scale", "round_method"})
+KINDRED = INTEGERS_ONLY | {"mx_element_dtype", "scale_calculation_mode", "scale_format"}
 """Keys that mean something for integers only, or for floating-point formats only, or not the same for both."""
 
 
@@ -133,7 +138,7 @@ class Words:
         """The fields that differ from those of a default `QuantizationSpec`, or that the file states."""
         if self.dtype in CAST_ONLY:
             return {"dtype": self.raw["dtype"]}
-        return {**self._number(), **self._scale(), **self._granularity(), **self._range()}
+        return self._with_symmetric_scale({**self._number(), **self._scale(), **self._granularity(), **self._range()})
 
     def _number(self) -> dict[str, Sourced]:
         """Number format and rounding."""
@@ -164,6 +169,13 @@ class Words:
             return fields
         stated = self.raw.get("scale_type")
         return {"scale_type": _mapped(stated, ScaleType[stated.value].value)} if stated else {}
+
+    def _with_symmetric_scale(self, fields: dict[str, Sourced]) -> dict[str, Sourced]:
+        """The fields, and for integers the rule for symmetric scales, which the file states or the dtype implies."""
+        if self.dtype not in INTEGERS:
+            return fields
+        usual = _mapped(self.raw["dtype"], usual_symmetric_scale(QuantizationSpec.of(fields)))
+        return fields | {"symmetric_scale": self.raw.get("symmetric_scale", usual)}
 
     def _granularity(self) -> dict[str, Sourced]:
         found = self.scheme
@@ -220,6 +232,15 @@ class Words:
         if self.scheme not in ("per_channel", "per_group") or self.is_per_token:
             return None
         return "channels" if self.scheme == "per_channel" or self.is_channel_axis else "along"
+
+
+def usual_symmetric_scale(spec: QuantizationSpec) -> SymmetricScale:
+    """The rule for a spec whose file states none: with few bits the last half step costs more than it is worth.
+
+    >>> usual_symmetric_scale(QuantizationSpec(bit_width=4)), usual_symmetric_scale(QuantizationSpec(bit_width=8))
+    ('half_range', 'quant_max')
+    """
+    return "half_range" if spec.has_symmetric_scale and spec.bit_width < FULL_BITS else "quant_max"
 
 
 def is_foreign(dtype: str | None, other: str | None) -> bool:

@@ -31,9 +31,16 @@ FIELDS = {
     "signed": "signed",
     "narrow_range": "narrow_range",
     "scale_type": "scale_type",
+    "symmetric_scale": "symmetric_scale",
     "calib_statistic_method": "statistic",
 }
 """The form's word for each field of `QuantizationSpec`."""
+
+OPTIONAL = {
+    "percentage": "only the percentile method reads `percentage`",
+    "symmetric_scale": "only symmetric signed integers with a float scale and all their codes read `symmetric_scale`",
+}
+"""The words that a complete block may lack, and who reads them."""
 
 _VALUES: Mapping[str, Callable[[Any], Any]] = {
     "qscheme": {True: "per_channel", False: "per_tensor"}.__getitem__,
@@ -144,20 +151,26 @@ class _Translator(ValidDocument):
         }
 
 
-def parameters(spec: QuantizationSpec) -> dict[str, Any]:
-    """A complete block that says the same as a spec of integers, or one without a scale."""
+def parameters(spec: QuantizationSpec, *, rule: bool = False) -> dict[str, Any]:
+    """A complete block that says the same as a spec of integers, or one without a scale.
+
+    With `rule` it says "symmetric_scale": "quant_max" as well, where a wider block may say something else.
+    """
     if spec.dtype in CAST_ONLY:
         return {"datatype": spec.dtype}
     values = {**spec.to_json(), "qscheme": spec.qscheme == "per_channel"}
     idle = {"datatype", *(("percentage",) if spec.method != "percentile" else ())}
+    said = spec.has_symmetric_scale and (rule or spec.symmetric_scale != "quant_max")
+    idle |= set() if said else {"symmetric_scale"}
     return {word: values[field] for word, field in FIELDS.items() if word not in idle}
 
 
-def entry(selector: Mapping[str, Any], specs: Mapping[Role, QuantizationSpec]) -> dict[str, Any]:
-    """A complete layer entry: an overall block, and what differs from it for single roles."""
-    by_role = {role: parameters(specs[role]) for role in ROLES if role in specs}
+def entry(selector: Mapping[str, Any], specs: Mapping[Role, QuantizationSpec], *, rule: bool = False) -> dict[str, Any]:
+    """A complete layer entry: an overall block, and what differs from it for single roles; `rule` as above."""
+    by_role = {role: parameters(specs[role], rule=rule) for role in ROLES if role in specs}
     overall = dict(next((block for block in by_role.values() if "datatype" not in block), next(iter(by_role.values()))))
-    overall.pop("percentage", None)  # the roles that have one say so themselves
+    for word in OPTIONAL:
+        overall.pop(word, None)  # the roles that read it say so themselves
     overall |= {"per_channel": False} if "per_channel" in overall else {}
     tensors = {
         role: {word: value for word, value in block.items() if overall.get(word) != value}

@@ -18,6 +18,7 @@ RangeMethod = Literal["maxmin", "percentile", "entropy", "mse", "diffs"]
 RoundMode = Literal["half_even", "half_up", "half_down", "std_round", "floor"]
 ScaleKind = Literal["float", "poweroftwo", "e8m0"]
 ScaleMode = Literal["floor", "even", "ceil"]
+SymmetricScale = Literal["quant_max", "half_range"]
 Statistic = Literal["modal", "max", "mean", "median"]
 
 CAST_ONLY = frozenset({"float16", "bfloat16", "float32"})
@@ -38,7 +39,8 @@ class QuantizationSpec:
     `group_size` values run along ("per_group"; the last group may be shorter in block formats only), the axis that one
     row of values runs along ("per_token"). `scale_type` is "float", "poweroftwo", or "e8m0", the shared exponent of a
     block format, found by `scale_mode` ("floor", "even" or "ceil"); powers of two are at least 2^-`finest_position`
-    where the device asks for that.
+    where the device asks for that. `symmetric_scale` is what symmetric integers with a float scale divide their largest
+    magnitude by: "quant_max", or "half_range", (quant_max - quant_min) / 2, which cuts half a step off it.
     """
 
     dtype: str = "int"
@@ -57,6 +59,7 @@ class QuantizationSpec:
     percentage: float = 99.99
     statistic: Statistic = "max"
     finest_position: int | None = None
+    symmetric_scale: SymmetricScale = "quant_max"
 
     @classmethod
     def of(cls, fields: Fields) -> QuantizationSpec:
@@ -74,6 +77,13 @@ class QuantizationSpec:
     def quant_max(self) -> int:
         """Largest code: 2^(b-1)-1 for signed symmetric integers, else 2^b-1."""
         return (1 << (self.bit_width - int(self.signed and self.symmetric))) - 1
+
+    @property
+    def has_symmetric_scale(self) -> bool:
+        """Whether `symmetric_scale` changes the scale: codes have both signs, one more of them is negative, and the
+        scale may be any float."""
+        negative_end = self.signed and self.symmetric and not self.narrow_range
+        return self.dtype == "int" and negative_end and self.scale_type == "float"
 
     @property
     def is_scaled(self) -> bool:

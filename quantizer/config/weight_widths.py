@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantizer.config.form import form_of
-from quantizer.config.hierarchical_spec import INTEGERS, dtype_word
+from quantizer.config.hierarchical_spec import INTEGERS, dtype_word, usual_symmetric_scale
 from quantizer.config.layered import entry
 from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
 from quantizer.errors import UsageError
@@ -32,12 +32,12 @@ def patched(document: Mapping[str, Any], layers: Mapping[str, Specs]) -> dict[st
             own = named.pop(name, {})  # and to the end: of equally specific entries the last one holds
             named[name] = {**own, "weight": _weight(own.get("weight") or {}, specs["weights"])}
         return changed
-    entries = changed.get("layer_quantize_config") or []
+    entries, rule = changed.get("layer_quantize_config") or [], "symmetric_scale" in str(document)
     old = {each.get("layer_name"): each for each in entries}
     written = [each for each in entries if each.get("layer_name") not in layers]
     for name, specs in layers.items():
         comments = {key: value for key, value in old.get(name, {}).items() if key.startswith("//")}
-        complete = entry({"layer_type": None, "layer_name": name}, specs)
+        complete = entry({"layer_type": None, "layer_name": name}, specs, rule=rule)
         complete["overall_quantize_config"].setdefault("datatype", "int")  # whatever the top says
         written.append(comments | complete)
     return changed | {"layer_quantize_config": written}
@@ -52,4 +52,6 @@ def _weight(own: Mapping[str, Any], spec: QuantizationSpec) -> dict[str, Any]:
         wanted = f"{'' if spec.signed and spec.symmetric else 'u'}int{spec.bit_width}"
         known = ", ".join(INTEGERS)
         raise UsageError(f"the hierarchical form has no dtype {wanted}", help=f"it has {known}: change --choices")
-    return {**own, "dtype": word, "symmetric": spec.symmetric}
+    changed = {**own, "dtype": word, "symmetric": spec.symmetric}
+    usual = spec.symmetric_scale == usual_symmetric_scale(spec)
+    return changed if usual else {**changed, "symmetric_scale": spec.symmetric_scale}

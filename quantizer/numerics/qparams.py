@@ -13,6 +13,7 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: 1 / scale stays finit
 LARGEST_VALUE = 2.0**128 - 2.0**105  # two steps below infinity, for the rounding of the scale itself to float32
 _MANTISSA = (1 << 52) - 1  # the bits of a float64's mantissa
 SCALE_MODES = ("floor", "even", "ceil")
+SYMMETRIC_SCALES = ("quant_max", "half_range")
 SMALLEST_SHARED = 2.0**-127  # of the scales that eight bits of exponent hold (OCP MX v1.0, 5.4.1)
 
 
@@ -21,9 +22,11 @@ class IntegerRange:
     """The integer codes of a tensor, and what its scale may be.
 
     `scale_type` is "float" or "poweroftwo", the latter at least 2^-`finest_position` where a device asks for that.
+    `symmetric_scale` says what the largest magnitude is divided by where the scale is a symmetric float: "quant_max",
+    or "half_range", (quant_max - quant_min) / 2, where codes have both signs.
 
     Raises:
-        ValueError: no code is above zero.
+        ValueError: no code is above zero, or a word is not known.
     """
 
     quant_min: int
@@ -31,12 +34,16 @@ class IntegerRange:
     symmetric: bool = True
     scale_type: str = "float"
     finest_position: int | None = None
+    symmetric_scale: str = "quant_max"
 
     def __post_init__(self) -> None:
         if not self.quant_min <= 0 < self.quant_max:
             raise ValueError(f"Codes need quant_min <= 0 < quant_max, not {self.quant_min} and {self.quant_max}.")
         if self.scale_type not in ("float", "poweroftwo"):
             raise ValueError(f'"{self.scale_type}" is not a scale type; known are float, poweroftwo.')
+        if self.symmetric_scale not in SYMMETRIC_SCALES:
+            known = ", ".join(SYMMETRIC_SCALES)
+            raise ValueError(f'"{self.symmetric_scale}" is not a rule for symmetric scales; known are {known}.')
 
     @property
     def nonnegative(self) -> bool:
@@ -44,9 +51,10 @@ class IntegerRange:
         return self.symmetric and self.quant_min == 0
 
     @property
-    def largest(self) -> int:
-        """The greatest code."""
-        return self.quant_max
+    def largest(self) -> float:
+        """What the largest magnitude is divided by to give a symmetric float scale."""
+        half = self.symmetric_scale == "half_range" and self.quant_min < 0
+        return (self.quant_max - self.quant_min) / 2 if half else self.quant_max
 
     @property
     def span(self) -> int:
@@ -127,10 +135,11 @@ def power_of_two(step: Tensor) -> Tensor:
 def step_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> Tensor:
     """Return the distance of two codes, float64, that makes [low, high] fit the codes; 0 for an empty range.
 
-    The range is first extended to contain 0. A float step puts the largest magnitude on quant_max (symmetric) or the
-    ends of the range on the least and the greatest code. A power-of-two step is the finest one that cuts off at most
-    half a step: 2^-fp >= max(low / (quant_min - 0.5), high / (quant_max + 0.5)) if symmetric. For a FloatRange it is
-    the scale that its docstring says.
+    The range is first extended to contain 0. A float step puts the largest magnitude on quant_max (symmetric; half a
+    step above it with the rule "half_range") or the ends of the range on the least and the greatest code. A
+    power-of-two step is the finest one that cuts off at most half a step, if symmetric:
+    2^-fp >= max(low / (quant_min - 0.5), high / (quant_max + 0.5)). For a FloatRange it is the scale that its
+    docstring says.
 
     Source: the fix position of pytorch_nndct 3.5.
 
@@ -138,6 +147,9 @@ def step_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> Tensor:
     0.0078125
     >>> step_from_range(torch.tensor(-7.0), torch.tensor(0.5), FloatRange("fp4", "e8m0")).item()
     1.0
+    >>> code_range = IntegerRange(-8, 7, symmetric_scale="half_range")
+    >>> step_from_range(torch.tensor(-1.0), torch.tensor(15.0), code_range).item()
+    2.0
     """
     if isinstance(code_range, FloatRange) and code_range.scale_type == "e8m0":
         return _truncate_(_amax(low, high), _bump(code_range, 52)).mul_(2.0**-code_range.row.emax)
@@ -147,8 +159,29 @@ def step_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> Tensor:
         ends = low.double() / (code_range.quant_min - 0.5), high.double() / (code_range.quant_max + 0.5)
         step = torch.maximum(*ends).clamp_(min=0)
     else:
-        step = _amax(low, high).div_(code_range.largest)
+        step = symmetric_step(_amax(low, high), code_range)
     return _truncate_(step, _MANTISSA) if code_range.scale_type == "poweroftwo" else step
+
+
+def symmetric_step(amax: Tensor, code_range: CodeRange) -> Tensor:
+    """Return the distance of two codes, as a float, for values of at most `amax`: the one place with this division.
+
+    >>> symmetric_step(torch.tensor(7.5), IntegerRange(-8, 7, symmetric_scale="half_range")).item()
+    1.0
+    """
+    return amax / code_range.largest
+
+
+def uncut(code_range: CodeRange) -> float:
+    """Return the scale that cuts nothing off as a multiple of the one that the symmetric rule gives, at least 1.
+
+    It is more than 1 with the rule "half_range" only; searches try it as well.
+
+    >>> uncut(IntegerRange(-2, 1, symmetric_scale="half_range")), uncut(IntegerRange(-2, 1))
+    (1.5, 1.0)
+    """
+    searched = isinstance(code_range, IntegerRange) and code_range.symmetric and code_range.scale_type == "float"
+    return code_range.largest / code_range.quant_max if searched else 1.0  # type: ignore[union-attr]
 
 
 def qparams_from_step(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:

@@ -10,7 +10,14 @@ from torch import Tensor
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.blocks import Kernel, fill
 from quantizer.numerics.fake_quantize import float_kernel, integer_kernel
-from quantizer.numerics.qparams import CodeRange, FloatRange, IntegerRange, qparams_from_range
+from quantizer.numerics.qparams import (
+    CodeRange,
+    FloatRange,
+    IntegerRange,
+    qparams_from_range,
+    symmetric_step,
+    uncut,
+)
 from quantizer.numerics.registry import lookup, register
 from quantizer.numerics.rounding import NEAREST
 from quantizer.observers.observed_batch import BINS, ObservedBatch, Range
@@ -24,6 +31,8 @@ DIFFS_SAMPLE = 1 << 15  # every value is quantized five times, and the candidate
 DIFFS_CANDIDATES = 5  # the scale that cuts nothing off, and its half, quarter, ...: five in all, as in pytorch_nndct
 ENTROPY_AT_ONCE = 1 << 20  # values of one intermediate tensor
 MSE_STEPS_PER_OCTAVE = 16
+POWERS = (2.0, *(0.5**halvings for halvings in range(8)))
+"""Factors on the range where scales are powers of two; a wider one is for shared exponents, which may cut much off."""
 
 
 def code_range_of(spec: QuantizationSpec) -> CodeRange:
@@ -32,15 +41,22 @@ def code_range_of(spec: QuantizationSpec) -> CodeRange:
     Raises:
         ValueError: there are none, as for formats without a scale.
 
-    >>> code_range_of(QuantizationSpec(bit_width=4))
-    IntegerRange(quant_min=-8, quant_max=7, symmetric=True, scale_type='float', finest_position=None)
+    >>> code_range_of(QuantizationSpec(bit_width=4)) == IntegerRange(-8, 7)
+    True
     >>> code_range_of(QuantizationSpec(dtype="fp4", scale_type="e8m0"))
     FloatRange(dtype='fp4', scale_type='e8m0', scale_mode='floor', symmetric=True)
     """
     if not spec.is_scaled:
         raise ValueError(f'Only scaled formats have a range, and dtype is "{spec.dtype}".')
     if spec.dtype == "int":
-        return IntegerRange(spec.quant_min, spec.quant_max, spec.symmetric, spec.scale_type, spec.finest_position)
+        return IntegerRange(
+            quant_min=spec.quant_min,
+            quant_max=spec.quant_max,
+            symmetric=spec.symmetric,
+            scale_type=spec.scale_type,
+            finest_position=spec.finest_position,
+            symmetric_scale=spec.symmetric_scale,
+        )
     return FloatRange(spec.dtype, spec.scale_type, spec.scale_mode, spec.symmetric)
 
 
@@ -107,24 +123,51 @@ def diffs(batch: ObservedBatch, spec: QuantizationSpec) -> Range:
 
 @register(METHODS, "mse")
 def mse(batch: ObservedBatch, spec: QuantizationSpec) -> Range:
-    """Return the range cut at the clip that gives the least squared error with the spec's codes, both its sides.
+    """Return the range that gives the least squared error with the spec's codes, of those that lead to other scales.
 
-    Which way ties go cannot matter: at a half-way point either neighbour has the same error.
+    Where the scale may be any float, the range is cut at the best clip, both its sides, or widened to what cuts nothing
+    off; where it is a power of two, halved as often as the error falls. Which way ties go cannot matter: at a half-way
+    point either neighbour has the same error.
     """
-    number = {name: getattr(spec, name) for name in ("dtype", "bit_width", "signed", "narrow_range")}
+    if spec.scale_type != "float":
+        return _least_power(batch, spec)
+    words = ("dtype", "bit_width", "signed", "narrow_range", "symmetric_scale")
     round_mode = "half_even" if spec.round_mode in NEAREST else spec.round_mode
-    errors = batch.histogram @ _squared_errors(QuantizationSpec(**number, round_mode=round_mode)).T
-    return batch.clipped(batch.amax * _clips()[errors.argmin(1)] / BINS)
+    codes = QuantizationSpec(**{name: getattr(spec, name) for name in words}, round_mode=round_mode)
+    errors = batch.histogram @ _squared_errors(codes).T
+    clip = _clips(codes)[errors.argmin(1)]
+    low, high = batch.clipped(batch.amax * clip / BINS)
+    wider = (clip / BINS).clamp(min=1)
+    return low * wider, high * wider
 
 
-def _clips() -> Tensor:
+def _clips(spec: QuantizationSpec) -> Tensor:
     """Clips to try, in bins: the centres 1536, 1552, ... of pytorch_nndct, the maximum, and 16 per octave below them.
 
-    Low bit widths need those: at 2 bits the best clip of Gaussian data is 1.03 sigma, a quarter of the maximum.
+    Low bit widths need those: at 2 bits the best clip of Gaussian data is 1.03 sigma, a quarter of the maximum. Where
+    the spec's rule for symmetric scales cuts even the maximum, the scale that does not is tried too.
     """
     upper = torch.arange(1536, BINS, 16, dtype=torch.float64) + 0.5
     octaves = torch.arange(7 * MSE_STEPS_PER_OCTAVE, 0, -1, dtype=torch.float64) / MSE_STEPS_PER_OCTAVE
-    return torch.cat([upper[0] / 2**octaves, upper, torch.tensor([float(BINS)], dtype=torch.float64)])
+    widest = sorted({1.0, uncut(code_range_of(spec))})
+    return torch.cat([upper[0] / 2**octaves, upper, BINS * torch.tensor(widest, dtype=torch.float64)])
+
+
+def _least_power(batch: ObservedBatch, spec: QuantizationSpec) -> Range:
+    """The range times the power of two, of those in POWERS, with the least squared error; of equal ones the widest.
+
+    The errors are those of the bins' centres under the scales themselves, so that what is compared is what can be.
+    """
+    code_range, kernel, errors = code_range_of(spec), kernel_of(spec), []
+    factors = torch.tensor(POWERS if spec.scale_type == "e8m0" else POWERS[1:], dtype=torch.float64)
+    qparams = qparams_from_range(batch.low * factors[:, None], batch.high * factors[:, None], code_range)
+    centres = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
+    exact = (batch.amax / BINS)[:, None] * centres
+    for scale, zero_point in zip(qparams.scale, qparams.zero_point, strict=True):
+        values = fill(torch.empty_like(exact), exact, scale, zero_point, kernel, 0)
+        errors.append(values.sub_(exact).square_().mul_(batch.histogram).sum(1))
+    best = factors[torch.stack(errors).argmin(0)]
+    return batch.low * best, batch.high * best
 
 
 @lru_cache(maxsize=16)
@@ -134,7 +177,7 @@ def _squared_errors(spec: QuantizationSpec) -> Tensor:
     It depends on no data, so a histogram times this matrix gives the error of all clips at once.
     """
     centres = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
-    scale = (_clips() / code_range_of(spec).largest).float()
+    scale = symmetric_step(_clips(spec), code_range_of(spec)).float()
     values = centres.repeat(len(scale), 1)
     fill(values, values, scale, torch.zeros_like(scale), kernel_of(spec), ch_axis=0)
     return (values - centres).square_()

@@ -26,7 +26,7 @@ ENTRIES = ("input", "quant_stub")
 _FIELDS = tuple(f.name for f in dataclasses.fields(QuantizationSpec))
 _NO_VALUES = {"constant": "a constant", "module": "a module without weights that can be quantized"}
 _DERIVED = ("ch_axis", "finest_position")  # by default from the layer and from the device
-KINDRED = frozenset({"bit_width", "signed", "symmetric", "narrow_range", "round_mode", "scale_mode"})
+KINDRED = frozenset({"bit_width", "signed", "symmetric", "narrow_range", "symmetric_scale", "round_mode", "scale_mode"})
 """Fields that integers do not inherit from floating-point formats, and the other way round."""
 _AXES = {"per_channel", "per_group"}
 

@@ -60,6 +60,7 @@ def describe_spec(spec: QuantizationSpec) -> str:
     words += [] if spec.is_dynamic else [spec.method]
     words += [spec.round_mode] if integer else []
     words += ["asymmetric"] if not spec.symmetric else []
+    words += ["half_range"] if spec.has_symmetric_scale and spec.symmetric_scale == "half_range" else []
     words += ["poweroftwo"] if spec.scale_type == "poweroftwo" else []
     return " ".join(words)
 

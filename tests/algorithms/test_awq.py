@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -300,6 +301,14 @@ def test_a_clipped_grid_is_the_best_of_its_candidates() -> None:
         best = torch.minimum(best, (x @ (tried - weight).T).square().sum(0))
     have = (x @ (nearest(weight, INT4, found) - weight).T).square().sum(0)
     assert torch.allclose(have, best, rtol=1e-3)
+
+
+def test_a_clipped_grid_knows_the_scale_that_cuts_nothing_off() -> None:
+    """Weights on the grid of quant_max stay as they are, whatever the rule of the config."""
+    half = replace(INT4, symmetric=True, symmetric_scale="half_range")
+    layer, weight = nn.Linear(16, 2), torch.tensor([7.0, -7.0, 3.0, 1.0] * 4).repeat(2, 1)
+    found = clipped_qparams(layer, half, weight, torch.eye(16)[None])
+    assert torch.equal(nearest(weight, half, found), weight)
 
 
 @given(st.integers(1, 60), st.data())

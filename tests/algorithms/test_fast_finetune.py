@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from toys import built, traced
 from configs import config, document, layer
 from quantizer.algorithms.fast_finetune import SOLVERS, FinetunedLayer
 from quantizer.algorithms.patches import channel_rows, matrix_weight, patches, weight_matrix
-from quantizer.algorithms.rounding_problem import RoundingProblem, adaround
+from quantizer.algorithms.rounding_problem import RoundingProblem, adaquant, adaround
 from quantizer.cli.options import FINETUNE_MODES
 from quantizer.engine import finetune as engine
 from quantizer.engine.evaluate import compare
@@ -278,6 +279,18 @@ def mobile_digits() -> Any:
     calibration = [Batch((images,), {}, labels, None) for images, labels in example.calibration_data()]
     evaluation = [Batch((images,), {}, labels, None) for images, labels in example.evaluation_data()]
     return trace(example.model().eval(), calibration[0].args, {}), calibration, evaluation
+
+
+def test_adaquant_knows_the_scale_that_cuts_nothing_off() -> None:
+    """Weights on a grid that the observed scale misses by the factor between the rules."""
+    on_grid = torch.tensor([[[7.0, -7.0, 3.0, 1.0]]])
+    task = problem(1, 4, low=-8, high=7, uncut=7.5 / 7)
+    scale = torch.tensor([7 / 7.5])
+    near = (on_grid / scale).round().clamp(-8, 7)
+    targets = task.inputs @ on_grid.mT
+    found = replace(task, weight=on_grid, scale=scale, nearest=near, targets=targets)
+    integers, best = adaquant(found)
+    assert torch.allclose(integers * best, on_grid, atol=1e-5)
 
 
 @pytest.mark.parametrize(("mode", "gain_db"), [("adaround", 8.0), ("adaquant", 10.0)])

@@ -472,3 +472,25 @@ def test_a_group_that_is_given_scales_needs_no_range() -> None:
     qparams = QParams(torch.full((128,), 0.05), torch.zeros(128, dtype=torch.int32))
     found = gptq(task, GPTQConfig(), Adjustment(qparams={name: qparams})).rounded[name]
     assert found.qparams is qparams and remarks(gptq(task, GPTQConfig(), Adjustment())) == {}
+
+
+@pytest.mark.parametrize("qscheme", ["per_channel", "per_group"])
+def test_rows_choose_between_the_scales_that_cut_half_a_step_and_those_that_do_not(qscheme: str) -> None:
+    """What each row ends with is one of the two, and no row is worse than with the rule of the config alone."""
+    cut = {"group_size": 64, "ch_axis": 1} if qscheme == "per_group" else {"ch_axis": 0}
+    half = QuantizationSpec(bit_width=3, qscheme=qscheme, symmetric_scale="half_range", **cut)  # type: ignore[arg-type]
+    x = autoregressive(2048, 256, seed=1)
+    weight = torch.cat([WEIGHT[:64], WEIGHT[64:].sign() * 0.3])  # the lower rows are on the grid that cuts nothing off
+    rounded, _ = solved(weight, x, half, PLAIN_ORDER)
+    scales = (
+        nearest_qparams(half, weight).scale,
+        nearest_qparams(replace(half, symmetric_scale="quant_max"), weight).scale,
+    )
+    wide = rounded.qparams.scale == scales[1]
+    assert bool((wide | (rounded.qparams.scale == scales[0])).all())
+    assert bool(wide[64:].all()) and not bool(wide[:64].all())
+    assert torch.equal(nearest(rounded.weight, half, rounded.qparams), rounded.weight)
+    plain, _ = solved(weight, x, replace(half, symmetric_scale="quant_max"), PLAIN_ORDER)
+    others = autoregressive(4096, 256, seed=2)
+    error = [float((others @ (each.weight - weight).T).square().sum()) for each in (rounded, plain)]
+    assert error[0] < error[1]

@@ -86,12 +86,13 @@ EXPLAINED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "layered": (
         LAYERED,
         ["weights", "per_channel true q.json", "symmetry true q.json", "calib_statistic_method max q.json",
-         "datatype int default", "activation", "per_channel false q.json"],
+         "datatype int default", "symmetric_scale quant_max default", "activation", "per_channel false q.json"],
     ),
     "hierarchical": (
         {"global_quant_config": SPELLED_OTHERWISE},
         ["weight", "dtype int4 q.json", "observer_cls PerTensorMinMax q.json", "round_method round q.json",
-         "scale_type float default", "qscheme per_tensor default", "output_tensors: float: the config leaves it float"],
+         "scale_type float default", "symmetric_scale half_range default", "qscheme per_tensor default",
+         "output_tensors: float: the config leaves it float"],
     ),
     "blocks": (
         {"global_quant_config": BLOCKS},
@@ -100,7 +101,7 @@ EXPLAINED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "off": (OFF, ["weight: float, as q.json"]),
 }  # fmt: skip
 """A config, and words of the lines that explain a linear layer under it, places without their numbers."""
-INTERNAL = ("bit_width 4", "symmetric", "qscheme true", "statistic ", "is_dynamic", "scale_mode", "group_size None")
+INTERNAL = ("bit_width 4", "symmetric ", "qscheme true", "statistic ", "is_dynamic", "scale_mode", "group_size None")
 
 
 @pytest.mark.parametrize("case", EXPLAINED)

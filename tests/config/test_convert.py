@@ -52,6 +52,10 @@ SAYABLE: dict[str, dict[str, Any]] = {
         "global_quant_config": {"weight": INT8},
         "layer_quant_config": {"conv1": {"weight": {"dtype": "int4", "symmetric": False}, "output_tensors": INPUT}},
     },
+    "few bits": {
+        "global_quant_config": {"weight": {"dtype": "int4"}, "input_tensors": INPUT},
+        "layer_quant_config": {"conv1": {"weight": {"dtype": "int3", "symmetric_scale": "quant_max"}}},
+    },
     "excluded": {"global_quant_config": {"weight": INT8, "bias": BIAS}, "exclude": ["fc", "layer1.*"]},
     "methods": {
         "global_quant_config": {

@@ -6,6 +6,7 @@ Source: AMD Quark for PyTorch, "Configuration Description" and the API page of `
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,8 @@ def test_a_key_that_is_none_inherits_too(null: dict[str, None]) -> None:
         "half_up",
         "poweroftwo",
     )
-    assert set(rule(config, 'layer_quant_config["fc"]').fields["weights"]) == {"dtype", "bit_width", "signed"}
+    changed = {"dtype", "bit_width", "signed", "symmetric_scale"}
+    assert set(rule(config, 'layer_quant_config["fc"]').fields["weights"]) == changed
 
 
 def test_what_nobody_states_has_defaults() -> None:
@@ -156,10 +158,50 @@ def test_documented_specs() -> None:
     per_tensor = {"dtype": "int8", "qscheme": "per_tensor", "observer_cls": "PerTensorMinMaxObserver", **common}
     channels = {"dtype": "int4", "observer_cls": "PerChannelMinMaxObserver", "ch_axis": 0, **common}
     assert spec(**per_tensor) == QuantizationSpec()
-    assert spec(**channels, qscheme="per_channel") == QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
-    assert spec(**channels, qscheme="per_group", group_size=128) == QuantizationSpec(
-        bit_width=4, qscheme="per_group", ch_axis=1, group_size=128
+    int4 = QuantizationSpec(bit_width=4, symmetric_scale="half_range")
+    assert spec(**channels, qscheme="per_channel") == replace(int4, qscheme="per_channel", ch_axis=0)
+    groups = replace(int4, qscheme="per_group", ch_axis=1, group_size=128)
+    assert spec(**channels, qscheme="per_group", group_size=128) == groups
+
+
+@pytest.mark.parametrize("role", ROLE_OF)
+@pytest.mark.parametrize(
+    ("keys", "rule"),
+    [
+        ({"dtype": "int2"}, "half_range"),
+        ({"dtype": "int4", "scale_type": "float"}, "half_range"),
+        ({"dtype": "int4", "symmetric_scale": "quant_max"}, "quant_max"),
+        ({"dtype": "int4", "symmetric": False}, "quant_max"),
+        ({"dtype": "int4", "scale_type": "pof2"}, "quant_max"),
+        ({"dtype": "int8"}, "quant_max"),
+        ({"dtype": "int8", "symmetric_scale": "half_range"}, "half_range"),
+        ({"dtype": "int16"}, "quant_max"),
+        ({"dtype": "fp4"}, "quant_max"),
+    ],
+)
+def test_few_bits_divide_by_half_the_range_of_codes(role: str, keys: dict[str, Any], rule: str) -> None:
+    """As the public tool does for every width (torch/quantization/utils: amax / ((quant_max - quant_min) / 2))."""
+    assert spec(role, **keys).symmetric_scale == rule
+
+
+def test_a_stated_rule_for_symmetric_scales_is_inherited() -> None:
+    config = load(
+        global_quant_config={"weight": {"dtype": "int8", "symmetric_scale": "quant_max"}, "input_tensors": INT8},
+        layer_quant_config={
+            "a": {"weight": {"dtype": "int4"}, "input_tensors": {"dtype": "int4"}},
+            "b": {"weight": {"dtype": "int4", "symmetric_scale": "half_range"}},
+        },
     )
+    everywhere, a, b = "global", 'layer_quant_config["a"]', 'layer_quant_config["b"]'
+    assert merged(config, everywhere, a).symmetric_scale == "quant_max"
+    assert merged(config, everywhere, b).symmetric_scale == "half_range"
+    assert merged(config, everywhere, a, role="input").symmetric_scale == "half_range"
+
+
+@pytest.mark.parametrize("other", [{"symmetric": False}, {"scale_type": "pof2"}, {"dtype": "fp4"}])
+def test_a_rule_for_symmetric_scales_that_nothing_reads_is_reported(other: dict[str, Any]) -> None:
+    keys = {"dtype": "int4", "symmetric_scale": "half_range", **other}
+    assert codes(global_quant_config={"weight": keys}) == ["QZ111"]
 
 
 @pytest.mark.parametrize(
@@ -287,9 +329,15 @@ def test_a_layer_with_another_format_leaves_nothing_of_the_wider_one() -> None:
 def test_every_value_knows_its_key() -> None:
     path = CONFIGS / "weight_int4_group.json"
     lines = path.read_text("utf-8").splitlines()
-    keys = {"bit_width": "dtype", "signed": "dtype", "round_mode": "round_method", "method": "observer_cls"}
+    keys = {
+        "bit_width": "dtype",
+        "signed": "dtype",
+        "symmetric_scale": "dtype",
+        "round_mode": "round_method",
+        "method": "observer_cls",
+    }
     fields = rule(load_config(path).require(), "global").fields["weights"]
-    assert len(fields) == 10
+    assert len(fields) == 11
     for name, sourced in fields.items():
         assert sourced.place is not None
         assert lines[sourced.place.line - 1].strip().startswith(f'"{keys.get(name, name)}"')

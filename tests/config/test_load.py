@@ -115,6 +115,7 @@ CHANGES = {
     "signed": False,
     "narrow_range": True,
     "scale_type": "poweroftwo",
+    "symmetric_scale": "half_range",
     "calib_statistic_method": "mean",
 }
 

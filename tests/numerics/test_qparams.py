@@ -19,6 +19,7 @@ from quantizer.numerics.qparams import (
     qparams_from_range,
     qparams_from_step,
     step_from_range,
+    uncut,
 )
 
 SIGNED, UNSIGNED, ASYMMETRIC = IntegerRange(-128, 127), IntegerRange(0, 255), IntegerRange(0, 255, symmetric=False)
@@ -159,9 +160,31 @@ def test_a_grid_without_a_code_above_zero_is_refused(low, high):
         IntegerRange(low, high)
 
 
-def test_an_unknown_scale_type_is_refused():
+def test_an_unknown_word_is_refused():
     with pytest.raises(ValueError, match='"pow2" is not a scale type'):
         IntegerRange(-8, 7, scale_type="pow2")
+    with pytest.raises(ValueError, match='"half" is not a rule for symmetric scales; known are quant_max, half_range'):
+        IntegerRange(-8, 7, symmetric_scale="half")
+
+
+@pytest.mark.parametrize(
+    ("bits", "divisor"),
+    [(8, 127.5), (4, 7.5), (3, 3.5), (2, 1.5)],  # AMD Quark: X of absmax 5.3 in int8 has the scale 0.0415686
+)
+def test_half_range_divides_by_half_the_distance_of_the_outer_codes(bits, divisor):
+    code_range = IntegerRange(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1, symmetric_scale="half_range")
+    assert qparams(-5.3, 1.0, code_range).scale.item() == pytest.approx(5.3 / divisor, rel=1e-6)
+    assert qparams(-1.0, 5.3, code_range) == qparams(-5.3, 1.0, code_range)
+    assert uncut(code_range) == divisor / (2 ** (bits - 1) - 1)
+
+
+@pytest.mark.parametrize(
+    "code_range", [(-127, 127), (0, 255), (0, 255, False), (-128, 127, True, "poweroftwo")], ids=str
+)
+def test_half_range_says_nothing_where_no_code_is_left_over(code_range):
+    plain, half = IntegerRange(*code_range), IntegerRange(*code_range, symmetric_scale="half_range")
+    assert qparams(-0.0, 5.3, half) == qparams(-0.0, 5.3, plain)
+    assert uncut(half) == 1
 
 
 @given(ends=st.lists(reals, min_size=2, max_size=2), code_range=code_ranges)

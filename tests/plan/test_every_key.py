@@ -27,6 +27,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "signed": {"signed": False},
     "narrow_range": {"narrow_range": True},
     "scale_type": {"scale_type": "poweroftwo"},
+    "symmetric_scale": {"symmetric_scale": "half_range"},
     "calib_statistic_method": {"calib_statistic_method": "median"},
 }
 SWITCHES: dict[str, Any] = {
