@@ -8,9 +8,25 @@ from quantizer.config.algorithm_words import written
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.form import block_of
 from quantizer.config.hierarchical import KEY_OF
-from quantizer.config.hierarchical_spec import dtype_word, observer_word, specification
+from quantizer.config.hierarchical_spec import (
+    PARAMETERS,
+    dtype_word,
+    observer_word,
+    specification,
+    usual_statistic,
+)
 from quantizer.config.layered import entry, parameters
-from quantizer.config.model import CAST_ONLY, ROLES, Config, ConfigRule, Fields, QuantizationSpec, Role, Settings
+from quantizer.config.model import (
+    CAST_ONLY,
+    POOLED,
+    ROLES,
+    Config,
+    ConfigRule,
+    Fields,
+    QuantizationSpec,
+    Role,
+    Settings,
+)
 from quantizer.config.wording import listed
 
 Converted = tuple[dict[str, Any], tuple[Diagnostic, ...]]
@@ -122,6 +138,12 @@ def _may_differ(text: str, place: Place | None) -> Diagnostic:
     return Diagnostic("QZ125", text, place, "warning", help="compare `quantizer plan` with both files")
 
 
+def _pooled(role: Role, place: Place | None) -> Diagnostic:
+    text = f"from several batches of {role}, the layered form takes the largest range, the hierarchical form finds one \
+range for all of them"
+    return Diagnostic("QZ125", text, place, "warning", help="with a MinMax observer they are the same")
+
+
 def _merged(everywhere: ConfigRule, rule: ConfigRule) -> dict[Role, Fields]:
     """The fields of each role that a level quantizes, with what it inherits."""
     return {
@@ -137,6 +159,8 @@ def _not_layered(merged: Mapping[Role, Fields]) -> Iterator[Diagnostic]:
             if name in stated and not expressible(stated[name].value, role):
                 text = f"the layered form cannot express {name} {stated[name].value} for {role}"
                 yield _no_word(text, stated[name].place, "change it, or keep the hierarchical form")
+        if "statistic" in stated and stated["statistic"].value == POOLED:
+            yield _pooled(role, stated["statistic"].place)
         axis = stated.get("ch_axis")
         if axis and axis.value == 0 and stated["qscheme"].value == "per_channel":
             text = "per_channel means output channels, which in transposed convolutions are axis 1, not 0"
@@ -220,6 +244,8 @@ def _for_all_weighted(layers: list[ConfigRule]) -> list[ConfigRule]:
 
 def _not_hierarchical(stated: Mapping[Role, Fields]) -> Iterator[Diagnostic]:
     for role, spec in _specs(stated).items():
+        if role not in PARAMETERS and spec.dtype == "int" and spec.statistic == "max" != usual_statistic(spec.method):
+            yield _pooled(role, stated[role]["method"].place)
         for field, what in _limits(spec) if spec.dtype == "int" else ():
             place = stated[role][field].place if field in stated[role] else None
             yield _no_word(f"the hierarchical form cannot express {what} ({role})", place, _CHANGE)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantizer.config.model import CAST_ONLY, Fields, QuantizationSpec, Role, Sourced, SymmetricScale
+from quantizer.config.model import CAST_ONLY, POOLED, Fields, QuantizationSpec, Role, Sourced, SymmetricScale
 from quantizer.config.types import RoundType, ScaleType
 
 FIELDS_OF_KEYS: Mapping[str, str] = {
@@ -200,7 +200,10 @@ class Words:
         if "is_dynamic" in self.raw and self.role not in PARAMETERS:
             fields["is_dynamic"] = self.raw["is_dynamic"]
         if self.observer in METHODS:
-            fields["method"] = _mapped(self.raw["observer_cls"], METHODS[self.observer][0])
+            method = METHODS[self.observer][0]
+            fields["method"] = _mapped(self.raw["observer_cls"], method)
+            if self.role not in PARAMETERS:
+                fields["statistic"] = _mapped(self.raw["observer_cls"], usual_statistic(method))
         if "percentage" in self.raw and self.observer == "PerTensorPercentileObserver":
             fields["percentage"] = _mapped(self.raw["percentage"], float(self.raw["percentage"].value))
         return fields
@@ -241,6 +244,15 @@ def usual_symmetric_scale(spec: QuantizationSpec) -> SymmetricScale:
     ('half_range', 'quant_max')
     """
     return "half_range" if spec.has_symmetric_scale and spec.bit_width < FULL_BITS else "quant_max"
+
+
+def usual_statistic(method: str) -> str:
+    """What the observers of activations do with several batches: those that need counts see all batches as one.
+
+    >>> usual_statistic("percentile"), usual_statistic("maxmin")
+    ('pooled', 'max')
+    """
+    return "max" if method == "maxmin" else POOLED
 
 
 def is_foreign(dtype: str | None, other: str | None) -> bool:

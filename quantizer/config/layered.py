@@ -9,6 +9,7 @@ from quantizer.config.diagnostics import Place
 from quantizer.config.document import Document, ValidDocument
 from quantizer.config.model import (
     CAST_ONLY,
+    POOLED,
     ROLES,
     Config,
     ConfigRule,
@@ -159,6 +160,7 @@ def parameters(spec: QuantizationSpec, *, rule: bool = False) -> dict[str, Any]:
     if spec.dtype in CAST_ONLY:
         return {"datatype": spec.dtype}
     values = {**spec.to_json(), "qscheme": spec.qscheme == "per_channel"}
+    values |= {"statistic": "max"} if spec.statistic == POOLED else {}
     idle = {"datatype", *(("percentage",) if spec.method != "percentile" else ())}
     said = spec.has_symmetric_scale and (rule or spec.symmetric_scale != "quant_max")
     idle |= set() if said else {"symmetric_scale"}

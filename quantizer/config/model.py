@@ -19,7 +19,9 @@ RoundMode = Literal["half_even", "half_up", "half_down", "std_round", "floor"]
 ScaleKind = Literal["float", "poweroftwo", "e8m0"]
 ScaleMode = Literal["floor", "even", "ceil"]
 SymmetricScale = Literal["quant_max", "half_range"]
-Statistic = Literal["modal", "max", "mean", "median"]
+Statistic = Literal["modal", "max", "mean", "median", "pooled"]
+POOLED = "pooled"
+"""The statistic of observers that see all batches as one, as those of the hierarchical form do."""
 
 CAST_ONLY = frozenset({"float16", "bfloat16", "float32"})
 """Formats that need no scale: a value is cast to them and back."""
@@ -33,7 +35,7 @@ class QuantizationSpec:
     floating-point format, with a scale ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16") or
     without one (`CAST_ONLY`; "float32" = left alone); formats may be registered at run time, so it is any string.
     `method` finds the range, `percentage` is read by the percentile method only, `statistic` reduces the batches'
-    ranges to one; a dynamic tensor's range is found each time it is made.
+    ranges to one, or, "pooled", finds one for all of them; a dynamic tensor's range is found each time it is made.
 
     `ch_axis` goes with `qscheme`: the axis whose indices have a scale each ("per_channel"), the axis that groups of
     `group_size` values run along ("per_group"; the last group may be shorter in block formats only), the axis that one

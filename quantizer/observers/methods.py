@@ -10,6 +10,7 @@ from torch import Tensor
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.blocks import Kernel, fill
 from quantizer.numerics.fake_quantize import float_kernel, integer_kernel
+from quantizer.numerics.histogram import BINS
 from quantizer.numerics.qparams import (
     CodeRange,
     FloatRange,
@@ -20,13 +21,14 @@ from quantizer.numerics.qparams import (
 )
 from quantizer.numerics.registry import lookup, register
 from quantizer.numerics.rounding import NEAREST
-from quantizer.observers.observed_batch import BINS, ObservedBatch, Range
+from quantizer.observers.observed_batch import Distribution, ObservedBatch, Range
 
 Statistic = Callable[[list[float]], float]
-RangeMethod = Callable[[ObservedBatch, QuantizationSpec], Range]
+RangeMethod = Callable[[Distribution, QuantizationSpec], Range]
 METHODS: dict[str, RangeMethod] = {}
 INTEGER_ONLY = frozenset({"entropy", "diffs"})
 """Methods that are about integer codes: levels to merge bins into, positions of a binary point."""
+CENTRES = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
 DIFFS_SAMPLE = 1 << 15  # every value is quantized five times, and the candidates lie far apart
 DIFFS_CANDIDATES = 5  # the scale that cuts nothing off, and its half, quarter, ...: five in all, as in pytorch_nndct
 ENTROPY_AT_ONCE = 1 << 20  # values of one intermediate tensor
@@ -86,13 +88,13 @@ def axis_of(spec: QuantizationSpec) -> int | None:
 
 
 @register(METHODS, "maxmin")
-def maxmin(batch: ObservedBatch, spec: QuantizationSpec) -> Range:
+def maxmin(values: Distribution, spec: QuantizationSpec) -> Range:
     """Return the exact extremes of every row."""
-    return batch.low, batch.high
+    return values.low, values.high
 
 
 @register(METHODS, "percentile")
-def percentile(batch: ObservedBatch, spec: QuantizationSpec) -> Range:
+def percentile(values: Distribution, spec: QuantizationSpec) -> Range:
     """Return the range cut at the magnitude below which `spec.percentage` percent of the values lie.
 
     The magnitude is the left edge of the histogram's bin where the cumulative share gets there (of the first bin the
@@ -101,28 +103,29 @@ def percentile(batch: ObservedBatch, spec: QuantizationSpec) -> Range:
     them, and one-sided data such as a ReLU's is treated as symmetric.
     """
     if spec.percentage >= 100:
-        return batch.low, batch.high
-    share = batch.magnitudes.cumsum(1) / batch.magnitudes.sum(1, keepdim=True)
+        return values.low, values.high
+    share = values.magnitudes.cumsum(1) / values.magnitudes.sum(1, keepdim=True)
     wanted = torch.full((len(share), 1), spec.percentage / 100, dtype=torch.float64)
     bins = torch.searchsorted(share, wanted).squeeze(1).clamp(1, BINS)
-    return batch.clipped(batch.amax * bins / BINS)
+    return values.clipped(values.width * bins)
 
 
 @register(METHODS, "diffs")
-def diffs(batch: ObservedBatch, spec: QuantizationSpec) -> Range:
+def diffs(values: Distribution, spec: QuantizationSpec) -> Range:
     """Return the range halved as often (0 to 4 times) as the squared error falls; of equal errors the widest range."""
-    code_range, kernel, sample, errors = code_range_of(spec), kernel_of(spec), batch.sample(DIFFS_SAMPLE), []
+    assert isinstance(values, ObservedBatch)  # an observer of all batches together refuses the method
+    code_range, kernel, sample, errors = code_range_of(spec), kernel_of(spec), values.sample(DIFFS_SAMPLE), []
     factors = 0.5 ** torch.arange(DIFFS_CANDIDATES, dtype=torch.float64)
-    qparams = qparams_from_range(batch.low * factors[:, None], batch.high * factors[:, None], code_range)
+    qparams = qparams_from_range(values.low * factors[:, None], values.high * factors[:, None], code_range)
     for scale, zero_point in zip(qparams.scale.to(sample), qparams.zero_point.to(sample.device), strict=True):
-        values = fill(torch.empty_like(sample), sample, scale, zero_point, kernel, 0)
-        errors.append(values.sub_(sample).square_().sum(1, dtype=torch.float64))
+        rounded = fill(torch.empty_like(sample), sample, scale, zero_point, kernel, 0)
+        errors.append(rounded.sub_(sample).square_().sum(1, dtype=torch.float64))
     best = factors[torch.stack(errors).argmin(0).cpu()]
-    return batch.low * best, batch.high * best
+    return values.low * best, values.high * best
 
 
 @register(METHODS, "mse")
-def mse(batch: ObservedBatch, spec: QuantizationSpec) -> Range:
+def mse(values: Distribution, spec: QuantizationSpec) -> Range:
     """Return the range that gives the least squared error with the spec's codes, of those that lead to other scales.
 
     Where the scale may be any float, the range is cut at the best clip, both its sides, or widened to what cuts nothing
@@ -130,13 +133,12 @@ def mse(batch: ObservedBatch, spec: QuantizationSpec) -> Range:
     point either neighbour has the same error.
     """
     if spec.scale_type != "float":
-        return _least_power(batch, spec)
+        return _least_power(values, spec)
     words = ("dtype", "bit_width", "signed", "narrow_range", "symmetric_scale")
     round_mode = "half_even" if spec.round_mode in NEAREST else spec.round_mode
     codes = QuantizationSpec(**{name: getattr(spec, name) for name in words}, round_mode=round_mode)
-    errors = batch.histogram @ _squared_errors(codes).T
-    clip = _clips(codes)[errors.argmin(1)]
-    low, high = batch.clipped(batch.amax * clip / BINS)
+    clip = _clips(codes)[_errors(values, codes).argmin(1)]
+    low, high = values.clipped(values.amax * clip / BINS)
     wider = (clip / BINS).clamp(min=1)
     return low * wider, high * wider
 
@@ -153,21 +155,31 @@ def _clips(spec: QuantizationSpec) -> Tensor:
     return torch.cat([upper[0] / 2**octaves, upper, BINS * torch.tensor(widest, dtype=torch.float64)])
 
 
-def _least_power(batch: ObservedBatch, spec: QuantizationSpec) -> Range:
+def _least_power(values: Distribution, spec: QuantizationSpec) -> Range:
     """The range times the power of two, of those in POWERS, with the least squared error; of equal ones the widest.
 
     The errors are those of the bins' centres under the scales themselves, so that what is compared is what can be.
     """
     code_range, kernel, errors = code_range_of(spec), kernel_of(spec), []
     factors = torch.tensor(POWERS if spec.scale_type == "e8m0" else POWERS[1:], dtype=torch.float64)
-    qparams = qparams_from_range(batch.low * factors[:, None], batch.high * factors[:, None], code_range)
-    centres = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
-    exact = (batch.amax / BINS)[:, None] * centres
+    qparams = qparams_from_range(values.low * factors[:, None], values.high * factors[:, None], code_range)
+    exact = values.width[:, None] * CENTRES
     for scale, zero_point in zip(qparams.scale, qparams.zero_point, strict=True):
-        values = fill(torch.empty_like(exact), exact, scale, zero_point, kernel, 0)
-        errors.append(values.sub_(exact).square_().mul_(batch.histogram).sum(1))
+        rounded = fill(torch.empty_like(exact), exact, scale, zero_point, kernel, 0)
+        errors.append(rounded.sub_(exact).square_().mul_(values.histogram).sum(1))
     best = factors[torch.stack(errors).argmin(0)]
-    return batch.low * best, batch.high * best
+    return values.low * best, values.high * best
+
+
+def _errors(values: Distribution, codes: QuantizationSpec) -> Tensor:
+    """The squared error of each row under every clip, up to a factor of the row, (R, clips)."""
+    if isinstance(values, ObservedBatch):  # amax is where the bins end
+        return values.histogram @ _squared_errors(codes).T
+    found = []
+    for counts, stretch in zip(values.histogram, values.width * BINS / values.amax.clamp(min=1e-300), strict=True):
+        occupied = counts.nonzero().squeeze(1)
+        found.append(_errors_at(CENTRES[occupied] * stretch, codes) @ counts[occupied])
+    return torch.stack(found)
 
 
 @lru_cache(maxsize=16)
@@ -176,7 +188,11 @@ def _squared_errors(spec: QuantizationSpec) -> Tensor:
 
     It depends on no data, so a histogram times this matrix gives the error of all clips at once.
     """
-    centres = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
+    return _errors_at(CENTRES, spec)
+
+
+def _errors_at(centres: Tensor, spec: QuantizationSpec) -> Tensor:
+    """The same for some centres (N,), in bins: (clips, N)."""
     scale = symmetric_step(_clips(spec), code_range_of(spec)).float()
     values = centres.repeat(len(scale), 1)
     fill(values, values, scale, torch.zeros_like(scale), kernel_of(spec), ch_axis=0)
@@ -184,7 +200,7 @@ def _squared_errors(spec: QuantizationSpec) -> Tensor:
 
 
 @register(METHODS, "entropy")
-def entropy(batch: ObservedBatch, spec: QuantizationSpec) -> Range:
+def entropy(values: Distribution, spec: QuantizationSpec) -> Range:
     """Return the range cut at the clip of the least Kullback-Leibler divergence; of equal ones the largest.
 
     For the first i bins of the magnitudes, i in 128, 160, ... 1536, 1552, ... 2048, the reference P is these bins with
@@ -193,13 +209,13 @@ def entropy(batch: ObservedBatch, spec: QuantizationSpec) -> Range:
     second. Source: S. Migacz, "8-bit Inference with TensorRT", GTC 2017.
     """
     levels = min(spec.quant_max + 1, BINS)
-    counts = batch.magnitudes.clone()
+    counts = values.magnitudes.clone()
     counts[:, 0] = counts[:, 1]
     clips = torch.cat([torch.arange(128, 1536, 32), torch.arange(1536, BINS + 1, 16)])
     at_once = max(1, ENTROPY_AT_ONCE // (len(clips) * levels))
     divergence = torch.cat([_divergence(part, clips, levels) for part in torch.split(counts, at_once)])
     last_minimum = len(clips) - 1 - divergence.flip(1).argmin(1)
-    return batch.clipped(batch.amax * clips[last_minimum] / BINS)
+    return values.clipped(values.width * clips[last_minimum])
 
 
 def _divergence(counts: Tensor, clips: Tensor, levels: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a range method may read of one batch: exact extremes, a bounded sample, its histogram. Lives for one batch.
+"""What a range method may read, of one batch or of all together: exact extremes, a histogram. Finds no range.
 
 A tensor is a matrix here: one row, or one row per channel or group. Everything but the extremes is read from a regular
 sample of at most 2^17 values of all rows together, or 2^12 of each if that is more; smaller tensors are read whole. The
@@ -8,6 +8,7 @@ sample's stride has no divisor in common with the row's length, so it cannot run
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,11 +16,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import BLOCK, flat_view
+from quantizer.numerics.blocks import BLOCK, flat_view, memory_order
 from quantizer.numerics.granularity import to_rows
+from quantizer.numerics.histogram import BINS, Histogram
 
-BINS = 2048  # per sign; the resolution of TensorRT's and pytorch_nndct's calibrators
 SAMPLE = 1 << 17
+SLICE = 1 << 13  # values of one index of the first axis, where all batches are counted together
 SAMPLE_PER_ROW = 1 << 12
 NARROW = 16
 READ = 2 * BLOCK  # values per step where nothing is written, so that as much again stays in the cache
@@ -88,18 +90,90 @@ def stride_for(length: int, limit: int) -> int:
     return stride
 
 
+def slices(x: Tensor) -> Tensor:
+    """Return `x` as one row that is the same however its first axis was cut into batches, up to the order.
+
+    Of each index of that axis it has at most SLICE values, as far apart in memory.
+
+    >>> slices(torch.zeros(10, 64, 112, 112)).shape
+    torch.Size([1, 81100])
+    """
+    if x.ndim < 2 or x[0].numel() <= SLICE:
+        return as_rows(x)
+    inside = x.permute(0, *(axis + 1 for axis in memory_order(x[0]))).reshape(len(x), -1)
+    return inside[:, :: stride_for(inside.shape[1], SLICE)].reshape(1, -1)
+
+
+class Distribution(ABC):
+    """Values in rows, as far as range methods read them: the extremes `low` and `high` (R,), and counts in bins."""
+
+    low: Tensor
+    high: Tensor
+
+    @property
+    @abstractmethod
+    def histogram(self) -> Tensor:
+        """Counts in 2 * BINS bins around 0, (R, 2 * BINS) float64 on the CPU."""
+
+    @property
+    @abstractmethod
+    def width(self) -> Tensor:
+        """The width of a bin, (R,) float64."""
+
+    @cached_property
+    def amax(self) -> Tensor:
+        """The largest magnitude of each row, (R,) float64."""
+        return torch.maximum(-self.low, self.high).double()
+
+    @cached_property
+    def magnitudes(self) -> Tensor:
+        """Counts of magnitudes in BINS bins from 0, (R, BINS) float64 on the CPU."""
+        return self.histogram[:, BINS:] + self.histogram[:, :BINS].flip(1)
+
+    def clipped(self, clip: Tensor) -> Range:
+        """Return the range cut to magnitudes of at most `clip` (R,)."""
+        return torch.maximum(self.low, -clip), torch.minimum(self.high, clip)
+
+
 @dataclass(frozen=True)
-class ObservedBatch:
+class PooledBatches(Distribution):
+    """The values of all batches, in one histogram."""
+
+    pool: Histogram
+
+    @property
+    def low(self) -> Tensor:  # type: ignore[override]
+        """The least value of each row, (R,) float64."""
+        return self.pool.low
+
+    @property
+    def high(self) -> Tensor:  # type: ignore[override]
+        """The greatest value of each row, (R,) float64."""
+        return self.pool.high
+
+    @cached_property
+    def histogram(self) -> Tensor:
+        """As above."""
+        return self.pool.counts.double()
+
+    @property
+    def width(self) -> Tensor:
+        """As above."""
+        return self.pool.width
+
+
+@dataclass(frozen=True)
+class ObservedBatch(Distribution):
     """One batch's values as `rows` (R, N), with the exact extremes `low` and `high` (R,), in its dtype, on the CPU."""
 
     rows: Tensor
     low: Tensor
     high: Tensor
 
-    @cached_property
-    def amax(self) -> Tensor:
-        """The largest magnitude of each row, (R,) float64."""
-        return torch.maximum(-self.low, self.high).double()
+    @property
+    def width(self) -> Tensor:
+        """As above: the bins cover [-amax, amax]."""
+        return self.amax / BINS
 
     def split(self, rows: int) -> list[ObservedBatch]:
         """Return the batch in parts of about equal height, each of at most `rows` rows."""
@@ -124,12 +198,3 @@ class ObservedBatch:
         if count > 1:
             index += torch.arange(0, count * width, width, dtype=torch.int32, device=index.device)[:, None]
         return torch.bincount(index.view(-1), minlength=count * width).view(count, width).double().cpu()
-
-    @cached_property
-    def magnitudes(self) -> Tensor:
-        """Counts of the sample's magnitudes over [0, amax] in BINS equal bins, (R, BINS) float64 on the CPU."""
-        return self.histogram[:, BINS:] + self.histogram[:, :BINS].flip(1)
-
-    def clipped(self, clip: Tensor) -> Range:
-        """Return the range cut to magnitudes of at most `clip` (R,)."""
-        return torch.maximum(self.low, -clip), torch.minimum(self.high, clip)

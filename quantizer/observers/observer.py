@@ -1,4 +1,4 @@
-"""Watches one tensor over the batches and gives its scale and zero point. Keeps one range per batch, no values."""
+"""Watches one tensor over the batches and gives its scale and zero point. Keeps no values."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quantizer.config.model import QuantizationSpec
+from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import IntegerRange, QParams, qparams_from_range, qparams_from_step, step_from_range
 from quantizer.numerics.registry import lookup
+from quantizer.observers.memory import Memory, memory_of
 from quantizer.observers.methods import INTEGER_ONLY, METHODS, STATISTICS, axis_of, code_range_of, reduce_batches
 from quantizer.observers.observed_batch import ObservedBatch, as_rows, extremes
-
-ROWS_AT_ONCE = 1 << 12  # histograms of 4096 bins of each take 128 MB
 
 
 class ObservationError(ValueError):
@@ -45,6 +44,9 @@ class Observer:
     taken over the batches' scales, for an asymmetric one over either end of their ranges, where "max" is the outermost.
     A statistic of powers of two is rounded up to one.
 
+    With the statistic "pooled" all batches are counted in one histogram, which gives the range: any cut of the samples
+    into batches, in any order, and any merging of observers gives the same one.
+
     Raises:
         ValueError: no range exists for this spec.
     """
@@ -59,10 +61,11 @@ class Observer:
             raise ValueError("The diffs method tries powers of two, so it needs scale_type poweroftwo.")
         self.spec, self._axis = spec, axis_of(spec)
         self._shape: tuple[int, ...] | None = None if self._axis is not None else ()
-        self._method = lookup(METHODS, spec.method, "calibration method")
-        lookup(STATISTICS, spec.statistic, "statistic over batches")
-        # Of each batch the method's low and high, the least and greatest value, each (R,).
-        self._batches: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        if spec.method == "diffs" and spec.statistic == POOLED:
+            raise ValueError("The diffs method reads each batch's values, so its statistic is not pooled.")
+        lookup(METHODS, spec.method, "calibration method")
+        lookup({**STATISTICS, POOLED: None}, spec.statistic, "statistic over batches")
+        self._memory = memory_of(spec)
 
     @property
     def low(self) -> Tensor:
@@ -71,12 +74,12 @@ class Observer:
         Raises:
             UnobservedError: there was no batch yet.
         """
-        return self._shaped(self._seen(2).double().amin(0))
+        return self._shaped(self._seen().extremes()[0])
 
     @property
     def high(self) -> Tensor:
         """The largest value seen, like `low`."""
-        return self._shaped(self._seen(3).double().amax(0))
+        return self._shaped(self._seen().extremes()[1])
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
@@ -87,13 +90,7 @@ class Observer:
             NegativeValuesError: it holds negative values, and codes are unsigned and symmetric.
             ObservationError: it holds no values at all.
         """
-        batch = self._batch(x)
-        if self.spec.method == "maxmin":  # reads no histogram, so all rows at once
-            low, high = self._method(batch, self.spec)
-        else:
-            ranges = [self._method(part, self.spec) for part in batch.split(ROWS_AT_ONCE)]
-            low, high = (torch.cat(ends) for ends in zip(*ranges, strict=True))
-        self._batches.append((low, high, batch.low, batch.high))
+        self._memory.add(x, self._batch(x))
         self._shape = scale_shape(tuple(x.shape), self.spec.qscheme, self._axis, self.spec.group_size)
 
     def qparams(self) -> QParams:
@@ -102,8 +99,8 @@ class Observer:
         Raises:
             UnobservedError: there was no batch yet.
         """
-        lows, highs = self._seen(0), self._seen(1)
-        if len(lows) == 1:  # any statistic of one batch is that batch
+        lows, highs = self._seen().ranges()
+        if len(lows) == 1:  # any statistic of one range is that range
             qparams = qparams_from_range(lows[0], highs[0], self._code_range)
         elif self._code_range.symmetric:
             step = reduce_batches(step_from_range(lows, highs, self._code_range), self.spec.statistic)
@@ -116,7 +113,7 @@ class Observer:
 
     def forget_after(self, batches: int) -> None:
         """Drop what came after the first `batches` batches, so that one broken off leaves no trace."""
-        del self._batches[batches:]
+        self._memory.forget_after(batches)
 
     def merge(self, other: Observer) -> None:
         """Take in what `other` saw, as if its batches had come here.
@@ -126,12 +123,11 @@ class Observer:
         """
         if other.spec != self.spec:
             raise ValueError(f"Only observers of one spec can be merged, not of {self.spec} and {other.spec}.")
-        self._batches += other._batches
+        self._memory.merge(other._memory)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return all there is to keep: "batches", float64 (B, 4, R), 32 bytes per batch and row; (0, 4, 0) if new."""
-        batches = torch.stack([self._seen(end) for end in range(4)], 1) if self._batches else torch.empty(0, 4, 0)
-        return {"batches": batches.double()}
+        """Return all there is to keep: a range for each batch, or a histogram."""
+        return self._memory.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace what was seen by a state of `state_dict`.
@@ -139,10 +135,7 @@ class Observer:
         Raises:
             ValueError: it is something else.
         """
-        batches = state.get("batches")
-        if set(state) != {"batches"} or batches is None or batches.ndim != 3 or batches.shape[1] != 4:
-            raise ValueError(f'An observer\'s state is one tensor "batches" of shape (B, 4, R), not {sorted(state)}.')
-        self._batches = [(low, high, least, most) for low, high, least, most in batches.double()]
+        self._memory.load_state_dict(state)
 
     def _batch(self, x: Tensor) -> ObservedBatch:
         """Return `x` with its extremes, read once; NaN and infinity show in them."""
@@ -161,12 +154,11 @@ class Observer:
             )
         return ObservedBatch(rows, low, high)
 
-    def _seen(self, end: int) -> Tensor:
-        """One end of the ranges of all batches, (B, R)."""
-        if not self._batches:
+    def _seen(self) -> Memory:
+        """What was seen, which must be something."""
+        if self._memory.is_empty:
             raise UnobservedError("No values were observed, so there is no range and no scale.")
-        ends = [batch[end] for batch in self._batches]
-        return torch.stack(ends) if len(ends) > 1 else ends[0][None]
+        return self._memory
 
     def _shaped(self, row: Tensor) -> Tensor:
         return row if self._shape is None else row.view(self._shape)

@@ -669,3 +669,14 @@ def test_weights_of_the_layered_form_are_quantized_in_place() -> None:
     expected = quantized(mlp(), weight=spec(Dtype.int4, **int4))
     assert torch.equal(model(X), expected(X))
     assert not torch.equal(model(X), mlp()(X))
+
+
+@pytest.mark.parametrize("observer", [PerTensorPercentileObserver, PerTensorMSEObserver])
+def test_how_samples_are_cut_into_batches_does_not_show_in_the_scale(observer: Any) -> None:
+    samples = torch.randn(24, 8, generator=torch.Generator().manual_seed(3)) * torch.arange(1.0, 25)[:, None]
+    config = Config(QuantizationConfig(weight=spec(), input_tensors=spec(observer_cls=observer)))
+    scales = {
+        ModelQuantizer(config).quantize_model(mlp(), samples.split(size))[0].quantizers["input"].scale.item()
+        for size in (1, 5, 24)
+    }
+    assert len(scales) == 1

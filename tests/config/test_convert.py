@@ -60,7 +60,7 @@ SAYABLE: dict[str, dict[str, Any]] = {
     "methods": {
         "global_quant_config": {
             "weight": {"dtype": "int4", "observer_cls": "PerTensorMSEObserver", "scale_type": "pof2"},
-            "input_tensors": {"dtype": "int8", "observer_cls": "PerTensorPercentileObserver", "percentage": 99.9},
+            "bias": {"dtype": "int8", "observer_cls": "PerTensorPercentileObserver", "percentage": 99.9},
             "output_tensors": {"dtype": "bfloat16"},
         }
     },
@@ -167,6 +167,18 @@ def test_what_the_layered_form_cannot_say(name: str) -> None:
     assert message in errors[0].message
     assert str(errors[0].place).startswith("Config.global_quant_config.")
     assert set(codes(findings)) == {"QZ124"}
+
+
+def test_observers_of_all_batches_become_a_statistic_over_batches_with_a_warning() -> None:
+    inputs = {"dtype": "int8", "observer_cls": "PerTensorPercentileObserver"}
+    there, findings = to_layered(config({"global_quant_config": {"input_tensors": inputs}}))
+    assert {found.code for found in findings} == {"QZ125"}
+    assert {found.place and found.place.pointer for found in findings} == {
+        "/global_quant_config/input_tensors/observer_cls"
+    }
+    back, findings = to_hierarchical(config(there))
+    assert {found.code for found in findings} == {"QZ125"}
+    assert back["global_quant_config"]["input_tensors"]["observer_cls"] == "PerTensorPercentileObserver"
 
 
 def test_a_layer_that_inherits_from_its_type_depends_on_the_model() -> None:

@@ -217,6 +217,24 @@ def test_observers(observer: str, method: str, qscheme: str) -> None:
     """MinMax (per tensor/channel/group), Percentile and MSE (per tensor); an observer without a scheme implies it."""
     found = spec(dtype="int8", observer_cls=observer)
     assert (found.method, found.qscheme) == (method, qscheme)
+    assert found.statistic == "max"  # there is one batch of a weight
+
+
+def test_observers_that_count_see_all_batches_of_an_activation_as_one() -> None:
+    counting, extremes = "PerTensorPercentileObserver", "PerTensorMinMaxObserver"
+    for role in ("input_tensors", "output_tensors"):
+        assert spec(role, dtype="int8", observer_cls=counting).statistic == "pooled"
+        assert spec(role, dtype="int8", observer_cls=extremes).statistic == "max"
+    config = load(
+        global_quant_config={"input_tensors": {"dtype": "int8", "observer_cls": "PerTensorMSEObserver"}},
+        layer_quant_config={
+            "fc": {"input_tensors": {"dtype": "int4"}},
+            "conv": {"input_tensors": {"dtype": "int8", "observer_cls": extremes}},
+        },
+    )
+    fc, conv = (merged(config, "global", f'layer_quant_config["{name}"]', role="input") for name in ("fc", "conv"))
+    assert (fc.method, fc.statistic) == ("mse", "pooled")
+    assert (conv.method, conv.statistic) == ("maxmin", "max")
 
 
 def test_percentile_reads_its_percentage() -> None:

@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from quantizer.config.model import CAST_ONLY, Device, QuantizationSpec, Role
+from quantizer.config.model import CAST_ONLY, POOLED, Device, QuantizationSpec, Role
 from quantizer.config.resources import load_resource
 from quantizer.config.types import DeviceType, QSchemeType, RoundType, ScaleType
 from quantizer.numerics.formats import FLOAT_FORMATS
@@ -25,7 +25,7 @@ SCHEMA = load_resource("schemas", "quantization_spec.schema.json")["properties"]
         ("method", METHODS),
         ("round_mode", ROUND_MODES),
         ("round_mode", [member.value for member in RoundType]),
-        ("statistic", STATISTICS),
+        ("statistic", [*STATISTICS, POOLED]),
         ("scale_mode", SCALE_MODES),
         ("symmetric_scale", SYMMETRIC_SCALES),
         ("scale_type", [*(member.value for member in ScaleType), "e8m0"]),

@@ -1,0 +1,178 @@
+"""What an observer keeps of the batches: the range of each, or one histogram of all of them. Keeps no values."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantizer.config.model import POOLED, QuantizationSpec
+from quantizer.numerics.histogram import Histogram
+from quantizer.numerics.registry import lookup
+from quantizer.observers.methods import METHODS
+from quantizer.observers.observed_batch import Distribution, ObservedBatch, PooledBatches, Range, slices
+
+ROWS_AT_ONCE = 1 << 12  # histograms of 4096 bins of each take 128 MB
+
+
+def memory_of(spec: QuantizationSpec) -> Memory:
+    """Return an empty memory of the kind that the statistic asks for."""
+    return PooledMemory(spec) if spec.statistic == POOLED else RangeMemory(spec)
+
+
+def ranges(values: Distribution, spec: QuantizationSpec) -> Range:
+    """Return the range that the spec's method gives each row."""
+    return lookup(METHODS, spec.method, "calibration method")(values, spec)
+
+
+@dataclass
+class Memory(ABC):
+    """What an observer of `spec` has seen."""
+
+    spec: QuantizationSpec
+
+    @property
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """Whether there was no batch yet."""
+
+    @abstractmethod
+    def add(self, x: Tensor, batch: ObservedBatch) -> None:
+        """Take in a batch, whose values are `x`."""
+
+    @abstractmethod
+    def ranges(self) -> Range:
+        """The ranges found, (B, R) each; one for all batches has B = 1."""
+
+    @abstractmethod
+    def extremes(self) -> Range:
+        """The least and the greatest value seen in each row, (R,) float64."""
+
+    @abstractmethod
+    def forget_after(self, batches: int) -> None:
+        """Drop what came after the first `batches` batches."""
+
+    @abstractmethod
+    def merge(self, other: Memory) -> None:
+        """Take in what another memory of this kind has."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """All there is to keep."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replace what was seen; ValueError if it is something else."""
+
+
+class RangeMemory(Memory):
+    """Of each batch the method's low and high, the least and the greatest value, each (R,)."""
+
+    def __init__(self, spec: QuantizationSpec) -> None:
+        super().__init__(spec)
+        self._batches: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._batches
+
+    def add(self, x: Tensor, batch: ObservedBatch) -> None:
+        if self.spec.method == "maxmin":  # reads no histogram, so all rows at once
+            low, high = ranges(batch, self.spec)
+        else:
+            parts = [ranges(part, self.spec) for part in batch.split(ROWS_AT_ONCE)]
+            low, high = (torch.cat(ends) for ends in zip(*parts, strict=True))
+        self._batches.append((low, high, batch.low, batch.high))
+
+    def ranges(self) -> Range:
+        return self._seen(0), self._seen(1)
+
+    def extremes(self) -> Range:
+        return self._seen(2).double().amin(0), self._seen(3).double().amax(0)
+
+    def forget_after(self, batches: int) -> None:
+        del self._batches[batches:]
+
+    def merge(self, other: Memory) -> None:
+        assert isinstance(other, RangeMemory)
+        self._batches += other._batches
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """One tensor "batches", float64 (B, 4, R), 32 bytes per batch and row; (0, 4, 0) if new."""
+        batches = torch.empty(0, 4, 0) if self.is_empty else torch.stack([self._seen(end) for end in range(4)], 1)
+        return {"batches": batches.double()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        batches = state.get("batches")
+        if set(state) != {"batches"} or batches is None or batches.ndim != 3 or batches.shape[1] != 4:
+            raise ValueError(f'An observer\'s state is one tensor "batches" of shape (B, 4, R), not {sorted(state)}.')
+        self._batches = [(low, high, least, most) for low, high, least, most in batches.double()]
+
+    def _seen(self, end: int) -> Tensor:
+        """One end of the ranges of all batches, (B, R)."""
+        ends = [batch[end] for batch in self._batches]
+        return torch.stack(ends) if len(ends) > 1 else ends[0][None]
+
+
+class PooledMemory(Memory):
+    """One histogram of all batches but the last, which may still be dropped, and one of that."""
+
+    def __init__(self, spec: QuantizationSpec) -> None:
+        super().__init__(spec)
+        self._pool: Histogram | None = None
+        self._last: Histogram | None = None
+        self._batches = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return self._all() is None
+
+    def add(self, x: Tensor, batch: ObservedBatch) -> None:
+        rows = slices(x) if self.spec.qscheme == "per_tensor" else batch.rows
+        values = rows.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()
+        self._pool, self._last = self._all(), Histogram.of(values, batch.low, batch.high)
+        self._batches += 1
+
+    def ranges(self) -> Range:
+        low, high = ranges(PooledBatches(self._pooled()), self.spec)
+        return low[None], high[None]
+
+    def extremes(self) -> Range:
+        return self._pooled().low, self._pooled().high
+
+    def forget_after(self, batches: int) -> None:
+        if self._batches > batches:
+            self._last = None
+            self._batches -= 1
+
+    def merge(self, other: Memory) -> None:
+        assert isinstance(other, PooledMemory)
+        found, self._batches = other._all(), self._batches + other._batches
+        if found is not None:
+            self._pool, self._last = self._all(), found
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors of the histogram, and how many "batches" it is of; that alone if new."""
+        found = self._all()
+        return {"batches": torch.tensor(self._batches), **({} if found is None else found.to_tensors())}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        tensors = dict(state)
+        batches = tensors.pop("batches", None)
+        if batches is None or batches.ndim:
+            raise ValueError(f'An observer\'s state is a histogram and the number of "batches", not {sorted(state)}.')
+        self._pool = Histogram.from_tensors(tensors) if tensors else None
+        self._last, self._batches = None, int(batches)
+
+    def _all(self) -> Histogram | None:
+        if self._pool is None or self._last is None:
+            return self._last if self._pool is None else self._pool
+        return self._pool.merge(self._last)
+
+    def _pooled(self) -> Histogram:
+        found = self._all()
+        assert found is not None
+        return found
