@@ -13,6 +13,7 @@ from quantizer.algorithms.gram import Gram
 from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.round_to_nearest import nearest_qparams, output_error
 from quantizer.algorithms.sequential_runner import SequentialRunner
+from quantizer.config.hierarchical_spec import usual_symmetric_scale
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
 from quantizer.nn.network import Network
@@ -29,10 +30,24 @@ AfterLayer = Callable[[], None]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A weight that may get another width: the linear and convolution layers that share it, and their specs."""
+    """A weight that may get another width: the linear and convolution layers that share it, and their specs.
+
+    `implied` says that the rule for symmetric scales is the one that the config's form has for so many bits.
+    """
 
     layers: tuple[str, ...]
     specs: tuple[QuantizationSpec, ...]
+    implied: bool = False
+
+    def with_width(self, spec: QuantizationSpec, width: Width) -> QuantizationSpec:
+        """One of the specs with other bits, or a format without a scale.
+
+        >>> spec = QuantizationSpec(qscheme="per_channel")
+        >>> Candidate(("fc",), (spec,), implied=True).with_width(spec, 3).symmetric_scale
+        'half_range'
+        """
+        found = with_width(spec, width)
+        return replace(found, symmetric_scale=usual_symmetric_scale(found)) if self.implied else found
 
 
 def with_width(spec: QuantizationSpec, width: Width) -> QuantizationSpec:
@@ -48,7 +63,7 @@ def quantizers(network: Network, candidate: Candidate, width: Width) -> dict[str
     """What rounds the weight of each of the candidate's layers to nearest."""
     found = {}
     for name, own in zip(candidate.layers, candidate.specs, strict=True):
-        tensor, weight = QuantizedTensor(with_width(own, width)), network.layers[name].get_parameter("weight")
+        tensor, weight = QuantizedTensor(candidate.with_width(own, width)), network.layers[name].get_parameter("weight")
         scaled = tensor.at(nearest_qparams(tensor.spec, weight)) if tensor.spec.is_scaled else tensor
         found[name] = TensorQuantizer.of(scaled)
     return found

@@ -180,7 +180,9 @@ def candidates(plan: Plan) -> tuple[list[Candidate], dict[str, str]]:
             kept[name] = f"it shares the weight of {other}: {_why_kept(plan, other)}"
         elif layers[0] == name:
             specs = tuple(plan.tensors[other, "weights"].spec for other in layers)
-            found[name] = Candidate(layers, specs)
+            origins = [plan.tensors[other, "weights"].origins for other in layers]
+            implied = all(each["symmetric_scale"] == each["dtype"] != "default" for each in origins)
+            found[name] = Candidate(layers, specs, implied)
     order = {node.name: at for at, node in enumerate(plan.graph.nodes)}
     return sorted(found.values(), key=lambda candidate: order[candidate.layers[0]]), kept
 
@@ -200,7 +202,7 @@ def _row(plan: Plan, candidate: Candidate, widths: Sequence[Width], noise: tuple
     name, spec = candidate.layers[0], candidate.specs[0]
     values = plan.graph.tensors[plan.graph.by_name[name].params["weight"]].numel()
     scales = plan.tensors[name, "weights"].scales
-    specs = [with_width(spec, width) for width in widths]
+    specs = [candidate.with_width(spec, width) for width in widths]
     sizes = tuple(parameter_bytes(values, each, scales if each.is_scaled else 0) for each in specs)
     return Row(candidate, values, bits_of(spec), parameter_bytes(values, spec, scales), sizes, noise)
 
@@ -255,7 +257,7 @@ def specs_of(plan: Plan, found: Analysis, picked: Sequence[int]) -> dict[str, di
     changed: dict[str, dict[Role, QuantizationSpec]] = {}
     for row, at in zip(found.rows, picked, strict=True):
         for name, own in zip(row.candidate.layers, row.candidate.specs, strict=True):
-            spec = with_width(own, found.widths[at])
+            spec = row.candidate.with_width(own, found.widths[at])
             if spec != own:
                 others = {base_role(t.role): t.spec for t in plan.tensors.values() if name in t.members}
                 changed[name] = {**others, "weights": spec}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -138,7 +139,8 @@ def test_the_written_config_plans_the_chosen_bits_and_changes_nothing_else(
         if key[1] != "weights":
             assert spec == before[key], key
         elif spec["dtype"] == "int":
-            assert spec == before[key] | {"bit_width": bits[key[0]]}, key
+            rule = "half_range" if form == "hierarchical" and bits[key[0]] < 8 else "quant_max"
+            assert spec == before[key] | {"bit_width": bits[key[0]], "symmetric_scale": rule}, key
         else:
             assert spec["dtype"] == bits[key[0]]
 
@@ -146,16 +148,18 @@ def test_the_written_config_plans_the_chosen_bits_and_changes_nothing_else(
 def test_a_choice_that_is_measured_to_be_worse_gives_way_to_the_uniform_width(
     analyze: Analyze, model: Callable[[type[nn.Module]], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written = tmp_path / "uniform.json"
-    assert analyze(HIERARCHICAL, "--budget", "3.4", "-o", str(written), "--json") == 0
+    written, config = tmp_path / "uniform.json", copy.deepcopy(HIERARCHICAL)
+    config["global_quant_config"]["weight"]["symmetric_scale"] = "quant_max"
+    assert analyze(config, "--budget", "3.4", "-o", str(written), "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["mixed"]["predicted_db"] > found["uniform"]["predicted_db"]
     assert found["mixed"]["measured_db"] < found["uniform"]["measured_db"]
     assert (found["written"], found["config"]) == ("uniform", json.loads(written.read_text()))
     assert {row["bits"] for row in found["layers"]} == {3}
     specs = plan_of(written, model(Small), capsys)
-    assert {spec["bit_width"] for (_, role), spec in specs.items() if role == "weights"} == {3}
-    assert analyze(HIERARCHICAL, "--budget", "3.4") == 0
+    weights = {(spec["bit_width"], spec["symmetric_scale"]) for (_, role), spec in specs.items() if role == "weights"}
+    assert weights == {(3, "quant_max")}
+    assert analyze(config, "--budget", "3.4") == 0
     assert "the uniform width is better, so the config has that one" in capsys.readouterr().err
 
 
@@ -201,7 +205,7 @@ def test_noise_is_that_of_the_network_with_one_weight_rounded(
     exact = [network(x) for x in batches]
     with torch.no_grad():
         weight = network.second.weight
-        scale = weight.abs().amax((1, 2, 3), keepdim=True) / 3  # symmetric int3: -4 to 3
+        scale = weight.abs().amax((1, 2, 3), keepdim=True) / 3.5  # symmetric int3: -4 to 3
         weight.copy_((weight / scale).round().clamp(-4, 3) * scale)
         noise = sum(float((network(x) - y).square().sum()) for x, y in zip(batches, exact, strict=True))
     signal = sum(float(y.square().sum()) for y in exact)

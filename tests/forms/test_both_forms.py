@@ -54,8 +54,12 @@ def pairs(name: str) -> dict[str, Pair]:
         ),
         "other widths by type and by name": (
             layered(
-                layer(type="Conv2d", roles=["weights"], bit_width=4),
-                layer(name, roles=["weights", "bias"], tensor={"weights": {"bit_width": 16}}),
+                layer(type="Conv2d", roles=["weights"], bit_width=4, symmetric_scale="half_range"),
+                layer(
+                    name,
+                    roles=["weights", "bias"],
+                    tensor={"weights": {"bit_width": 16, "symmetric_scale": "quant_max"}},
+                ),
                 roles=["weights"],
             ),
             hierarchical(
