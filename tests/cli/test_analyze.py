@@ -139,7 +139,8 @@ def test_the_written_config_plans_the_chosen_bits_and_changes_nothing_else(
         if key[1] != "weights":
             assert spec == before[key], key
         elif spec["dtype"] == "int":
-            rule = "half_range" if form == "hierarchical" and bits[key[0]] < 8 else "quant_max"
+            few = form == "hierarchical" and spec["symmetric"] and bits[key[0]] < 8
+            rule = "half_range" if few else "quant_max"
             assert spec == before[key] | {"bit_width": bits[key[0]], "symmetric_scale": rule}, key
         else:
             assert spec["dtype"] == bits[key[0]]
