@@ -1,7 +1,6 @@
 """Which multiplications ONNX Runtime computes in integers, read off the graph that its optimizer makes of a file."""
 
 import re
-from collections.abc import Iterable
 
 import onnx
 
@@ -9,8 +8,8 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.engine.solution import Solution
 from quantizer.export.agreement import Kernels
 from quantizer.export.onnx_lowering import MULTIPLYING
+from quantizer.export.onnx_specs import input_spec, output_spec, specs_of
 from quantizer.graph.ir import Graph
-from quantizer.plan.model import Key
 
 INTEGER = {
     *("QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger", "MatMulIntegerToFloat", "QGemm"),
@@ -47,7 +46,7 @@ def _why(layer: str, graph: Graph, solution: Solution) -> str:
     """The first thing in the config that keeps a layer's multiplication in float, and what to write instead."""
     if layer not in graph.by_name:
         return "torch.onnx made it of another operator"
-    node, specs = graph.by_name[layer], {key: tensor.spec for key, tensor in solution.tensors.items()}
+    node, specs = graph.by_name[layer], specs_of(solution)
     weights = specs.get((layer, "weights"))
     if node.row.weight and weights is None:
         return "its weights are not quantized"
@@ -55,7 +54,7 @@ def _why(layer: str, graph: Graph, solution: Solution) -> str:
         return f"its weights are {_words(weights)}; 8 bits or fewer of integers have kernels"
     if node.row.transposed:
         return "ONNX Runtime has no integer kernel for transposed convolutions"
-    for role, spec in (("input", _input(layer, graph, solution)), ("output", _output(layer, graph, solution))):
+    for role, spec in (("input", input_spec(layer, graph, specs)), ("output", output_spec(layer, graph, specs))):
         if spec is None:
             return f"its {role} is not quantized"
         if spec.dtype != "int" or spec.bit_width > 8:
@@ -67,35 +66,3 @@ def _why(layer: str, graph: Graph, solution: Solution) -> str:
 
 def _words(spec: QuantizationSpec) -> str:
     return f"in {spec.bit_width} bits" if spec.dtype == "int" else spec.dtype
-
-
-def _input(layer: str, graph: Graph, solution: Solution) -> QuantizationSpec | None:
-    """How what a layer reads is quantized: by itself, or where it was made."""
-    return _first(solution, [(layer, "input"), *_up(layer, graph)])
-
-
-def _output(layer: str, graph: Graph, solution: Solution) -> QuantizationSpec | None:
-    """How what a layer makes is quantized: at the layer, or after what alone reads it."""
-    return _first(solution, ((name, "activation") for name in _down(layer, graph)))
-
-
-def _first(solution: Solution, keys: Iterable[Key]) -> QuantizationSpec | None:
-    return next((solution.tensors[key].spec for key in keys if key in solution.tensors), None)
-
-
-def _up(layer: str, graph: Graph) -> Iterable[Key]:
-    """The layer's source, and those that only hand its value on."""
-    node = graph.source(graph.by_name[layer])
-    while node is not None:
-        yield node.name, "input" if node.op == "input" else "activation"
-        node = graph.source(node) if node.row.keeps_scale else None
-
-
-def _down(layer: str, graph: Graph) -> Iterable[str]:
-    """The layer, and what alone reads the one before, up to the next with a weight."""
-    while True:
-        yield layer
-        readers = graph.consumers[layer]
-        if len(readers) != 1 or not readers[0] or graph.by_name[readers[0]].row.weight:
-            return
-        layer = readers[0]

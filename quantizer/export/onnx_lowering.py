@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from torch import Tensor
 
 from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.export.onnx_linear import straighten
 from quantizer.export.onnx_nodes import UNBOUNDED, Emission, clips_codes, quantize_activation, quantize_weights
-from quantizer.export.onnx_tensors import INT32
+from quantizer.export.onnx_tensors import INT32, float_tensor
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
@@ -26,6 +28,7 @@ _CHANNELS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1}
 
 def lower(model: ModelProto, network: Network, wanted: Wanted, opset: int) -> None:
     """Put the quantizations in where the marks are: nodes, and codes for weights; and name what multiplies."""
+    straight = straighten(model, lambda node: node.domain == DOMAIN and is_parameter(wanted[_index(node)][0][1]))
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     makers = {name: node for node in model.graph.node for name in node.output}
     readers = Counter(name for node in model.graph.node for name in node.input)
@@ -36,12 +39,14 @@ def lower(model: ModelProto, network: Network, wanted: Wanted, opset: int) -> No
         if node.domain != DOMAIN:
             nodes.append(node)
             continue
-        (source,), (result,), ((layer, role), tensor) = node.input, node.output, wanted[node.attribute[0].i]
+        (source,), (result,), ((layer, role), tensor) = node.input, node.output, wanted[_index(node)]
         name = f"{layer}.{role}"
         if is_parameter(role):
             layers[result] = layer
             values = network.layers[layer].get_parameter(parameter_name(role)).detach()
-            emission = quantize_weights(name, tensor, values, result, opset) or _as_it_is(tensors[source], result)
+            transposed = result in straight
+            emission = quantize_weights(name, tensor, values, result, opset, transposed=transposed)
+            emission = emission or _as_floats(result, values.T if transposed else values)
         else:
             layers[source] = layer
             bounds, cut = UNBOUNDED, makers.get(source)
@@ -93,12 +98,14 @@ def _bounds(node: NodeProto, tensors: Mapping[str, TensorProto]) -> tuple[float,
     return -math.inf if low is None else low, math.inf if high is None else high
 
 
-def _as_it_is(tensor: TensorProto, name: str) -> Emission:
-    """A float initializer of the same values."""
-    copy = TensorProto()
-    copy.CopyFrom(tensor)
-    copy.name = name
-    return Emission(name, initializers=[copy])
+def _index(mark: NodeProto) -> int:
+    """Which of the quantizations a mark stands for."""
+    return int(mark.attribute[0].i)
+
+
+def _as_floats(name: str, values: Tensor) -> Emission:
+    """A float initializer."""
+    return Emission(name, initializers=[float_tensor(name, values)])
 
 
 def _keep_float_weights(model: ModelProto, nodes: list[NodeProto]) -> None:

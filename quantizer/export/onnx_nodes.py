@@ -166,8 +166,11 @@ def _rounded(emission: Emission, mode: str, x: str) -> str:
     return emission.add("Mul", x, sign) if on_magnitude else x
 
 
-def quantize_weights(name: str, tensor: QuantizedTensor, values: Tensor, y: str, opset: int) -> Emission | None:
-    """Codes, scale, zero point and the node that makes `values` of them as `y`; None where floats have to stay.
+def quantize_weights(
+    name: str, tensor: QuantizedTensor, values: Tensor, y: str, opset: int, *, transposed: bool = False
+) -> Emission | None:
+    """Codes, scale, zero point and the node that makes `values` of them as `y`, or of both the transpose; None where
+    floats have to stay.
 
     Floats stay, exact as they are, in floating-point formats, in groups before operator set 21, and where float32
     cannot compute the value from the code, as of more than 24 bits. `values` are what the codes stand for.
@@ -182,10 +185,17 @@ def quantize_weights(name: str, tensor: QuantizedTensor, values: Tensor, y: str,
     if not torch.equal(from_rows(restored, tuple(values.shape), *cut), values):
         return None
     emission = Emission(name)
-    inputs = [emission.codes("codes", tensor.codes, carrier), emission.constant("scale", _placed(tensor.scale, spec))]
+    codes, scale, zero_point = tensor.codes, _placed(tensor.scale, spec), _placed(tensor.zero_point, spec)
+    attributes = _attributes(spec, values)
+    if transposed:
+        codes = codes.T
+        if spec.qscheme == "per_group":
+            scale, zero_point = scale.T, zero_point.T
+        attributes |= {"axis": 1 - attributes["axis"]} if attributes else {}
+    inputs = [emission.codes("codes", codes, carrier), emission.constant("scale", scale)]
     if carrier is not INT32:
-        inputs.append(emission.codes("zero_point", _placed(tensor.zero_point, spec), carrier))
-    emission.add("DequantizeLinear", *inputs, output=y, **_attributes(spec, values))
+        inputs.append(emission.codes("zero_point", zero_point, carrier))
+    emission.add("DequantizeLinear", *inputs, output=y, **attributes)
     return emission
 
 

@@ -27,6 +27,7 @@ from quantizer.export.onnx_nodes import (
     BLOCKS,
     refusal,
 )
+from quantizer.export.onnx_specs import restated
 from quantizer.export.onnx_tensors import activation_carrier, carrier_of
 from quantizer.export.onnx_verify import verify_sessions
 from quantizer.export.torch_program import exported
@@ -53,8 +54,9 @@ def export(deployment: Deployment, path: Path) -> Verification:
         VerificationError: a session does not give test mode's outputs.
     """
     check("onnx", deployment.graph, deployment.solution.specs, deployment.opset)
-    wanted = list(deployment.encoded.tensors.items())
-    opset = operator_set(deployment.encoded.specs) if deployment.opset == -1 else deployment.opset
+    solution = restated(deployment.graph, deployment.encoded)
+    wanted = list(solution.tensors.items())
+    opset = operator_set(solution.specs) if deployment.opset == -1 else deployment.opset
     network = deployment.network()
     model = _translate(deployment, _Flat(network, deployment, wanted), opset)
     lower(model, network, wanted, opset)
