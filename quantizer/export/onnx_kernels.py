@@ -59,7 +59,7 @@ def _why(layer: str, graph: Graph, solution: Solution) -> str:
             return f"its {role} is not quantized"
         if spec.dtype != "int" or spec.bit_width > 8:
             return f"its {role} is {_words(spec)}; 8 bits or fewer of integers have kernels"
-        if spec.round_mode != "half_even":
+        if role == "output" and spec.round_mode != "half_even":
             return f'its {role} is rounded by operators in float: set round_mode to "half_even"'
     return "ONNX Runtime does not fuse it"
 

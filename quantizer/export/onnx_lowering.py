@@ -3,15 +3,14 @@ that multiply.
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
-from torch import Tensor
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from quantizer.config.roles import is_parameter, parameter_name
-from quantizer.export.onnx_linear import straighten
+from quantizer.export.onnx_dynamic import dynamic_product, multiplies_integers, quantize_dynamic
+from quantizer.export.onnx_linear import readers_of, straighten
 from quantizer.export.onnx_nodes import UNBOUNDED, Emission, clips_codes, quantize_activation, quantize_weights
 from quantizer.export.onnx_tensors import INT32, float_tensor
 from quantizer.nn.network import Network
@@ -28,53 +27,137 @@ _CHANNELS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1}
 
 def lower(model: ModelProto, network: Network, wanted: Wanted, opset: int) -> None:
     """Put the quantizations in where the marks are: nodes, and codes for weights; and name what multiplies."""
-    straight = straighten(model, lambda node: node.domain == DOMAIN and is_parameter(wanted[_index(node)][0][1]))
-    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
-    makers = {name: node for node in model.graph.node for name in node.output}
-    readers = Counter(name for node in model.graph.node for name in node.input)
-    readers.update(value.name for value in model.graph.output)
-    layers = {f"network.{module}.weight": layer for layer, module in network.module_names.items()}
+    marked = Marked(model, network, wanted, opset)
     nodes: list[NodeProto] = []
     for node in model.graph.node:
-        if node.domain != DOMAIN:
+        emission = marked.emission(node)
+        if emission is None:
             nodes.append(node)
-            continue
-        (source,), (result,), ((layer, role), tensor) = node.input, node.output, wanted[_index(node)]
-        name = f"{layer}.{role}"
-        if is_parameter(role):
-            layers[result] = layer
-            values = network.layers[layer].get_parameter(parameter_name(role)).detach()
-            transposed = result in straight
-            emission = quantize_weights(name, tensor, values, result, opset, transposed=transposed)
-            emission = emission or _as_floats(result, values.T if transposed else values)
         else:
-            layers[source] = layer
-            bounds, cut = UNBOUNDED, makers.get(source)
-            if cut is not None and readers[source] == 1 and clips_codes(tensor.spec, opset):
-                bounds = _bounds(cut, tensors)
-            if cut is not None and bounds != UNBOUNDED:
-                nodes.remove(cut)
-                source = cut.input[0]
-            emission = quantize_activation(name, tensor, source, result, opset, bounds)
-        model.graph.initializer.extend(emission.initializers)
-        nodes += emission.nodes
+            model.graph.initializer.extend(emission.initializers)
+            nodes += emission.nodes
+    nodes = [node for node in nodes if not marked.is_cut(node)]
     for node in nodes:
         if node.op_type in MULTIPLYING:
-            node.name = _layer(node, makers, layers) or node.name
+            node.name = marked.layer(node) or node.name
     _keep_float_weights(model, nodes)
     _replace(model, nodes)
 
 
+class Marked:
+    """A translated model whose quantizations are marks, with weights that multiply alone transposed already."""
+
+    def __init__(self, model: ModelProto, network: Network, wanted: Wanted, opset: int) -> None:
+        self.network, self.wanted, self.opset = network, wanted, opset
+        self.straight = straighten(model, lambda node: self._is_weight(node))
+        self.tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+        self.makers = {name: node for node in model.graph.node for name in node.output}
+        self.readers = readers_of(model.graph.node)
+        self.outputs = {value.name for value in model.graph.output}
+        self.layers = {f"network.{module}.weight": layer for layer, module in network.module_names.items()}
+        self.layers |= {self._named(node): self._wanted(node)[0][0] for node in model.graph.node if _is_mark(node)}
+        self.ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values_of(model)}
+        self.in_products = self._products(model.graph.node)
+        self.cut: set[str] = set()
+
+    def emission(self, node: NodeProto) -> Emission | None:
+        """What to write in place of a mark, or of a product of integers; None for a node to be left as it is."""
+        if not _is_mark(node):
+            product = node.op_type == "MatMul" and node.input[0] in self.in_products
+            return self._product(node) if product else None
+        (layer, role), tensor = self._wanted(node)
+        if node.output[0] in self.in_products:
+            return Emission(layer)
+        return self._weights(node, layer, role, tensor) if is_parameter(role) else self._activation(node)
+
+    def is_cut(self, node: NodeProto) -> bool:
+        """Whether the bounds of codes do what it did."""
+        return node.output[0] in self.cut
+
+    def layer(self, node: NodeProto) -> str | None:
+        """The layer whose weight a node multiplies by; of a product of activations, the layer that quantizes it."""
+        weight = node.input[1]
+        while weight not in self.layers and weight in self.makers and self.makers[weight].op_type == "Transpose":
+            weight = self.makers[weight].input[0]
+        maker = self.makers.get(weight)
+        is_weight = weight in self.layers and (maker is None or self._is_weight(maker))
+        return self.layers[weight] if is_weight else self.layers.get(node.output[0])
+
+    def _wanted(self, mark: NodeProto) -> tuple[Key, QuantizedTensor]:
+        index: int = mark.attribute[0].i
+        return self.wanted[index]
+
+    def _is_weight(self, node: NodeProto) -> bool:
+        return _is_mark(node) and is_parameter(self._wanted(node)[0][1])
+
+    def _named(self, mark: NodeProto) -> str:
+        """The value that is a layer's: its weight once it is quantized, and what it makes before."""
+        return str(mark.output[0] if self._is_weight(mark) else mark.input[0])
+
+    def _products(self, nodes: Sequence[NodeProto]) -> set[str]:
+        """The marked values that only products of integers read, by rows of their own scale and by transposed codes."""
+
+        def is_product(node: NodeProto) -> bool:
+            if node.op_type != "MatMul" or node.input[1] not in self.straight:
+                return False
+            x, weight = self.makers.get(node.input[0]), self.makers[node.input[1]]
+            held = self._wanted(weight)[1]
+            fits = held.spec.dtype == "int" and held.spec.bit_width == 8 and held.codes is not None
+            fits = fits and (held.spec.qscheme == "per_tensor" or held.spec.ch_axis == 0)
+            return fits and x is not None and _is_mark(x) and multiplies_integers(self._wanted(x)[1].spec)
+
+        marked = [node.output[0] for node in filter(_is_mark, nodes) if node.output[0] not in self.outputs]
+        read = {name: self.readers[name] for name in marked if self.readers[name]}
+        activations = {name for name in read if name not in self.straight and all(map(is_product, read[name]))}
+        weights = {name for name in self.straight & read.keys() if {n.input[0] for n in read[name]} <= activations}
+        return activations | weights
+
+    def _product(self, node: NodeProto) -> Emission:
+        x, weight = (self.makers[name] for name in node.input)
+        spec, held = self._wanted(x)[1].spec, self._wanted(weight)[1]
+        source = x.input[0]
+        return dynamic_product(self.layer(node) or node.name, spec, held, source, node.output[0], self.ranks[source])
+
+    def _weights(self, mark: NodeProto, layer: str, role: str, tensor: QuantizedTensor) -> Emission:
+        (result,) = mark.output
+        name, transposed = f"{layer}.{role}", result in self.straight
+        values = self.network.layers[layer].get_parameter(parameter_name(role)).detach()
+        emission = quantize_weights(name, tensor, values, result, self.opset, transposed=transposed)
+        floats = values.T if transposed else values
+        return emission or Emission(name, initializers=[float_tensor(result, floats)])
+
+    def _activation(self, mark: NodeProto) -> Emission:
+        (source,), (result,), ((layer, role), tensor) = mark.input, mark.output, self._wanted(mark)
+        name = f"{layer}.{role}"
+        grouped = any(self._has_groups(reader) for reader in self.readers[result])
+        if tensor.spec.is_scaled and tensor.spec.is_dynamic:
+            return quantize_dynamic(name, tensor.spec, source, result, self.ranks[source], in_floats=grouped)
+        bounds, cut = UNBOUNDED, self.makers.get(source)
+        is_only = len(self.readers[source]) == 1 and source not in self.outputs
+        if cut is not None and is_only and clips_codes(tensor.spec, self.opset):
+            bounds = _bounds(cut, self.tensors)
+        if cut is not None and bounds != UNBOUNDED:
+            self.cut.add(source)
+            source = cut.input[0]
+        return quantize_activation(name, tensor, source, result, self.opset, bounds, in_floats=grouped)
+
+    def _has_groups(self, node: NodeProto) -> bool:
+        """Whether it multiplies by codes with scales for groups, for which kernels exist that take floats alone."""
+        if node.op_type != "MatMul" or node.input[1] not in self.straight:
+            return False
+        return self._wanted(self.makers[node.input[1]])[1].spec.qscheme == "per_group"
+
+
+def values_of(model: ModelProto) -> list[ValueInfoProto]:
+    """All values with their types, as torch.onnx gives them."""
+    return [*model.graph.input, *model.graph.value_info, *model.graph.output]
+
+
+def _is_mark(node: NodeProto) -> bool:
+    return bool(node.domain == DOMAIN)
+
+
 MULTIPLYING = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-
-
-def _layer(node: NodeProto, makers: Mapping[str, NodeProto], layers: Mapping[str, str]) -> str | None:
-    """The layer whose weight a node multiplies by; of a product of activations, the layer that quantizes it."""
-    weight = node.input[1]
-    while weight not in layers and weight in makers and makers[weight].op_type == "Transpose":
-        weight = makers[weight].input[0]
-    is_weight = weight in layers and (weight not in makers or makers[weight].domain == DOMAIN)
-    return layers[weight] if is_weight else layers.get(node.output[0])
 
 
 def _replace(model: ModelProto, nodes: Sequence[NodeProto]) -> None:
@@ -96,16 +179,6 @@ def _bounds(node: NodeProto, tensors: Mapping[str, TensorProto]) -> tuple[float,
     ends = [float(numpy_helper.to_array(tensors[name])) if name else None for name in node.input[1:]]
     low, high = (*ends, None, None)[:2]
     return -math.inf if low is None else low, math.inf if high is None else high
-
-
-def _index(mark: NodeProto) -> int:
-    """Which of the quantizations a mark stands for."""
-    return int(mark.attribute[0].i)
-
-
-def _as_floats(name: str, values: Tensor) -> Emission:
-    """A float initializer."""
-    return Emission(name, initializers=[float_tensor(name, values)])
 
 
 def _keep_float_weights(model: ModelProto, nodes: list[NodeProto]) -> None:

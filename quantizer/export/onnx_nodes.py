@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from onnx import NodeProto, TensorProto, helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.onnx_tensors import INT32, Carrier, activation_carrier, carrier_of, codes_tensor, float_tensor
+from quantizer.export.onnx_tensors import INT32, Carrier, activation_carrier, codes_tensor, float_tensor, weight_carrier
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.numerics.granularity import from_rows, to_rows
@@ -53,8 +53,13 @@ class Emission:
         return self.initializers[-1].name
 
     def codes(self, part: str, codes: Tensor, carrier: Carrier) -> str:
-        """An integer initializer."""
+        """An initializer of codes."""
         self.initializers.append(codes_tensor(f"{self.name}.{part}", codes, carrier))
+        return self.initializers[-1].name
+
+    def integers(self, part: str, values: Tensor) -> str:
+        """An initializer of int32 or int64, as the tensor is."""
+        self.initializers.append(numpy_helper.from_array(values.numpy(), f"{self.name}.{part}"))
         return self.initializers[-1].name
 
     def add(self, operator: str, *inputs: str, output: str = "", **attributes: Any) -> str:
@@ -70,15 +75,19 @@ def refusal(spec: QuantizationSpec, dtype: torch.dtype | None, opset: int) -> tu
         return f"is {dtype}", "compute it in float32, or leave it float"
     if not spec.is_scaled:
         return None
-    if spec.is_dynamic:
-        return "has a dynamic range", "set is_dynamic to false there, or use --deploy pt2"
+    if spec.is_dynamic and spec.qscheme == "per_group":
+        return "has dynamic ranges of groups", "set its qscheme to per_token, or use --deploy pt2"
+    if spec.is_dynamic and spec.scale_type != "float":
+        return "has a dynamic range with powers of two", "set scale_type to float there, or use --deploy pt2"
     if spec.dtype in FLOATS:
         if opset < FLOATS_FROM:
             return f"is {spec.dtype}, which operator set {opset} lacks", "set onnx_opset_version to 21 or -1"
     elif spec.dtype != "int":
         return f"is {spec.dtype}, which has no exact form", "use another format there, or --deploy pt2"
-    if spec.ch_axis is not None:
+    if spec.ch_axis is not None and not spec.is_dynamic:
         return "is quantized per channel", "set per_channel to false there"
+    if spec.dtype == "int" and spec.is_dynamic and spec.bit_width <= 16:
+        return None
     if spec.dtype == "int" and spec.bit_width > 16:
         return f"has {spec.bit_width} bits, and QuantizeLinear has 16 at most", "set its bit_width to 16 or less"
     if spec.dtype == "int" and activation_carrier(spec, opset) is None:
@@ -93,14 +102,21 @@ def clips_codes(spec: QuantizationSpec, opset: int) -> bool:
 
 
 def quantize_activation(
-    name: str, tensor: QuantizedTensor, x: str, y: str, opset: int, bounds: tuple[float, float] = UNBOUNDED
+    name: str,
+    tensor: QuantizedTensor,
+    x: str,
+    y: str,
+    opset: int,
+    bounds: tuple[float, float] = UNBOUNDED,
+    *,
+    in_floats: bool = False,
 ) -> Emission:
     """Nodes from value `x`, cut to `bounds`, to value `y`; `refusal` has nothing against it.
 
     Integers become QuantizeLinear and DequantizeLinear, with the codes clipped in between where they end before those
     of their integer type: as rounding is monotone, this is the same as before, and keeps no runtime from computing what
     makes `x` in integers. A rounding mode other than half_even is applied before, after which QuantizeLinear meets no
-    half-way point.
+    half-way point; `in_floats` leaves the two out.
     """
     spec, emission = tensor.spec, Emission(name)
     if not spec.is_scaled:
@@ -115,10 +131,12 @@ def quantize_activation(
     scale, zero_point = emission.constant("scale", tensor.scale), int(tensor.zero_point)
     ends = (torch.tensor(bounds) / tensor.scale).round().clamp(spec.quant_min - zero_point, spec.quant_max - zero_point)
     clip = None
-    if spec.round_mode != "half_even":
+    if in_floats or spec.round_mode != "half_even":
         x = emission.add("Div", x, scale)
         x = emission.add("Clip", x, emission.constant("low", ends[0]), emission.constant("high", ends[1]))
-        x = emission.add("Mul", _rounded(emission, spec.round_mode, x), scale)
+        x = emission.add("Mul", rounded(emission, spec.round_mode, x), scale, output=y if in_floats else "")
+        if in_floats:
+            return emission
     elif (ends + zero_point + offset).tolist() != [carrier.low, carrier.high]:
         clip = ends + zero_point + offset
     if clip is not None and carrier.data_type not in CLIPPED:
@@ -156,7 +174,10 @@ def _cast(emission: Emission, dtype: str, x: str, y: str) -> None:
     emission.add("Cast", emission.add("Cast", x, to=_CASTS[dtype]), output=y, to=TensorProto.FLOAT)
 
 
-def _rounded(emission: Emission, mode: str, x: str) -> str:
+def rounded(emission: Emission, mode: str, x: str) -> str:
+    """Nodes that round a value to integers in a mode of numerics.rounding."""
+    if mode == "half_even":
+        return emission.add("Round", x)
     on_magnitude, steps = _ROUNDINGS[mode]
     sign = emission.add("Sign", x) if on_magnitude else ""
     x = emission.add("Abs", x) if on_magnitude else x
@@ -175,8 +196,8 @@ def quantize_weights(
     Floats stay, exact as they are, in floating-point formats, in groups before operator set 21, and where float32
     cannot compute the value from the code, as of more than 24 bits. `values` are what the codes stand for.
     """
-    spec, carrier = tensor.spec, _carrier(tensor, opset)
-    if carrier is None or tensor.codes is None:
+    spec, found = tensor.spec, _carrier(tensor, opset)
+    if found is None or tensor.codes is None:
         return None
     cut = spec.qscheme, spec.ch_axis, spec.group_size
     scale, zero_point = tensor.scale.reshape(-1, 1), tensor.zero_point.reshape(-1, 1)
@@ -185,7 +206,9 @@ def quantize_weights(
     if not torch.equal(from_rows(restored, tuple(values.shape), *cut), values):
         return None
     emission = Emission(name)
-    codes, scale, zero_point = tensor.codes, _placed(tensor.scale, spec), _placed(tensor.zero_point, spec)
+    carrier, offset = found
+    codes, scale, zero_point = tensor.codes.to(torch.int64) + offset, tensor.scale, tensor.zero_point + offset
+    scale, zero_point = _placed(scale, spec), _placed(zero_point, spec)
     attributes = _attributes(spec, values)
     if transposed:
         codes = codes.T
@@ -213,11 +236,13 @@ def _attributes(spec: QuantizationSpec, values: Tensor) -> dict[str, int]:
     return {"axis": spec.ch_axis, "block_size": values.shape[spec.ch_axis] if whole else int(spec.group_size or 0)}
 
 
-def _carrier(tensor: QuantizedTensor, opset: int) -> Carrier | None:
-    """The type of the codes; DequantizeLinear takes 32-bit ones without a zero point, and groups from set 21 on."""
+def _carrier(tensor: QuantizedTensor, opset: int) -> tuple[Carrier, int] | None:
+    """The type of the codes and what to add to them; DequantizeLinear takes 32-bit ones without a zero point, and
+    groups from set 21 on.
+    """
     if tensor.spec.dtype != "int" or (tensor.spec.qscheme == "per_group" and opset < BLOCKS):
         return None
-    narrow = carrier_of(tensor.spec, opset)
+    narrow = weight_carrier(tensor.spec, opset)
     if narrow is not None or tensor.zero_point.any() or tensor.spec.quant_max > INT32.high:
         return narrow
-    return INT32
+    return INT32, 0

@@ -28,7 +28,7 @@ from quantizer.export.onnx_nodes import (
     refusal,
 )
 from quantizer.export.onnx_specs import restated
-from quantizer.export.onnx_tensors import activation_carrier, carrier_of
+from quantizer.export.onnx_tensors import LEAST, activation_carrier, weight_carrier
 from quantizer.export.onnx_verify import verify_sessions
 from quantizer.export.torch_program import exported
 from quantizer.graph.ir import Graph
@@ -36,7 +36,7 @@ from quantizer.graph.trace import quiet
 from quantizer.nn.network import Network
 from quantizer.plan.model import Key
 
-OPSETS = range(18, 24)
+OPSETS = range(LEAST, 24)
 """The operator sets that torch.onnx writes."""
 LARGEST = 2**31 - 2**20
 """Bytes of parameters, as float32, that fit one protobuf message."""
@@ -98,8 +98,8 @@ def _oldest(role: str, spec: QuantizationSpec) -> int:
     if not is_parameter(role):
         found = activation_carrier(spec, newest)
         return found[0].opset if found else 0
-    carrier = carrier_of(spec, newest)
-    return max(carrier.opset if carrier else 0, BLOCKS if spec.qscheme == "per_group" else 0)
+    held = weight_carrier(spec, newest)
+    return max(held[0].opset if held else 0, BLOCKS if spec.qscheme == "per_group" else 0)
 
 
 class _Mark(nn.Module):

@@ -90,8 +90,7 @@ def test_onnx_holds_the_values_of_a_bias(correction: float, tmp_path: Path) -> N
     export("onnx", given, tmp_path / "net.onnx")
     expected = given.network().layers[LAYER].get_parameter("bias")
     tensors = onnx.load(tmp_path / "net.onnx").graph.initializer
-    floats = [t for t in tensors if t.data_type == onnx.TensorProto.FLOAT and list(t.dims) == [4]]
-    (found,) = [torch.frombuffer(bytearray(t.raw_data), dtype=torch.float32) for t in floats]
+    (found,) = [-torch.frombuffer(bytearray(t.raw_data), dtype=torch.float32) for t in tensors if "bias" in t.name]
     assert torch.equal(found, expected)
 
 

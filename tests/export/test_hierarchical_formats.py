@@ -135,7 +135,17 @@ def test_groups_are_stored_as_codes(tmp_path: Path) -> None:
     assert {t.data_type for t in model.graph.initializer if t.name.endswith("weights.codes")} == {onnx.TensorProto.INT4}
 
 
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("kind", ["dynamic", "tokens"])
+def test_onnx_finds_ranges_at_run_time(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
+    for each in (
+        side_by_side({"weights": {}, "input": INPUTS[kind]}),
+        deployed("residual", {"weights": {}, "input": INPUTS[kind]}),
+    ):
+        assert exported("onnx", each, tmp_path) < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["mx", "fp4", "channels"])
 def test_onnx_refuses_what_it_cannot_say_with_the_first_layers(kind: str) -> None:
     pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
     given = deployed("residual", {"weights": {}, "input": INPUTS[kind]})
