@@ -53,7 +53,7 @@ def restated(graph: Graph, solution: Solution) -> Solution:
             continue
         if tensor.spec.qscheme != "per_group" and is_narrow(input_spec(layer, graph, specs)):
             tensors[layer, role] = replace(tensor, spec=replace(tensor.spec, bit_width=8, narrow_range=False))
-        elif node.op == "linear":
+        elif graph.weight(node).dim() == 2:
             tensors[layer, role] = _for_floats(tensor, *graph.weight(node).shape)
     return replace(solution, tensors=tensors)
 
