@@ -3,6 +3,7 @@
 import re
 
 import onnx
+from onnx import ModelProto
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.solution import Solution
@@ -19,20 +20,19 @@ INTEGER = {
 FLOAT = {"Conv", "FusedConv", "ConvTranspose", "MatMul", "FusedMatMul", "Gemm", "FusedGemm"}
 
 
-def kernels(content: bytes, optimized: str, graph: Graph, solution: Solution) -> Kernels:
+def kernels(model: ModelProto, optimized: str, graph: Graph, solution: Solution) -> Kernels:
     """What the multiplications of a network became; one that cannot be found again counts as float.
 
     Args:
-        content: the file as it was written.
+        model: the file as it was written.
         optimized: the file that a session wrote as its `optimized_model_filepath`; its nodes keep the names of those
             that they replace, which are layers of `graph`.
     """
     nodes = onnx.load(optimized, load_external_data=False).graph.node
     integer = tuple(_layer(node.name) for node in nodes if node.op_type in INTEGER)
     floating = [_layer(node.name) for node in nodes if node.op_type in FLOAT]
-    written = onnx.load_model_from_string(content).graph.node
     floating += [
-        node.name for node in written if node.op_type in MULTIPLYING and node.name not in (*integer, *floating)
+        node.name for node in model.graph.node if node.op_type in MULTIPLYING and node.name not in (*integer, *floating)
     ]
     return Kernels(integer, {layer: _why(layer, graph, solution) for layer in floating})
 

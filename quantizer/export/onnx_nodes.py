@@ -71,7 +71,7 @@ class Emission:
 
 def refusal(spec: QuantizationSpec, dtype: torch.dtype | None, opset: int) -> tuple[str, str] | None:
     """Why ONNX cannot quantize an activation of a dtype as test mode does, and what to change; None if it can."""
-    if dtype is not None and dtype.is_floating_point and dtype != torch.float32:
+    if dtype == torch.float64:
         return f"is {dtype}", "compute it in float32, or leave it float"
     if not spec.is_scaled:
         return None

@@ -9,32 +9,35 @@ from typing import Any
 
 import onnxruntime
 import torch
+from onnx import ModelProto
 from torch import Tensor
 
 from quantizer.errors import VerificationError
 from quantizer.export.agreement import Agreement, Verification, agrees
 from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.float32 import widened
 from quantizer.export.onnx_kernels import kernels
 
 PLAIN, DEFAULT = "ONNX Runtime without optimizations", "a default ONNX Runtime session"
+_EXTERNAL = "session.optimized_model_external_initializers_file_name"
 _HELP = "--deploy pt2 needs no such runtime; another onnx_opset_version may avoid what this one gets wrong"
 
 
-def verify_sessions(content: bytes, deployment: Deployment, name: str) -> Verification:
-    """Compare the outputs of a serialized model with test mode's over all calls.
+def verify_sessions(source: bytes | str, model: ModelProto, deployment: Deployment, name: str) -> Verification:
+    """Compare the outputs of a model, serialized or in a file, with test mode's over all calls.
 
     Raises:
         VerificationError: ONNX Runtime cannot load or run it, or gives other outputs; `name` stands for the file.
     """
     with TemporaryDirectory() as folder:
         optimized = str(Path(folder) / "optimized.onnx")
-        sessions = {label: _session(content, label, name, optimized) for label in (PLAIN, DEFAULT)}
-        multiplications = kernels(content, optimized, deployment.graph, deployment.solution)
+        sessions = {label: _session(source, label, name, optimized) for label in (PLAIN, DEFAULT)}
+        multiplications = kernels(model, optimized, deployment.graph, deployment.solution)
     agreements = {label: Agreement("outputs", deployment.steps) for label in sessions}
     network = deployment.network()
     for args, kwargs in deployment.calls():
         with torch.no_grad():
-            expected = tensor_leaves(network(*args, **kwargs))
+            expected = widened(tensor_leaves(network(*args, **kwargs)))
         for label, session in sessions.items():
             with _failures_named(label, name):
                 found = _outputs(session, args, kwargs)
@@ -48,7 +51,7 @@ def verify_sessions(content: bytes, deployment: Deployment, name: str) -> Verifi
     return replace(verified[PLAIN], default_session=replace(verified[DEFAULT], kernels=multiplications))
 
 
-def _session(content: bytes, label: str, name: str, optimized: str) -> onnxruntime.InferenceSession:
+def _session(source: bytes | str, label: str, name: str, optimized: str) -> onnxruntime.InferenceSession:
     """A session; the default one also writes what its optimizer makes of the file."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what goes wrong is an exception
@@ -56,8 +59,10 @@ def _session(content: bytes, label: str, name: str, optimized: str) -> onnxrunti
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     else:
         options.optimized_model_filepath = optimized
+        if isinstance(source, str):
+            options.add_session_config_entry(_EXTERNAL, f"{Path(optimized).name}.data")
     with _failures_named(label, name):
-        return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
 @contextmanager
@@ -72,6 +77,7 @@ def _failures_named(label: str, name: str) -> Iterator[None]:
 
 def _outputs(session: onnxruntime.InferenceSession, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     used = {value.name for value in session.get_inputs()}
-    tensors = {f"input_{index}": tensor for index, tensor in enumerate(tensor_leaves((args, dict(kwargs))))}
+    leaves = widened(tensor_leaves((args, dict(kwargs))))
+    tensors = {f"input_{index}": tensor for index, tensor in enumerate(leaves)}
     feed = {name: tensor.numpy() for name, tensor in tensors.items() if name in used}
     return [torch.from_numpy(output) for output in session.run(None, feed)]

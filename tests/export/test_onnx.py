@@ -51,6 +51,25 @@ class Tables(nn.Module):
         return [table(rows) for table in self.tables]
 
 
+class Attended(nn.Module):
+    """Attention of a value to itself, with or without a mask."""
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.masked = masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[..., :1] + torch.zeros(x.shape[-2]) if self.masked else None
+        return nn.functional.scaled_dot_product_attention(x, x, x, mask)
+
+
+class Bessel(nn.Module):
+    """An operator that ONNX does not have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.special.bessel_j0(x)
+
+
 def integer_specs(widths: tuple[int, ...]) -> Iterator[QuantizationSpec]:
     kinds: tuple[dict[str, Any], ...] = (
         {},
@@ -198,9 +217,43 @@ def test_operator_sets_out_of_reach_are_refused(opset: int, tmp_path: Path) -> N
     assert error.message == f"--deploy onnx writes operator sets 18 to 23, not {opset}"
 
 
-def test_a_model_too_large_for_the_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantizer.export.onnx_qdq.LARGEST", 100)
-    assert "GB of parameters, and the format holds 2" in refusal(deployment("tied"), tmp_path).message
+def test_tensors_that_do_not_fit_one_message_lie_beside_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantizer.export.onnx_files.LARGEST", 100)
+    rows = torch.arange(5)
+    given = Deployment(trace(nn.Embedding(5, 512).eval(), (rows,)), Solution({}), (rows,), {})
+    assert export(given, tmp_path / "net.onnx").equal == 1.0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["net.onnx", "net.onnx.data"]
+    assert (tmp_path / "net.onnx.data").stat().st_size >= 4 * 5 * 512
+    session = ort.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    assert session.run(None, {"input_0": torch.tensor([3]).numpy()})[0].shape == (1, 512)
+    monkeypatch.undo()
+    export(given, tmp_path / "net.onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["net.onnx"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_computed_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)).to(dtype), torch.randn(64, 16).to(dtype)
+    graph = trace(module, (x,))
+    names = [node.name for node in graph.nodes if node.op == "linear"]
+    weights = QuantizationSpec(qscheme="per_channel", ch_axis=0)
+    tensors = {(name, "weights"): fitted(graph.weight(graph.by_name[name]).float(), weights) for name in names}
+    given = Deployment(graph, Solution(tensors), (x,), {}, sqnr_db=30.0)
+    found = export(given, tmp_path / "net.onnx")
+    assert found.sqnr_db is not None
+    assert found.sqnr_db > (40 if dtype == torch.bfloat16 else 55)
+    types = {t.data_type for t in onnx.load(tmp_path / "net.onnx").graph.initializer if len(t.dims) == 2}
+    assert types == {onnx.TensorProto.INT8}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shape", [(5, 8), (3, 5, 8), (2, 3, 5, 8)], ids=str)
+def test_attention_of_any_rank(shape: tuple[int, ...], masked: bool, tmp_path: Path) -> None:
+    module, x = Attended(masked), torch.randn(shape)
+    assert export(Deployment(trace(module, (x,)), Solution({}), (x,), {}), tmp_path / "net.onnx").max_difference < 1e-6
 
 
 @pytest.mark.parametrize("opset", [18, 20, 21, 23])
@@ -211,10 +264,10 @@ def test_the_operator_set_of_the_config_is_written(opset: int, tmp_path: Path) -
 
 
 def test_float64_and_untranslatable_operators_are_refused(tmp_path: Path) -> None:
-    given = deployment("attention")
-    error = refusal(given, tmp_path)
+    x = torch.rand(2, 3)
+    error = refusal(Deployment(trace(Bessel(), (x,)), Solution({}), (x,), {}), tmp_path)
     assert isinstance(error, ModelError)
-    assert "torch.onnx cannot translate Attention: only 4D query" in error.message
+    assert "torch.onnx cannot translate Bessel: No ONNX function found" in error.message
     constants = deployment("constants")
     double = {("Constants::Constants/softmax", "activation"): QuantizedTensor(QuantizationSpec(), torch.tensor(0.1))}
     assert "is torch.float64" in refusal(replace(constants, solution=Solution(double)), tmp_path).message

@@ -175,7 +175,7 @@ def test_a_file_with_other_outputs_is_refused_with_figures(tmp_path: Path) -> No
     export(given, tmp_path / "net.onnx")
     other = replace(given, solution=Solution({**given.solution.tensors}, corrections={HEAD: torch.full([10], 0.5)}))
     with pytest.raises(VerificationError) as refused:
-        verify_sessions((tmp_path / "net.onnx").read_bytes(), other, "net.onnx")
+        verify_sessions((tmp_path / "net.onnx").read_bytes(), onnx.load(tmp_path / "net.onnx"), other, "net.onnx")
     assert refused.value.exit_code == 1
     expected = r"^net.onnx is not written: ONNX Runtime .* does not compute what test mode does: outputs differ by"
     assert re.match(expected, refused.value.message)
@@ -184,7 +184,7 @@ def test_a_file_with_other_outputs_is_refused_with_figures(tmp_path: Path) -> No
 
 def test_a_file_that_cannot_be_loaded_is_refused() -> None:
     with pytest.raises(VerificationError, match=r"^net.onnx is not written: ONNX Runtime .* cannot run it: "):
-        verify_sessions(b"no model", quantized({}, {}), "net.onnx")
+        verify_sessions(b"no model", onnx.ModelProto(), quantized({}, {}), "net.onnx")
 
 
 def test_all_batches_are_verified(tmp_path: Path) -> None:

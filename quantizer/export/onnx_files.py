@@ -1,0 +1,43 @@
+"""A model as a file, with its tensors in another one beside it where a message of protobuf cannot hold them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import onnx
+from onnx import ModelProto
+
+from quantizer.engine.result_files import write_bytes
+
+LARGEST = 2**31 - 2**20
+"""Bytes of tensors that fit one message."""
+
+
+@contextmanager
+def stored(model: ModelProto, path: Path) -> Iterator[bytes | str]:
+    """What a session loads: the serialized model, or a file of a temporary folder; it goes to `path` at the end.
+
+    Nothing is put there if the body raises. Tensors of 2 GB and more go to `<path>.data`.
+
+    Raises:
+        ResultError: the file cannot be written.
+    """
+    data = path.with_name(f"{path.name}.data")
+    if sum(len(tensor.raw_data) for tensor in model.graph.initializer) <= LARGEST:
+        onnx.checker.check_model(model)
+        content = model.SerializeToString(deterministic=True)
+        yield content
+        write_bytes(path, content)
+        data.unlink(missing_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=path.parent, prefix=".onnx-") as folder:
+        file = Path(folder) / path.name
+        onnx.save_model(model, file, save_as_external_data=True, location=data.name, size_threshold=1024)
+        onnx.checker.check_model(str(file))
+        yield str(file)
+        path.unlink(missing_ok=True)  # never the new data beside the old model
+        os.replace(file.with_name(data.name), data)
+        os.replace(file, path)
