@@ -101,8 +101,8 @@ def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, model: nn
         lines += map(table_view(options, calibrated.graph).text, found.remarks)
         if found.default_session:
             lines.append(f"in a default session, {found.default_session.figures()}")
+            lines += map(table_view(options, calibrated.graph).text, found.default_session.lines)
             if found.default_session.kernels:
-                lines += map(table_view(options, calibrated.graph).text, found.default_session.kernels.lines)
                 metrics[INT8_SHARE] = found.default_session.kernels.share
     if files or folder.exists():
         write_json(folder / "verify.json", files)

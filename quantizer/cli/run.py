@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -27,7 +28,7 @@ from quantizer.engine.result_files import locked, write_bytes, write_json
 from quantizer.engine.scores import Scores, measure, score
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import GateError, UsageError
-from quantizer.export import ACTIVATIONS, planned_refusals, refuse, require_extras
+from quantizer.export import ACTIVATIONS, as_run, planned_refusals, refuse, require_extras
 from quantizer.report import tables
 from quantizer.report.view import View
 from quantizer.seeding import seed_everything
@@ -151,6 +152,7 @@ def run_test(options: Options) -> Outcome:
         def check(metrics: Collection[str]) -> None:
             require_known(gates, names_in_test(metrics, options))
 
+        calibrated = replace(calibrated, solution=as_run(options.deploy, graph, info.solution))
         follower = progress(quiet=options.quiet)
         scores = score(calibrated, loaded.module, batches, follower, evaluator, check)
         outcome = _report(table_view(options, graph), folder, info, scores, batches.stamp)

@@ -26,14 +26,22 @@ from quantizer.sources.batches import Batch
 
 @dataclass
 class LayerCodes:
-    """One tensor's codes against the simulation's: how many, how many differ, and by at most how many steps."""
+    """One tensor's codes against the simulation's: how many, how many differ, and by at most how many steps.
+
+    `position` is the fix position of codes of the DPU.
+    """
 
     layer: str
     role: str
-    position: int
+    position: int | None = None
     codes: int = 0
     differing: int = 0
     most_steps: int = 0
+
+    @property
+    def equal(self) -> float:
+        """The share of codes that are equal; 1 if there are none."""
+        return 1 - self.differing / self.codes if self.codes else 1.0
 
     def add(self, found: Tensor, simulated: Tensor) -> None:
         """Take in one batch; both hold integers."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quantizer.config.wording import shortened
 from quantizer.engine.evaluate import Noise
+from quantizer.engine.exact import LayerCodes
 
 WITHIN = 0.999
 """The share of values that may be a step off at most: kernels of integers round ties and biases otherwise."""
@@ -61,8 +62,10 @@ class Verification:
     `equal` is the share of equal values; `within_step` of those at most one step of their scale away, None unless all
     have a scale or are integers; `sqnr_db` is of the floating-point tensors, infinite without a difference, None
     without such tensors; `top1_agreement` is the share of samples with the same class, None if the first tensor has no
-    row of classes for each. `default_session` has the figures of a runtime as its users start it, with its `kernels`,
-    where those beside it are of one without optimizations. `remarks` are sentences on how the file is to be read.
+    row of classes for each. `default_session` has the figures of a runtime as its users start it, where those beside it
+    are of one without optimizations: also its `kernels`, the codes of its `layers`, each made of the same codes as in
+    test mode, and its `speed`, as a multiple of that of the float network. `remarks` are sentences on how the file is to
+    be read.
     """
 
     compared: str
@@ -74,13 +77,38 @@ class Verification:
     top1_agreement: float | None = None
     default_session: Verification | None = None
     kernels: Kernels | None = None
+    layers: tuple[LayerCodes, ...] = ()
+    speed: float | None = None
     remarks: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The figures it has, infinite ones left out: without a difference there is no ratio to it."""
-        found = {name: value for name, value in vars(self).items() if value not in (None, math.inf, -math.inf, ())}
+        """The figures it has but the speed, infinite ones left out: without a difference there is no ratio to it."""
+        left_out = (None, math.inf, -math.inf, ())
+        found = {name: value for name, value in vars(self).items() if name != "speed" and value not in left_out}
         parts = {"default_session": self.default_session, "kernels": self.kernels}
-        return found | {name: part.to_json() for name, part in parts.items() if part is not None}
+        found |= {name: part.to_json() for name, part in parts.items() if part is not None}
+        if self.layers:
+            counted = [{name: value for name, value in vars(row).items() if value is not None} for row in self.layers]
+            found |= {"layers": counted, "first_differing": self.first_differing and self.first_differing.layer}
+        return found
+
+    @property
+    def first_differing(self) -> LayerCodes | None:
+        """The first layer, in order of execution, whose codes are not those of test mode but for rounding."""
+        return next((row for row in self.layers if row.equal < WITHIN or row.most_steps > 1), None)
+
+    @property
+    def lines(self) -> list[str]:
+        """Sentences on the kernels and the layers."""
+        found = [] if self.kernels is None else self.kernels.lines
+        if found and self.speed is not None:
+            found[0] += f"; {self.speed:.1f}x the speed of float"
+        if codes := sum(row.codes for row in self.layers):
+            equal = 1 - sum(row.differing for row in self.layers) / codes
+            found.append(f"layer by layer, {equal:.4%} of {codes} codes are equal")
+        if first := self.first_differing:
+            found[-1] += f"; the first that differs: {first.layer}: {first.equal:.2%}, up to {first.most_steps} steps"
+        return found
 
     def figures(self) -> str:
         """The figures as part of a sentence."""

@@ -9,7 +9,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.engine.solution import Solution
 from quantizer.export.agreement import Kernels
 from quantizer.export.onnx_lowering import MULTIPLYING
-from quantizer.export.onnx_specs import input_spec, output_spec, specs_of
+from quantizer.export.onnx_specs import input_spec, output_spec
 from quantizer.graph.ir import Graph
 
 INTEGER = {
@@ -46,7 +46,7 @@ def _why(layer: str, graph: Graph, solution: Solution) -> str:
     """The first thing in the config that keeps a layer's multiplication in float, and what to write instead."""
     if layer not in graph.by_name:
         return "torch.onnx made it of another operator"
-    node, specs = graph.by_name[layer], specs_of(solution)
+    node, specs = graph.by_name[layer], solution.specs
     weights = specs.get((layer, "weights"))
     if node.row.weight and weights is None:
         return "its weights are not quantized"

@@ -9,6 +9,7 @@ import torch
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.export.onnx_biases import SumBias
 from quantizer.export.onnx_dynamic import dynamic_product, multiplies_integers, quantize_dynamic
 from quantizer.export.onnx_linear import readers_of, straighten
 from quantizer.export.onnx_nodes import UNBOUNDED, Emission, clips_codes, quantize_activation, quantize_weights
@@ -25,8 +26,12 @@ _CHANNELS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1}
 """Operators whose weights stay float in between, and the axis of the weight that their outputs lie along."""
 
 
-def lower(model: ModelProto, network: Network, wanted: Wanted, opset: int) -> None:
-    """Put the quantizations in where the marks are: nodes, and codes for weights; and name what multiplies."""
+def lower(model: ModelProto, network: Network, wanted: Wanted, biases: Mapping[str, SumBias], opset: int) -> None:
+    """Put the quantizations in where the marks are: nodes, and codes for weights; and name what multiplies.
+
+    Args:
+        biases: of the layers that add theirs to sums of integers.
+    """
     marked = Marked(model, network, wanted, opset)
     nodes: list[NodeProto] = []
     for node in model.graph.node:
@@ -40,6 +45,7 @@ def lower(model: ModelProto, network: Network, wanted: Wanted, opset: int) -> No
     for node in nodes:
         if node.op_type in MULTIPLYING:
             node.name = marked.layer(node) or node.name
+    _add_to_sums(model, nodes, biases)
     _keep_float_weights(model, nodes)
     _replace(model, nodes)
 
@@ -179,6 +185,17 @@ def _bounds(node: NodeProto, tensors: Mapping[str, TensorProto]) -> tuple[float,
     ends = [float(numpy_helper.to_array(tensors[name])) if name else None for name in node.input[1:]]
     low, high = (*ends, None, None)[:2]
     return -math.inf if low is None else low, math.inf if high is None else high
+
+
+def _add_to_sums(model: ModelProto, nodes: list[NodeProto], biases: Mapping[str, SumBias]) -> None:
+    """Give convolutions the biases that their kernels add, as codes."""
+    for node in [node for node in nodes if node.op_type == "Conv" and node.name in biases]:
+        emission, bias = Emission(f"{node.name}.bias"), biases[node.name]
+        inputs = emission.codes("codes", bias.codes, INT32), emission.constant("scale", bias.step)
+        node.input[2] = emission.add("DequantizeLinear", *inputs, axis=0)
+        model.graph.initializer.extend(emission.initializers)
+        at = nodes.index(node)
+        nodes[at:at] = emission.nodes
 
 
 def _keep_float_weights(model: ModelProto, nodes: list[NodeProto]) -> None:

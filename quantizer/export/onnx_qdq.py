@@ -5,6 +5,7 @@ become codes.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from onnx import ModelProto
@@ -16,13 +17,15 @@ from quantizer.export import Refusal, check
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.float32 import in_float32
+from quantizer.export.onnx_biases import as_run, sum_biases, sum_steps
 from quantizer.export.onnx_files import stored
 from quantizer.export.onnx_lowering import DOMAIN, lower
 from quantizer.export.onnx_nodes import BLOCKS, refusal
 from quantizer.export.onnx_specs import restated
+from quantizer.export.onnx_speed import float_model
 from quantizer.export.onnx_tensors import LEAST, activation_carrier, weight_carrier
 from quantizer.export.onnx_translation import translate
-from quantizer.export.onnx_verify import verify_sessions
+from quantizer.export.onnx_verify import OnnxFile, verify_sessions
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
 
@@ -42,16 +45,18 @@ def export(deployment: Deployment, path: Path) -> Verification:
         VerificationError: a session does not give test mode's outputs.
     """
     check("onnx", deployment.graph, deployment.solution.specs, deployment.opset)
+    deployment = replace(deployment, solution=as_run(deployment.graph, deployment.solution))
     wide = in_float32(deployment)
     solution = restated(wide.graph, wide.encoded)
     wanted = list(solution.tensors.items())
     opset = operator_set(solution.specs) if deployment.opset == -1 else deployment.opset
     network = wide.network()
     model = translate(wide, network, wanted, opset)
-    lower(model, network, wanted, opset)
+    floating = float_model(model)
+    lower(model, network, wanted, sum_biases(network, sum_steps(wide.graph, solution)), opset)
     _clean(model, deployment.graph.model)
     with stored(model, path) as source:
-        return verify_sessions(source, model, deployment, path.name)
+        return verify_sessions(OnnxFile(path.name, source, model, floating), deployment)
 
 
 def refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int) -> Iterator[Refusal]:

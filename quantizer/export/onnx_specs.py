@@ -20,19 +20,21 @@ BLOCK = 128
 """Its fastest, for weights that have no groups of their own."""
 
 
+def input_key(layer: str, graph: Graph, specs: Specs) -> Key | None:
+    """Where what a layer reads is quantized: by itself, or where it was made."""
+    return next((key for key in ((layer, "input"), *_up(layer, graph)) if key in specs), None)
+
+
 def input_spec(layer: str, graph: Graph, specs: Specs) -> QuantizationSpec | None:
-    """How what a layer reads is quantized: by itself, or where it was made."""
-    return _first(specs, [(layer, "input"), *_up(layer, graph)])
+    """How what a layer reads is quantized."""
+    key = input_key(layer, graph, specs)
+    return None if key is None else specs[key]
 
 
 def output_spec(layer: str, graph: Graph, specs: Specs) -> QuantizationSpec | None:
     """How what a layer makes is quantized: at the layer, or after what alone reads it."""
-    return _first(specs, ((name, "activation") for name in _down(layer, graph)))
-
-
-def specs_of(solution: Solution) -> Specs:
-    """The specs alone."""
-    return {key: tensor.spec for key, tensor in solution.tensors.items()}
+    keys = ((name, "activation") for name in _down(layer, graph))
+    return next((specs[key] for key in keys if key in specs), None)
 
 
 def is_narrow(spec: QuantizationSpec | None) -> bool:
@@ -46,7 +48,7 @@ def restated(graph: Graph, solution: Solution) -> Solution:
     Beside quantized inputs that is one scale, or one for each channel, with codes of 8 bits. Beside floats it is groups
     of at most 256, for 4 bits or fewer, or else a scale for each channel.
     """
-    specs, tensors = specs_of(solution), dict(solution.tensors)
+    specs, tensors = solution.specs, dict(solution.tensors)
     for (layer, role), tensor in solution.tensors.items():
         node = graph.by_name[layer]
         if role != "weights" or node.row.kind != "mac" or not is_narrow(tensor.spec):
@@ -82,10 +84,6 @@ def _rescaled(tensor: QuantizedTensor, spec: QuantizationSpec, spread: Callable[
         return spread(values.reshape(values.shape[0] if values.dim() else 1, -1)).contiguous()
 
     return replace(tensor, spec=spec, scale=placed(tensor.scale), zero_point=placed(tensor.zero_point))
-
-
-def _first(specs: Specs, keys: Iterable[Key]) -> QuantizationSpec | None:
-    return next((specs[key] for key in keys if key in specs), None)
 
 
 def _up(layer: str, graph: Graph) -> Iterable[Key]:

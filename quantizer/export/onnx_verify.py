@@ -1,68 +1,116 @@
 """Runs a model in ONNX Runtime, without optimizations and as its users do, and refuses one that is not test mode's."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import onnxruntime
 import torch
+from numpy.typing import NDArray
 from onnx import ModelProto
-from torch import Tensor
 
 from quantizer.errors import VerificationError
 from quantizer.export.agreement import Agreement, Verification, agrees
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.float32 import widened
+from quantizer.export.float32 import HALF, widened
 from quantizer.export.onnx_kernels import kernels
+from quantizer.export.onnx_layers import LayerCheck
+from quantizer.export.onnx_speed import speed
 
 PLAIN, DEFAULT = "ONNX Runtime without optimizations", "a default ONNX Runtime session"
 _EXTERNAL = "session.optimized_model_external_initializers_file_name"
 _HELP = "--deploy pt2 needs no such runtime; another onnx_opset_version may avoid what this one gets wrong"
 
 
-def verify_sessions(source: bytes | str, model: ModelProto, deployment: Deployment, name: str) -> Verification:
-    """Compare the outputs of a model, serialized or in a file, with test mode's over all calls.
+@dataclass(frozen=True)
+class OnnxFile:
+    """What is verified: `source` is the serialized `model`, or the path of its file; `name` stands for it in messages.
+
+    `floating` is the same network without quantization, serialized; None if its speed is not to be compared.
+    """
+
+    name: str
+    source: bytes | str
+    model: ModelProto
+    floating: bytes | None = None
+
+
+def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
+    """Compare the outputs of a file with test mode's over all calls, and in a default session the codes of all layers.
 
     Raises:
-        VerificationError: ONNX Runtime cannot load or run it, or gives other outputs; `name` stands for the file.
+        VerificationError: ONNX Runtime cannot load or run it, or gives other outputs.
     """
     with TemporaryDirectory() as folder:
         optimized = str(Path(folder) / "optimized.onnx")
-        sessions = {label: _session(source, label, name, optimized) for label in (PLAIN, DEFAULT)}
-        multiplications = kernels(model, optimized, deployment.graph, deployment.solution)
+        sessions = {label: _session(file, label, optimized) for label in (PLAIN, DEFAULT)}
+        multiplications = kernels(file.model, optimized, deployment.graph, deployment.solution)
     agreements = {label: Agreement("outputs", deployment.steps) for label in sessions}
-    network = deployment.network()
+    network, layers, ratio = deployment.network(), _Layers.of(file, deployment), None
     for args, kwargs in deployment.calls():
+        feed = _feed(sessions[DEFAULT], args, kwargs)
         with torch.no_grad():
             expected = widened(tensor_leaves(network(*args, **kwargs)))
         for label, session in sessions.items():
-            with _failures_named(label, name):
-                found = _outputs(session, args, kwargs)
-            agreements[label].add(expected, found)
+            with _failures_named(label, file.name):
+                found = session.run(None, feed)
+            agreements[label].add(expected, [torch.from_numpy(output) for output in found])
+        if layers is not None:
+            layers.add(args, kwargs, feed)
+        if ratio is None and file.floating is not None:
+            ratio = speed(sessions[DEFAULT], file.floating, feed)
     verified = {label: agreement.result() for label, agreement in agreements.items()}
     for label, verification in verified.items():
         if not agrees(verification, deployment.sqnr_db):
             other = f"{label} does not compute what test mode does: {verification.figures()}"
             itself = f"test mode itself is {deployment.sqnr_db:.1f} dB from the float network"
-            raise VerificationError(f"{name} is not written: {other}; {itself}", help=_HELP)
-    return replace(verified[PLAIN], default_session=replace(verified[DEFAULT], kernels=multiplications))
+            raise VerificationError(f"{file.name} is not written: {other}; {itself}", help=_HELP)
+    rows = () if layers is None else tuple(layers.check.rows.values())
+    default = replace(verified[DEFAULT], kernels=multiplications, layers=rows, speed=ratio)
+    return replace(verified[PLAIN], default_session=default)
 
 
-def _session(source: bytes | str, label: str, name: str, optimized: str) -> onnxruntime.InferenceSession:
-    """A session; the default one also writes what its optimizer makes of the file."""
+@dataclass(frozen=True)
+class _Layers:
+    """A default session that also gives the codes of all layers, and what compares them."""
+
+    check: LayerCheck
+    session: onnxruntime.InferenceSession
+
+    @classmethod
+    def of(cls, file: OnnxFile, deployment: Deployment) -> _Layers | None:
+        """None where no layer has codes, the network is in half precision, or the file is too large to be changed."""
+        is_half = any(node.dtype in HALF for node in deployment.graph.nodes)
+        if is_half or not isinstance(file.source, bytes):
+            return None
+        check = LayerCheck(file.model, deployment)
+        watched = replace(file, source=check.model.SerializeToString())
+        return cls(check, _session(watched, DEFAULT)) if check.rows else None
+
+    def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], feed: Mapping[str, NDArray[Any]]) -> None:
+        """Take in one batch."""
+        names = list(self.check.values.values())
+        with torch.no_grad():
+            self.check.add(args, kwargs, dict(zip(names, self.session.run(names, feed), strict=True)))
+
+
+def _session(file: OnnxFile, label: str, optimized: str = "") -> onnxruntime.InferenceSession:
+    """A session; `optimized` is where a default one writes what its optimizer makes of the file."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what goes wrong is an exception
     if label == PLAIN:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    else:
+    elif optimized:
         options.optimized_model_filepath = optimized
-        if isinstance(source, str):
+        if isinstance(file.source, str):
             options.add_session_config_entry(_EXTERNAL, f"{Path(optimized).name}.data")
-    with _failures_named(label, name):
-        return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    with _failures_named(label, file.name):
+        return onnxruntime.InferenceSession(file.source, options, providers=["CPUExecutionProvider"])
 
 
 @contextmanager
@@ -75,9 +123,11 @@ def _failures_named(label: str, name: str) -> Iterator[None]:
         raise VerificationError(f"{name} is not written: {label} cannot run it: {why}", help=_HELP) from error
 
 
-def _outputs(session: onnxruntime.InferenceSession, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _feed(
+    session: onnxruntime.InferenceSession, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, NDArray[Any]]:
+    """A call's tensors by the names of a session's inputs."""
     used = {value.name for value in session.get_inputs()}
     leaves = widened(tensor_leaves((args, dict(kwargs))))
     tensors = {f"input_{index}": tensor for index, tensor in enumerate(leaves)}
-    feed = {name: tensor.numpy() for name, tensor in tensors.items() if name in used}
-    return [torch.from_numpy(output) for output in session.run(None, feed)]
+    return {name: tensor.numpy() for name, tensor in tensors.items() if name in used}

@@ -27,8 +27,8 @@ CASES = [
 ]
 
 
-INT8_SHARES = {"example": 0.9, "dpu": 0.0}
-"""Of configs with layers whose tensors are rounded by operators in float; all of the others are in integers."""
+INT8_SHARES = {"example": 0.9, "dpu": 1 / 11}
+"""Of configs with convolutions whose outputs are rounded by operators in float; all others are in integers."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,17 @@ def test_multiplications_are_in_integers_where_the_config_allows_it(deployed: De
     assert all("round" in why for layer, why in kernels["floating"].items() if "/" in layer)
 
 
-def test_verify_json_has_the_figures_of_all_batches(deployed: Deployed) -> None:
+def test_nearly_all_codes_are_test_modes(deployed: Deployed) -> None:
+    """Of all batches: at the output, to which every difference adds up, and of each layer made of the same codes."""
     (verified,) = deployed.read("export/verify.json").values()
-    same = (deployed.expected == deployed.found).float().mean()
-    assert verified["equal"] >= 0.99
-    assert verified["default_session"]["equal"] == pytest.approx(float(same), abs=1e-3)
-    assert verified["default_session"]["top1_agreement"] >= 0.998
+    found = verified["default_session"]
+    assert verified["equal"] >= 0.995
+    assert found["equal"] >= 0.995
+    assert found["within_step"] >= 0.999
+    assert found["top1_agreement"] >= 0.998
+    assert len(found["layers"]) > 10
+    assert found["first_differing"] is None
+    for row in found["layers"]:
+        assert row["codes"] % len(deployed.labels) == 0
+        assert row["differing"] <= 1e-4 * row["codes"]
+        assert row["most_steps"] <= 1

@@ -158,7 +158,7 @@ def operator_sets(model: Any) -> list[int]:
 
 def test_weights_are_stored_as_codes(exported: Callable[[str, str], Written]) -> None:
     graph = onnx.load(exported("onnx", "residual").path).graph
-    codes = {t.name: t.data_type for t in graph.initializer if t.name.endswith(".codes")}
+    codes = {t.name: t.data_type for t in graph.initializer if t.name.endswith(".weights.codes")}
     assert len(codes) == 6
     assert set(codes.values()) == {onnx.TensorProto.INT8}
     floats = [t for t in graph.initializer if t.data_type == onnx.TensorProto.FLOAT and len(t.dims) > 1]

@@ -24,7 +24,7 @@ from quantizer.engine.solution import Solution
 from quantizer.errors import VerificationError
 from quantizer.export.deployment import Deployment
 from quantizer.export.onnx_qdq import export
-from quantizer.export.onnx_verify import verify_sessions
+from quantizer.export.onnx_verify import OnnxFile, verify_sessions
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
@@ -144,8 +144,8 @@ def test_why_a_layer_multiplies_in_float_is_told(
         ({}, CHANNELS, 23, 23),
         ({"bit_width": 4}, CHANNELS, 21, 21),
         ({"bit_width": 4} | UNSIGNED, CHANNELS, -1, 20),
-        ({}, {"bit_width": 4} | CHANNELS, -1, 21),
-        (UNSIGNED, {"bit_width": 4}, -1, 21),
+        ({}, {"bit_width": 4} | CHANNELS, -1, 20),
+        (UNSIGNED, {"bit_width": 4}, -1, 20),
         ({"bit_width": 16}, CHANNELS, -1, 21),
     ],
 )
@@ -175,7 +175,9 @@ def test_a_file_with_other_outputs_is_refused_with_figures(tmp_path: Path) -> No
     export(given, tmp_path / "net.onnx")
     other = replace(given, solution=Solution({**given.solution.tensors}, corrections={HEAD: torch.full([10], 0.5)}))
     with pytest.raises(VerificationError) as refused:
-        verify_sessions((tmp_path / "net.onnx").read_bytes(), onnx.load(tmp_path / "net.onnx"), other, "net.onnx")
+        verify_sessions(
+            OnnxFile("net.onnx", (tmp_path / "net.onnx").read_bytes(), onnx.load(tmp_path / "net.onnx")), other
+        )
     assert refused.value.exit_code == 1
     expected = r"^net.onnx is not written: ONNX Runtime .* does not compute what test mode does: outputs differ by"
     assert re.match(expected, refused.value.message)
@@ -184,7 +186,7 @@ def test_a_file_with_other_outputs_is_refused_with_figures(tmp_path: Path) -> No
 
 def test_a_file_that_cannot_be_loaded_is_refused() -> None:
     with pytest.raises(VerificationError, match=r"^net.onnx is not written: ONNX Runtime .* cannot run it: "):
-        verify_sessions(b"no model", onnx.ModelProto(), quantized({}, {}), "net.onnx")
+        verify_sessions(OnnxFile("net.onnx", b"no model", onnx.ModelProto()), quantized({}, {}))
 
 
 def test_all_batches_are_verified(tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""Biases as ONNX Runtime adds them to sums of integers: int32, with input scale times weight scale as the step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quantizer.engine.solution import Solution, quantized_network
+from quantizer.export.onnx_specs import input_key, is_narrow, output_spec
+from quantizer.export.onnx_tensors import INT32
+from quantizer.graph.ir import Graph
+from quantizer.nn.network import Network
+
+
+@dataclass(frozen=True)
+class SumBias:
+    """A bias in units of a convolution's sums: int64 `codes`, [channels], that int32 holds, and the float32 `step`."""
+
+    codes: Tensor
+    step: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        """What is added."""
+        return self.codes * self.step
+
+
+def as_run(graph: Graph, solution: Solution) -> Solution:
+    """The solution with biases rounded as ONNX Runtime does, by corrections; what is rounded already stays."""
+    steps = sum_steps(graph, solution)
+    if not steps:
+        return solution
+    network, corrections = quantized_network(graph, solution), dict(solution.corrections)
+    for layer, bias in sum_biases(network, steps).items():
+        change = bias.value - network.layers[layer].get_parameter("bias").detach()
+        corrections[layer] = corrections[layer] + change if layer in corrections else change
+    return replace(solution, corrections=corrections)
+
+
+def sum_biases(network: Network, steps: Mapping[str, Tensor]) -> dict[str, SumBias]:
+    """The biases that fit int32, by layer; `steps` are the units."""
+    found = {}
+    for layer, step in steps.items():
+        codes = torch.round(network.layers[layer].get_parameter("bias").detach().double() / step)
+        if float(codes.abs().max()) <= INT32.high:
+            found[layer] = SumBias(codes.to(torch.int64), step)
+    return found
+
+
+def sum_steps(graph: Graph, solution: Solution) -> dict[str, Tensor]:
+    """The units of the sums of each convolution with a bias that has an integer kernel: float32, () or [channels]."""
+    specs, found = solution.specs, {}
+    for (layer, role), weights in solution.tensors.items():
+        node = graph.by_name[layer]
+        has_bias = "bias" in node.params or layer in solution.corrections
+        if role != "weights" or not node.row.spatial or node.row.transposed or not has_bias:
+            continue
+        key, output = input_key(layer, graph, specs), output_spec(layer, graph, specs)
+        by_output = weights.spec.ch_axis is None or (weights.spec.qscheme, weights.spec.ch_axis) == ("per_channel", 0)
+        if key is None or output is None or not by_output or node.dtype != torch.float32:
+            continue
+        integers = all(is_narrow(spec) and not spec.is_dynamic for spec in (weights.spec, specs[key], output))
+        if integers and output.round_mode == "half_even":
+            found[layer] = weights.scale * solution.tensors[key].scale
+    return found
