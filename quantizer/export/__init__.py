@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from quantizer.config.model import QuantizationSpec
+    from quantizer.engine.solution import Solution
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment
     from quantizer.graph.ir import Graph
