@@ -64,7 +64,7 @@ class Verification:
     without such tensors; `top1_agreement` is the share of samples with the same class, None if the first tensor has no
     row of classes for each. `default_session` has the figures of a runtime as its users start it, where those beside it
     are of one without optimizations: also its `kernels`, the codes of its `layers`, each made of the same codes as in
-    test mode, and its `speed`, as a multiple of that of the float network. `remarks` are sentences on how a file is read.
+    test mode, and its `speed`, as a multiple of that of the float network. `remarks` say how a file is read.
     """
 
     compared: str

@@ -21,7 +21,7 @@ def model():
 def calibration_data():
     return [torch.ones(2, 8)]
 """
-DYNAMIC, STATIC = (str(ROOT / "configs" / f"{name}.json") for name in ("dynamic_int8", "cpu_int8"))
+DYNAMIC, STATIC, MX = (str(ROOT / "configs" / f"{name}.json") for name in ("dynamic_int8", "cpu_int8", "mxfp4"))
 
 
 @pytest.fixture
@@ -39,15 +39,15 @@ def plan(config: str, *more: str) -> int:
 
 
 def test_the_plan_tells_it_layer_by_layer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(DYNAMIC, "--for", "compressed-tensors", "--for", "onnx", "--for", "pt2") == 2
+    assert plan(MX, "--for", "safetensors", "--for", "onnx", "--for", "pt2") == 2
     said = capsys.readouterr()
     held, refused = said.out.split("--deploy onnx can hold all but these:")
-    assert "--deploy compressed-tensors can hold all of them" in held
+    assert "--deploy safetensors can hold all of them" in held
     rows, pt2 = refused.split("--deploy pt2 can hold all of them")
-    assert [line.split()[1:] for line in rows.splitlines()[2:4]] == [["input", "has", "a", "dynamic", "range"]] * 2
+    assert [line.split()[1:] for line in rows.splitlines()[2:4]] == [["input", "has", "dynamic", "ranges", "of"]] * 2
     assert not pt2.strip()
     assert "--deploy onnx cannot hold 2 of these tensors" in said.err
-    assert "set is_dynamic to false there" in said.err
+    assert "set its qscheme to per_token" in said.err
 
 
 def test_the_plan_lists_it_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,8 +63,8 @@ def test_the_plan_lists_it_as_json(folder: Path, capsys: pytest.CaptureFixture[s
 
 def test_calibration_does_not_start(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--quant_mode", "calib", "--model", "net.py", "-q"]
-    assert run_command([*command, "--config_file", DYNAMIC, "--for", "onnx"]) == 2
-    assert "each has a dynamic range" in capsys.readouterr().err
+    assert run_command([*command, "--config_file", MX, "--for", "onnx"]) == 2
+    assert "each has dynamic ranges of groups" in capsys.readouterr().err
     assert not (folder / "quantize_result" / "quant_info.json").exists()
     assert run_command([*command, "--config_file", DYNAMIC, "--for", "compressed-tensors"]) == 0
     run = json.loads((folder / "quantize_result" / "run.json").read_text())
