@@ -21,7 +21,7 @@ from quantizer.engine.module_target import evaluating
 from quantizer.engine.result_files import locked
 from quantizer.engine.scores import Scores, score
 from quantizer.errors import DataError, GateError, UsageError
-from quantizer.export import ACTIVATIONS, EXPORTERS, check, export, require_extras
+from quantizer.export import EXPORTERS, check, export, require_choices, require_extras
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.plan.model import Plan
@@ -149,7 +149,13 @@ class Result:
                     shutil.copyfile(self._folder / name, place / name)
 
     def export(
-        self, target: str, path: str | os.PathLike[str], data: Any = None, *, pt2_activations: str = ACTIVATIONS[0]
+        self,
+        target: str,
+        path: str | os.PathLike[str],
+        data: Any = None,
+        *,
+        pt2_activations: str = "uint8",
+        onnx_profile: str = "exact",
     ) -> Verification:
         """Write the network for another runtime and verify the file: "onnx", "pt2", "pt2_float" or "safetensors".
 
@@ -158,6 +164,7 @@ class Result:
         Args:
             data: to verify it with; as in `test`.
             pt2_activations: the integers of activations in a .pt2: "uint8" for torch's compiler, "int8" for ExecuTorch.
+            onnx_profile: "exact" rounds in an .onnx as the config says, "fast" as ONNX Runtime's fastest kernels do.
 
         Raises:
             DataError: there are no data.
@@ -167,14 +174,14 @@ class Result:
         """
         if target not in EXPORTERS:
             raise UsageError(f"there is no export target {target!r}", help=f"known are {', '.join(EXPORTERS)}")
-        if pt2_activations not in ACTIVATIONS:
-            raise UsageError(f"pt2_activations is {pt2_activations!r}", help=f"known are {', '.join(ACTIVATIONS)}")
+        choices = {"pt2_activations": pt2_activations, "onnx_profile": onnx_profile}
+        require_choices(choices, [target])
         require_extras([target])
         calibrated = self._calibrated
         check(target, calibrated.graph, calibrated.solution.specs, calibrated.settings.onnx_opset_version)
         batches = self._given(data)
         loss = score(calibrated, self._model, batches, self._events).comparison.output.sqnr_db
-        given = Deployment.of(calibrated, self._model, batches, loss, pt2_activations)
+        given = Deployment.of(calibrated, self._model, batches, loss, choices)
         return export(target, given, Path(path), self._events, batches.total)
 
     def _given(self, data: Any) -> Batches:

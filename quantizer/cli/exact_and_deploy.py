@@ -85,7 +85,7 @@ def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, model: nn
     folder = Path(options.output_dir) / FOLDER
     if folder.is_symlink():
         raise ResultError(f"{folder} is a link to another folder", help="remove the link")
-    given = Deployment.of(calibrated, model, batches, outcome.metrics["sqnr_db"], options.pt2_activations)
+    given = Deployment.of(calibrated, model, batches, outcome.metrics["sqnr_db"], options.target_choices)
     files, lines, metrics = {}, [], {}
     refusals: list[QuantizerError] = []
     for target in dict.fromkeys(options.deploy):

@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from quantizer.atomic import replace_file
 from quantizer.errors import UsageError
-from quantizer.export import ACTIVATIONS, EXPORTERS
+from quantizer.export import CHOICES, EXPORTERS
 
 if TYPE_CHECKING:
     from click.types import OptionHelpExtra
@@ -178,8 +178,14 @@ class Options:
     )
     pt2_activations: str = option(
         "Integers of activations in a .pt2: uint8 for torch's compiler, int8 for ExecuTorch.",
-        default=ACTIVATIONS[0],
-        type=click.Choice(ACTIVATIONS),
+        default=CHOICES["pt2_activations"].values[0],
+        type=click.Choice(CHOICES["pt2_activations"].values),
+        group="Output",
+    )
+    onnx_profile: str = option(
+        "An .onnx rounds as the config says, or as ONNX Runtime's fastest kernels do.",
+        default=CHOICES["onnx_profile"].values[0],
+        type=click.Choice(CHOICES["onnx_profile"].values),
         group="Output",
     )
     for_: tuple[str, ...] = option(
@@ -213,6 +219,11 @@ class Options:
         "Test mode also runs the DPU's integers and compares every code.", default=False, group="Debugging"
     )
     debug: bool = option("Print the traceback of an internal error.", default=False, group="Debugging")
+
+    @property
+    def target_choices(self) -> dict[str, str]:
+        """What targets of --deploy leave open."""
+        return {name: getattr(self, name) for name in CHOICES}
 
     @property
     def file(self) -> str | None:

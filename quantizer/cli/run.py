@@ -28,7 +28,7 @@ from quantizer.engine.result_files import locked, write_bytes, write_json
 from quantizer.engine.scores import Scores, measure, score
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import GateError, UsageError
-from quantizer.export import ACTIVATIONS, as_run, planned_refusals, refuse, require_extras
+from quantizer.export import as_run, planned_refusals, refuse, require_choices, require_extras
 from quantizer.report import tables
 from quantizer.report.view import View
 from quantizer.seeding import seed_everything
@@ -44,8 +44,7 @@ def run(options: Options) -> int:
         raise UsageError("--gate goes with test or float mode: calibration measures nothing")
     if options.deploy and options.quant_mode != "test":
         raise UsageError("--deploy goes with test mode: it writes the network that was calibrated and tested")
-    if options.pt2_activations != ACTIVATIONS[0] and "pt2" not in options.deploy:
-        raise UsageError("--pt2_activations goes with --deploy pt2: no other file has its integers")
+    require_choices(options.target_choices, options.deploy)
     if options.for_ and options.quant_mode != "calib":
         raise UsageError("--for goes with calib mode and with `quantizer plan`: it looks ahead of a calibration")
     if options.exact and options.quant_mode != "test":

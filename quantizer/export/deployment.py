@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from quantizer.engine.calibrated import Calibrated, call_of_shapes
 from quantizer.engine.fingerprint import input_shapes
 from quantizer.engine.solution import Solution, encoded, quantized_network
+from quantizer.export import CHOICES
 from quantizer.graph.ir import Graph, references
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
@@ -28,7 +29,7 @@ class Deployment:
     exporter choose. `batches` are the evaluation data, which can be gone through once at least; without them the one
     call stands for all. `sqnr_db` is what quantization costs the outputs in test mode, in dB: a runtime that rounds
     otherwise should not cost more. `model` is the float model, of which checkpoints keep names and config;
-    `activations` the integer type of activations in a .pt2.
+    `choices` are values of `CHOICES` by name.
     """
 
     graph: Graph
@@ -39,7 +40,7 @@ class Deployment:
     batches: Iterable[Batch] = ()
     sqnr_db: float = math.inf
     model: nn.Module | None = None
-    activations: str = "uint8"
+    choices: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -48,12 +49,16 @@ class Deployment:
         model: nn.Module,
         batches: Iterable[Batch],
         sqnr_db: float,
-        activations: str = "uint8",
+        choices: Mapping[str, str],
     ) -> Deployment:
         """What is given to exporters of a calibrated model, verified on all batches."""
         first, opset = next(iter(batches)).to("cpu"), calibrated.settings.onnx_opset_version
         solution = calibrated.solution
-        return cls(calibrated.graph, solution, first.args, first.kwargs, opset, batches, sqnr_db, model, activations)
+        return cls(calibrated.graph, solution, first.args, first.kwargs, opset, batches, sqnr_db, model, choices)
+
+    def choice(self, name: str) -> str:
+        """What was chosen where a target leaves something open."""
+        return self.choices.get(name, CHOICES[name].values[0])
 
     def network(self) -> Network:
         """The network as test mode runs it; a fresh one, which the exporter may change."""

@@ -60,7 +60,7 @@ def _why(layer: str, graph: Graph, solution: Solution) -> str:
         if spec.dtype != "int" or spec.bit_width > 8:
             return f"its {role} is {_words(spec)}; 8 bits or fewer of integers have kernels"
         if role == "output" and spec.round_mode != "half_even":
-            return f'its {role} is rounded by operators in float: set round_mode to "half_even"'
+            return f'its {role} is rounded by operators in float: set round_mode to "half_even", or --onnx_profile fast'
     return "ONNX Runtime does not fuse it"
 
 

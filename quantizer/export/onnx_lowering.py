@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
+from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.export.onnx_biases import SumBias
 from quantizer.export.onnx_dynamic import dynamic_product, multiplies_integers, quantize_dynamic
 from quantizer.export.onnx_linear import readers_of, straighten
 from quantizer.export.onnx_nodes import UNBOUNDED, Emission, clips_codes, quantize_activation, quantize_weights
+from quantizer.export.onnx_profile import packed_product
+from quantizer.export.onnx_specs import BLOCKS
 from quantizer.export.onnx_tensors import INT32, float_tensor
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -26,13 +29,22 @@ _CHANNELS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1}
 """Operators whose weights stay float in between, and the axis of the weight that their outputs lie along."""
 
 
-def lower(model: ModelProto, network: Network, wanted: Wanted, biases: Mapping[str, SumBias], opset: int) -> None:
+def lower(
+    model: ModelProto,
+    network: Network,
+    wanted: Wanted,
+    biases: Mapping[str, SumBias],
+    opset: int,
+    *,
+    packed: bool = False,
+) -> None:
     """Put the quantizations in where the marks are: nodes, and codes for weights; and name what multiplies.
 
     Args:
         biases: of the layers that add theirs to sums of integers.
+        packed: whether weights in groups become MatMulNBits.
     """
-    marked = Marked(model, network, wanted, opset)
+    marked = Marked(model, network, wanted, opset, packed=packed)
     nodes: list[NodeProto] = []
     for node in model.graph.node:
         emission = marked.emission(node)
@@ -53,7 +65,9 @@ def lower(model: ModelProto, network: Network, wanted: Wanted, biases: Mapping[s
 class Marked:
     """A translated model whose quantizations are marks, with weights that multiply alone transposed already."""
 
-    def __init__(self, model: ModelProto, network: Network, wanted: Wanted, opset: int) -> None:
+    def __init__(
+        self, model: ModelProto, network: Network, wanted: Wanted, opset: int, *, packed: bool = False
+    ) -> None:
         self.network, self.wanted, self.opset = network, wanted, opset
         self.straight = straighten(model, lambda node: self._is_weight(node))
         self.tensors = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -64,15 +78,15 @@ class Marked:
         self.layers |= {self._named(node): self._wanted(node)[0][0] for node in model.graph.node if _is_mark(node)}
         self.ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values_of(model)}
         self.in_products = self._products(model.graph.node)
+        self.in_packs = self._packs() if packed else set()
         self.cut: set[str] = set()
 
     def emission(self, node: NodeProto) -> Emission | None:
         """What to write in place of a mark, or of a product of integers; None for a node to be left as it is."""
         if not _is_mark(node):
-            product = node.op_type == "MatMul" and node.input[0] in self.in_products
-            return self._product(node) if product else None
+            return self._product(node) if node.op_type == "MatMul" else None
         (layer, role), tensor = self._wanted(node)
-        if node.output[0] in self.in_products:
+        if node.output[0] in self.in_products | self.in_packs:
             return Emission(layer)
         return self._weights(node, layer, role, tensor) if is_parameter(role) else self._activation(node)
 
@@ -118,7 +132,22 @@ class Marked:
         weights = {name for name in self.straight & read.keys() if {n.input[0] for n in read[name]} <= activations}
         return activations | weights
 
-    def _product(self, node: NodeProto) -> Emission:
+    def _packs(self) -> set[str]:
+        """The weights in groups of a size that MatMulNBits has."""
+
+        def fits(spec: QuantizationSpec) -> bool:
+            return spec.dtype == "int" and spec.qscheme == "per_group" and spec.group_size in BLOCKS
+
+        held = {name: self._wanted(self.makers[name])[1] for name in self.straight if name not in self.outputs}
+        return {name for name, tensor in held.items() if tensor.codes is not None and fits(tensor.spec)}
+
+    def _product(self, node: NodeProto) -> Emission | None:
+        """What becomes of a MatMul that does not stay one."""
+        if node.input[1] in self.in_packs:
+            tensor = self._wanted(self.makers[node.input[1]])[1]
+            return packed_product(self.layer(node) or node.name, tensor, node.input[0], node.output[0])
+        if node.input[0] not in self.in_products:
+            return None
         x, weight = (self.makers[name] for name in node.input)
         spec, held = self._wanted(x)[1].spec, self._wanted(weight)[1]
         source = x.input[0]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import onnx
 from onnx import ModelProto
 
 import quantizer
@@ -21,6 +22,7 @@ from quantizer.export.onnx_biases import as_run, sum_biases, sum_steps
 from quantizer.export.onnx_files import stored
 from quantizer.export.onnx_lowering import DOMAIN, lower
 from quantizer.export.onnx_nodes import BLOCKS, refusal
+from quantizer.export.onnx_profile import PACKED_DOMAIN, half_even
 from quantizer.export.onnx_specs import restated
 from quantizer.export.onnx_speed import float_model
 from quantizer.export.onnx_tensors import LEAST, activation_carrier, weight_carrier
@@ -47,13 +49,15 @@ def export(deployment: Deployment, path: Path) -> Verification:
     check("onnx", deployment.graph, deployment.solution.specs, deployment.opset)
     deployment = replace(deployment, solution=as_run(deployment.graph, deployment.solution))
     wide = in_float32(deployment)
-    solution = restated(wide.graph, wide.encoded)
+    is_fast = deployment.choice("onnx_profile") == "fast"
+    solution = restated(wide.graph, half_even(wide.encoded) if is_fast else wide.encoded, packed=is_fast)
     wanted = list(solution.tensors.items())
     opset = operator_set(solution.specs) if deployment.opset == -1 else deployment.opset
     network = wide.network()
     model = translate(wide, network, wanted, opset)
     floating = float_model(model)
-    lower(model, network, wanted, sum_biases(network, sum_steps(wide.graph, solution)), opset)
+    biases = sum_biases(network, sum_steps(wide.graph, solution))
+    lower(model, network, wanted, biases, opset, packed=is_fast)
     _clean(model, deployment.graph.model)
     with stored(model, path) as source:
         return verify_sessions(OnnxFile(path.name, source, model, floating), deployment)
@@ -91,7 +95,9 @@ def _oldest(role: str, spec: QuantizationSpec) -> int:
 def _clean(model: ModelProto, name: str) -> None:
     """Nothing of where the model was made: no traces, no internal names of sizes, no shapes of values that are gone."""
     model.producer_name, model.producer_version = "quantizer", quantizer.__version__
-    kept = [entry for entry in model.opset_import if entry.domain != DOMAIN]
+    used = {node.domain for node in model.graph.node}
+    kept = [entry for entry in model.opset_import if entry.domain not in (DOMAIN, PACKED_DOMAIN)]
+    kept += [onnx.helper.make_opsetid(PACKED_DOMAIN, 1)] if PACKED_DOMAIN in used else []
     del model.opset_import[:]
     model.opset_import.extend(kept)
     del model.metadata_props[:], model.graph.metadata_props[:], model.graph.value_info[:]

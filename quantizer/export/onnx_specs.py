@@ -42,11 +42,11 @@ def is_narrow(spec: QuantizationSpec | None) -> bool:
     return spec is not None and spec.dtype == "int" and spec.bit_width <= 8
 
 
-def restated(graph: Graph, solution: Solution) -> Solution:
+def restated(graph: Graph, solution: Solution, *, packed: bool = False) -> Solution:
     """The solution with weights that multiply in the form that ONNX Runtime's kernels take; they stand for the same.
 
     Beside quantized inputs that is one scale, or one for each channel, with codes of 8 bits. Beside floats it is groups
-    of at most 256, for 4 bits or fewer, or else a scale for each channel.
+    of at most 256, for 4 bits or fewer or if codes will be `packed`, or else a scale for each channel.
     """
     specs, tensors = solution.specs, dict(solution.tensors)
     for (layer, role), tensor in solution.tensors.items():
@@ -56,11 +56,11 @@ def restated(graph: Graph, solution: Solution) -> Solution:
         if tensor.spec.qscheme != "per_group" and is_narrow(input_spec(layer, graph, specs)):
             tensors[layer, role] = replace(tensor, spec=replace(tensor.spec, bit_width=8, narrow_range=False))
         elif graph.weight(node).dim() == 2:
-            tensors[layer, role] = _for_floats(tensor, *graph.weight(node).shape)
+            tensors[layer, role] = _for_floats(tensor, *graph.weight(node).shape, packed=packed)
     return replace(solution, tensors=tensors)
 
 
-def _for_floats(tensor: QuantizedTensor, outputs: int, inputs: int) -> QuantizedTensor:
+def _for_floats(tensor: QuantizedTensor, outputs: int, inputs: int, *, packed: bool) -> QuantizedTensor:
     """A linear layer's weight in the form that is multiplied with floats; as it is where there is none."""
     spec = tensor.spec
     if spec.ch_axis not in (None, 1 if spec.qscheme == "per_group" else 0):
@@ -68,7 +68,7 @@ def _for_floats(tensor: QuantizedTensor, outputs: int, inputs: int) -> Quantized
     group = inputs if spec.qscheme != "per_group" or spec.group_size in (None, -1) else spec.group_size
     assert group is not None  # of a spec per group
     block = next((size for size in (BLOCK, *BLOCKS) if group % size == 0), None)
-    if group == inputs and (block is None or spec.bit_width > 4):
+    if group == inputs and (block is None or (spec.bit_width > 4 and not packed)):
         channels = replace(spec, qscheme="per_channel", ch_axis=0, group_size=None)
         return _rescaled(tensor, channels, lambda each: each.expand(outputs, 1)[:, 0])
     if group in BLOCKS or block is None:

@@ -44,9 +44,9 @@ def export(deployment: Deployment, path: Path) -> Verification:
     """
     graph = deployment.graph.replaced(rebuild=None)
     plain = dataclasses.replace(deployment, graph=graph)
-    network = _Coded(plain.network(), graph, deployment.encoded, CARRIERS[deployment.activations])
+    network = _Coded(plain.network(), graph, deployment.encoded, CARRIERS[deployment.choice("pt2_activations")])
     program = exported(network, graph, *deployment.blank)
-    if deployment.activations == "int8":
+    if deployment.choice("pt2_activations") == "int8":
         _dequantize_for_each(program)
     content = saved(program)
     verification = _verified(loaded(content), deployment, path.name)

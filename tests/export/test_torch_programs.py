@@ -21,7 +21,7 @@ import quantizer
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.solution import Solution
 from quantizer.errors import UsageError, VerificationError
-from quantizer.export import ACTIVATIONS, export
+from quantizer.export import CHOICES, export
 from quantizer.export.agreement import agrees, verify
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.torch_qdq import CARRIERS, Activation
@@ -65,7 +65,7 @@ def deployment(
     found = calibrated(graph, (x,), {}, activation, weights).tensors
     tensors = {key: tensor for key, tensor in found.items() if graph.by_name[key[0]].row.kind != "passthrough"}
     tensors[graph.nodes[0].name, "input"] = tensors.pop((graph.nodes[0].name, "activation"), fitted(x, activation))
-    return Deployment(graph, Solution(tensors), (x,), {}, activations=activations)
+    return Deployment(graph, Solution(tensors), (x,), {}, choices={"pt2_activations": activations})
 
 
 def calls(program: ExportedProgram) -> Counter[str]:
@@ -99,7 +99,7 @@ def test_weights_take_a_byte_each(tmp_path: Path) -> None:
     assert not [name for name in stored if name.endswith(".weight")]
 
 
-@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("activations", CHOICES["pt2_activations"].values)
 @pytest.mark.parametrize("round_mode", ROUND_MODES)
 @pytest.mark.parametrize(("bits", "signs"), [*product(BITS, SIGNS)])
 def test_codes_of_an_activation_are_test_modes(bits: str, signs: str, round_mode: Any, activations: str) -> None:
@@ -128,7 +128,7 @@ def test_models_of_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_the_integers_of_activations_change_no_value(tmp_path: Path) -> None:
     outputs, programs = [], []
-    for activations in ACTIVATIONS:
+    for activations in CHOICES["pt2_activations"].values:
         given = deployment(activations=activations)
         assert export("pt2", given, tmp_path / activations).equal == 1.0
         programs.append(torch.export.load(tmp_path / activations))
