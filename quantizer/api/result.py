@@ -21,8 +21,9 @@ from quantizer.engine.module_target import evaluating
 from quantizer.engine.result_files import locked
 from quantizer.engine.scores import Scores, score
 from quantizer.errors import DataError, GateError, UsageError
-from quantizer.export import EXPORTERS, check, export, require_choices, require_extras
+from quantizer.export import EXPORTERS, check, export, require_extras
 from quantizer.export.agreement import Verification
+from quantizer.export.choices import require_choices
 from quantizer.export.deployment import Deployment
 from quantizer.plan.model import Plan
 from quantizer.report import tables

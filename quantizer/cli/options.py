@@ -16,7 +16,8 @@ from click.core import ParameterSource
 
 from quantizer.atomic import replace_file
 from quantizer.errors import UsageError
-from quantizer.export import CHOICES, EXPORTERS
+from quantizer.export import EXPORTERS
+from quantizer.export.choices import CHOICES
 
 if TYPE_CHECKING:
     from click.types import OptionHelpExtra

@@ -28,7 +28,8 @@ from quantizer.engine.result_files import locked, write_bytes, write_json
 from quantizer.engine.scores import Scores, measure, score
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import GateError, UsageError
-from quantizer.export import as_run, planned_refusals, refuse, require_choices, require_extras
+from quantizer.export import as_run, planned_refusals, refuse, require_extras
+from quantizer.export.choices import require_choices
 from quantizer.report import tables
 from quantizer.report.view import View
 from quantizer.seeding import seed_everything

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -23,23 +23,6 @@ if TYPE_CHECKING:
     from quantizer.plan.model import Key, Plan
 
 FOLDER = "export"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a target leaves open; the first of the values is what it does if nothing is said."""
-
-    target: str
-    values: tuple[str, ...]
-
-
-CHOICES: dict[str, Choice] = {
-    "pt2_activations": Choice("pt2", ("uint8", "int8")),
-    "onnx_profile": Choice("onnx", ("exact", "fast")),
-}
-"""By the name that it has on the command line and in Python: the integers of activations in a .pt2; whether an .onnx
-rounds as the config says, or as fast kernels do.
-"""
 
 
 @dataclass(frozen=True)
@@ -111,20 +94,6 @@ def planned_refusals(target: str, plan: Plan) -> list[Refusal]:
     """What a target cannot express of a plan; what algorithms will insert is not known yet."""
     specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
     return refusals(target, plan.graph, specs, plan.settings.onnx_opset_version)
-
-
-def require_choices(given: Mapping[str, str], targets: Collection[str]) -> None:
-    """Refuse values that there are not, and choices for a target that is not written.
-
-    Raises:
-        UsageError: naming the choice.
-    """
-    for name, value in given.items():
-        choice = CHOICES[name]
-        if value not in choice.values:
-            raise UsageError(f"{name} is {value!r}", help=f"known are {', '.join(choice.values)}")
-        if value != choice.values[0] and choice.target not in targets:
-            raise UsageError(f"--{name} goes with --deploy {choice.target}: no other target reads it")
 
 
 def check(target: str, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int) -> None:

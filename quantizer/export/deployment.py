@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from quantizer.engine.calibrated import Calibrated, call_of_shapes
 from quantizer.engine.fingerprint import input_shapes
 from quantizer.engine.solution import Solution, encoded, quantized_network
-from quantizer.export import CHOICES
+from quantizer.export.choices import CHOICES
 from quantizer.graph.ir import Graph, references
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch

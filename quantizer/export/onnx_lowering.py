@@ -23,6 +23,10 @@ from quantizer.plan.model import Key
 
 Wanted = Sequence[tuple[Key, QuantizedTensor]]
 """What is quantized; a mark stands for one by its index."""
+APART = {"Softmax"}
+"""Operators that must not become one kernel with the quantization after them: ONNX Runtime's QLinearSoftmax does not
+round but cut, and a value above the largest code wraps around to 0.
+"""
 DOMAIN = "quantizer"
 """Of the marks."""
 _CHANNELS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1}
@@ -174,7 +178,10 @@ class Marked:
         if cut is not None and bounds != UNBOUNDED:
             self.cut.add(source)
             source = cut.input[0]
-        return quantize_activation(name, tensor, source, result, self.opset, bounds, in_floats=grouped)
+        apart = cut is not None and cut.op_type in APART
+        return quantize_activation(
+            name, tensor, source, result, self.opset, bounds, in_floats=grouped, rounded_before=apart
+        )
 
     def _has_groups(self, node: NodeProto) -> bool:
         """Whether it multiplies by codes with scales for groups, for which kernels exist that take floats alone."""

@@ -110,13 +110,14 @@ def quantize_activation(
     bounds: tuple[float, float] = UNBOUNDED,
     *,
     in_floats: bool = False,
+    rounded_before: bool = False,
 ) -> Emission:
     """Nodes from value `x`, cut to `bounds`, to value `y`; `refusal` has nothing against it.
 
     Integers become QuantizeLinear and DequantizeLinear, with the codes clipped in between where they end before those
     of their integer type: as rounding is monotone, this is the same as before, and keeps no runtime from computing what
     makes `x` in integers. A rounding mode other than half_even is applied before, after which QuantizeLinear meets no
-    half-way point; `in_floats` leaves the two out.
+    half-way point; `rounded_before` does so for half_even, too, and `in_floats` leaves the two out.
     """
     spec, emission = tensor.spec, Emission(name)
     if not spec.is_scaled:
@@ -131,7 +132,7 @@ def quantize_activation(
     scale, zero_point = emission.constant("scale", tensor.scale), int(tensor.zero_point)
     ends = (torch.tensor(bounds) / tensor.scale).round().clamp(spec.quant_min - zero_point, spec.quant_max - zero_point)
     clip = None
-    if in_floats or spec.round_mode != "half_even":
+    if in_floats or rounded_before or spec.round_mode != "half_even":
         x = emission.add("Div", x, scale)
         x = emission.add("Clip", x, emission.constant("low", ends[0]), emission.constant("high", ends[1]))
         x = emission.add("Mul", rounded(emission, spec.round_mode, x), scale, output=y if in_floats else "")

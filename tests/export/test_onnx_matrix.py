@@ -156,8 +156,9 @@ def _is_made(graph: Graph, node: Node) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("opset", [18, 20, 21, 23])
 def test_every_kind_is_test_modes_in_a_default_session(opset: int, tmp_path: Path) -> None:
+    """Every second kind at 18 and 21, the others at 20 and 23: 21 is the set from which optimizers do otherwise."""
     torch.manual_seed(opset)
-    found = list(kinds(opset))
+    found = list(kinds(opset))[opset in (20, 23) :: 2]
     x = torch.randn(4, 8, 6, 6)
     graph = trace(Branches(found).eval(), (x,))
     solution = quantized(graph, found, x)

@@ -189,6 +189,19 @@ def test_a_file_that_cannot_be_loaded_is_refused() -> None:
         verify_sessions(OnnxFile("net.onnx", b"no model", onnx.ModelProto()), quantized({}, {}))
 
 
+def test_a_softmax_above_the_largest_code_does_not_wrap_around(tmp_path: Path) -> None:
+    """ONNX Runtime's own kernel of a quantized softmax gives 0 there."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 16) * 4
+    graph = trace(nn.Sequential(nn.Softmax(1)).eval(), (x,))
+    made, cut = x.softmax(1), QuantizationSpec(**UNSIGNED)
+    (input_, softmax) = (node.name for node in graph.nodes)
+    tensors = {(input_, "input"): fitted(x, QuantizationSpec()), (softmax, "activation"): fitted(made * 0.3, cut)}
+    found = export(Deployment(graph, Solution(tensors), (x,), {}), tmp_path / "net.onnx").default_session
+    assert found is not None
+    assert (found.equal, found.max_difference) == (1.0, 0.0)
+
+
 def test_all_batches_are_verified(tmp_path: Path) -> None:
     given, drawn = quantized(UNSIGNED, CHANNELS), []
 

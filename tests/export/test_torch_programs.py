@@ -21,8 +21,9 @@ import quantizer
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.solution import Solution
 from quantizer.errors import UsageError, VerificationError
-from quantizer.export import CHOICES, export
+from quantizer.export import export
 from quantizer.export.agreement import agrees, verify
+from quantizer.export.choices import CHOICES
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.torch_qdq import CARRIERS, Activation
 from quantizer.graph.trace import trace
