@@ -1,0 +1,148 @@
+"""What an `.onnx` costs in ONNX Runtime, against the float model and against what the runtime's own quantizer makes.
+
+`python benchmarks/bench_onnx.py [rounds]`; the same data calibrate both; default sessions, batches of 1 and 10.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import onnxruntime
+import torch
+from measure import ratios, report
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
+from onnxruntime.quantization.shape_inference import quant_pre_process
+from torch import Tensor, nn
+from vision import mobile, vit
+from workloads import images, llama, resnet18, tokens
+
+import quantizer
+from quantizer.graph.trace import quiet
+from quantizer.numerics.metrics import sqnr_db
+from quantizer.sources.models import load_model
+
+ROOT = Path(__file__).parents[1]
+TARGET = 1.0
+"""Not slower than the runtime's own."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, what calibrates it, and what it is timed and compared on: a batch of ten samples."""
+
+    model: nn.Module
+    config: str
+    data: list[Tensor]
+    x: Tensor
+
+
+def main() -> None:
+    """Measure and print."""
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
+    logging.disable(logging.WARNING)
+    for name, make in CASES.items():
+        with TemporaryDirectory() as folder:
+            measure(name, make(), Path(folder), rounds)
+
+
+def photos() -> Case:
+    """A trained network, on real photos."""
+    loaded = load_model(str(ROOT / "examples" / "efficientnet_lite.py"))
+    assert loaded.calibration_data
+    assert loaded.evaluation_data
+    return Case(
+        loaded.module.eval(), "cpu_int8", list(loaded.calibration_data()), next(iter(loaded.evaluation_data()))[0]
+    )
+
+
+def noise(model: nn.Module) -> Case:
+    """Any network for images, on noise."""
+    *data, x = images(60)
+    return Case(model, "cpu_int8", data, x)
+
+
+def text() -> Case:
+    """The language model, whose ranges are found at run time."""
+    found = torch.cat(tokens(10, 64))
+    return Case(llama(), "dynamic_int8", [found], found)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "resnet18": lambda: noise(resnet18()),
+    "efficientnet": photos,
+    "mobile": lambda: noise(mobile()),
+    "vit": lambda: noise(vit()),
+    "llama": text,
+}
+
+
+@torch.no_grad()
+def measure(name: str, case: Case, folder: Path, rounds: int) -> None:
+    """Make the three files, and compare."""
+    result = quantizer.calibrate(case.model, ROOT / "configs" / f"{case.config}.json", case.data)
+    kernels = result.export("onnx", folder / "ours.onnx", [case.x]).default_session
+    assert kernels is not None
+    batch = torch.export.Dim("batch", min=1)
+    with quiet():
+        made = torch.onnx.export(case.model, (case.x,), dynamo=True, dynamic_shapes=({0: batch},), verbose=False)
+    assert made is not None
+    (folder / "float.onnx").write_bytes(made.model_proto.SerializeToString())
+    theirs(case, folder)
+    sessions = {kind: session(folder / f"{kind}.onnx") for kind in ("float", "ours", "theirs")}
+    want = case.model(case.x)
+    closeness = {
+        kind: f"{sqnr_db(want, output(sessions[kind], case.x)):.1f} dB from float" for kind in ("ours", "theirs")
+    }
+    closeness["ours"] += f", {kernels.lines[0].partition(';')[0]}" if kernels.lines else ""
+    for size in (1, 10):
+        parts = {kind: functools.partial(output, each, case.x[:size]) for kind, each in sessions.items()}
+        faster = ratios(parts["ours"], {"float": parts["float"]}, rounds)
+        report(f"{name}, batch {size}: float's time, ratio to ours", faster, {"float": TARGET}, {})
+        slower = ratios(parts["theirs"], {"ours": parts["ours"]}, rounds)
+        report(f"{name}, batch {size}: ours, ratio to the runtime's own", slower, {"ours": TARGET}, closeness)
+        print(f"  the runtime's own: {closeness['theirs']}")
+
+
+class Reader(CalibrationDataReader):  # type: ignore[misc]  # untyped
+    """The data, as the runtime's quantizer reads them."""
+
+    def __init__(self, input_name: str, data: list[Tensor]) -> None:
+        self.items: Iterator[dict[str, Any]] = iter([{input_name: item.numpy()} for item in data])
+
+    def get_next(self) -> dict[str, Any] | None:
+        return next(self.items, None)
+
+
+def theirs(case: Case, folder: Path) -> None:
+    """What ONNX Runtime's own quantizer makes of the float file, as its documentation advises for x64."""
+    source, ready, made = (folder / f"{kind}.onnx" for kind in ("float", "ready", "theirs"))
+    if case.config == "dynamic_int8":
+        quantize_dynamic(source, made, weight_type=QuantType.QInt8, per_channel=True)
+        return
+    quant_pre_process(source, ready, skip_symbolic_shape=True)
+    types = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "per_channel": True}
+    reader = Reader(session(ready).get_inputs()[0].name, case.data)
+    quantize_static(ready, made, reader, quant_format=QuantFormat.QDQ, **types)
+
+
+def session(path: Path) -> onnxruntime.InferenceSession:
+    """A default session."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def output(each: onnxruntime.InferenceSession, x: Tensor) -> Tensor:
+    """What a session gives for a batch."""
+    return torch.from_numpy(each.run(None, {each.get_inputs()[0].name: x.numpy()})[0])
+
+
+if __name__ == "__main__":
+    main()
