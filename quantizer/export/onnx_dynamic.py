@@ -1,11 +1,11 @@
 """An activation quantized with the range of each call, as ONNX nodes: between floats, or in a product of integers."""
 
 import torch
-from onnx import TensorProto
+from onnx import NodeProto, TensorProto
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.onnx_nodes import FLOATS, Emission, rounded
-from quantizer.export.onnx_tensors import LEAST, UINT8, weight_carrier
+from quantizer.export.onnx_tensors import UINT8
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.numerics.qparams import SMALLEST_SCALE
@@ -52,39 +52,44 @@ def quantize_dynamic(
     return emission
 
 
-def dynamic_product(name: str, spec: QuantizationSpec, weights: QuantizedTensor, x: str, y: str, rank: int) -> Emission:
-    """Nodes from `x`, of `rank` dimensions, to `y`: `x`, quantized with a scale for each row, by `weights` transposed.
+def quantize_rows(name: str, spec: QuantizationSpec, x: str, y: str, rank: int) -> Emission:
+    """Nodes from value `x`, of `rank` dimensions, to `y`, its codes less MIDDLE, as floats that are read as integers.
 
-    The multiplication is MatMulInteger, called `name`, of codes without their zero points, which are then subtracted.
-
-    Args:
-        weights: [outputs, inputs], of 8 bits, with one scale or one for each output.
+    The scale of each row is `y.scale`; asymmetric codes have their zero point, less MIDDLE, as `y.zero_point`.
     """
     emission = Emission(name)
     values, scale, zero_point = _rounded(emission, spec, x, rank)
-    offset = emission.constant("middle", MIDDLE) if zero_point is None else zero_point
-    codes = emission.add("Cast", emission.add("Add", values, offset), to=TensorProto.UINT8)
-    assert weights.codes is not None
-    found = weight_carrier(weights.spec, LEAST)
-    assert found is not None  # integers of 8 bits
-    carrier, shift = found
-    inputs = [codes, emission.codes("codes", weights.codes.T.to(torch.int32) + shift, carrier)]
-    inputs.append(emission.codes("zero_point", torch.tensor(MIDDLE if zero_point is None else 0), UINT8))
-    if (weights.zero_point + shift).any():
-        inputs.append(emission.codes("weights.zero_point", weights.zero_point + shift, carrier))
-    sums = emission.add("MatMulInteger", *inputs)
-    emission.nodes[-1].name = name
+    emission.add("Identity", scale, output=f"{y}.scale")
+    middle = emission.constant("middle", MIDDLE)
     if zero_point is not None:
-        columns = (weights.codes.to(torch.int32) - weights.zero_point.reshape(-1, 1)).sum(1, dtype=torch.int32)
-        zeros = emission.add("Cast", zero_point, to=TensorProto.INT32)
-        sums = emission.add("Sub", sums, emission.add("Mul", zeros, emission.integers("columns", columns)))
-    product = emission.add("Mul", emission.add("Cast", sums, to=TensorProto.FLOAT), scale)
-    emission.add("Mul", product, emission.constant("scale", weights.scale), output=y)
+        emission.add("Sub", zero_point, middle, output=f"{y}.zero_point")
+    offset = middle if zero_point is None else zero_point
+    codes = emission.add("Cast", emission.add("Add", values, offset), to=TensorProto.UINT8)
+    unit, zero = emission.constant("unit", 1.0), emission.codes("zero_point", torch.tensor(MIDDLE), UINT8)
+    emission.add("DequantizeLinear", codes, unit, zero, output=y)
+    return emission
+
+
+def scale_rows(name: str, spec: QuantizationSpec, weights: QuantizedTensor, product: NodeProto) -> Emission:
+    """A product of `quantize_rows` with weights, [inputs, outputs], and what makes it that of the quantized values.
+
+    One scale for each row cannot be part of an integer kernel, so it is multiplied afterwards, as is what a zero point
+    adds to each sum.
+    """
+    emission, (x, weight), (y,) = Emission(name), product.input, product.output
+    sums = emission.add("MatMul", x, weight)
+    emission.nodes[-1].name = name
+    if not spec.symmetric:
+        assert weights.codes is not None
+        codes = weights.codes.to(torch.float64) - weights.zero_point.reshape(-1, 1)
+        columns = emission.constant("columns", codes.sum(1) * weights.scale)
+        sums = emission.add("Sub", sums, emission.add("Mul", f"{x}.zero_point", columns))
+    emission.add("Mul", sums, f"{x}.scale", output=y)
     return emission
 
 
 def multiplies_integers(spec: QuantizationSpec) -> bool:
-    """Whether rows of such an activation have codes for `dynamic_product`."""
+    """Whether rows of such an activation have codes for `quantize_rows`."""
     return spec.is_dynamic and spec.qscheme == "per_token" and spec.dtype == "int" and spec.bit_width <= 8
 
 

@@ -11,7 +11,7 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, num
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.export.onnx_biases import SumBias
-from quantizer.export.onnx_dynamic import dynamic_product, multiplies_integers, quantize_dynamic
+from quantizer.export.onnx_dynamic import multiplies_integers, quantize_dynamic, quantize_rows, scale_rows
 from quantizer.export.onnx_linear import readers_of, straighten
 from quantizer.export.onnx_nodes import UNBOUNDED, Emission, clips_codes, quantize_activation, quantize_weights
 from quantizer.export.onnx_profile import packed_product
@@ -81,7 +81,7 @@ class Marked:
         self.layers = {f"network.{module}.weight": layer for layer, module in network.module_names.items()}
         self.layers |= {self._named(node): self._wanted(node)[0][0] for node in model.graph.node if _is_mark(node)}
         self.ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values_of(model)}
-        self.in_products = self._products(model.graph.node)
+        self.in_rows = self._rows(model.graph.node)
         self.in_packs = self._packs() if packed else set()
         self.cut: set[str] = set()
 
@@ -90,8 +90,12 @@ class Marked:
         if not _is_mark(node):
             return self._product(node) if node.op_type == "MatMul" else None
         (layer, role), tensor = self._wanted(node)
-        if node.output[0] in self.in_products | self.in_packs:
+        if node.output[0] in self.in_packs:
             return Emission(layer)
+        if node.output[0] in self.in_rows:
+            return quantize_rows(
+                f"{layer}.{role}", tensor.spec, node.input[0], node.output[0], self.ranks[node.input[0]]
+            )
         return self._weights(node, layer, role, tensor) if is_parameter(role) else self._activation(node)
 
     def is_cut(self, node: NodeProto) -> bool:
@@ -118,23 +122,19 @@ class Marked:
         """The value that is a layer's: its weight once it is quantized, and what it makes before."""
         return str(mark.output[0] if self._is_weight(mark) else mark.input[0])
 
-    def _products(self, nodes: Sequence[NodeProto]) -> set[str]:
-        """The marked values that only products of integers read, by rows of their own scale and by transposed codes."""
+    def _rows(self, nodes: Sequence[NodeProto]) -> set[str]:
+        """The activations with a scale for each row that only products with codes of 8 bits read."""
 
         def is_product(node: NodeProto) -> bool:
             if node.op_type != "MatMul" or node.input[1] not in self.straight:
                 return False
-            x, weight = self.makers.get(node.input[0]), self.makers[node.input[1]]
-            held = self._wanted(weight)[1]
-            fits = held.spec.dtype == "int" and held.spec.bit_width == 8 and held.codes is not None
-            fits = fits and (held.spec.qscheme == "per_tensor" or held.spec.ch_axis == 0)
-            return fits and x is not None and _is_mark(x) and multiplies_integers(self._wanted(x)[1].spec)
+            held = self._wanted(self.makers[node.input[1]])[1]
+            by_output = held.spec.qscheme == "per_tensor" or held.spec.ch_axis == 0
+            return held.codes is not None and held.spec.dtype == "int" and held.spec.bit_width == 8 and by_output
 
-        marked = [node.output[0] for node in filter(_is_mark, nodes) if node.output[0] not in self.outputs]
-        read = {name: self.readers[name] for name in marked if self.readers[name]}
-        activations = {name for name in read if name not in self.straight and all(map(is_product, read[name]))}
-        weights = {name for name in self.straight & read.keys() if {n.input[0] for n in read[name]} <= activations}
-        return activations | weights
+        marks = [node for node in nodes if _is_mark(node) and multiplies_integers(self._wanted(node)[1].spec)]
+        names = {mark.output[0] for mark in marks} - self.outputs
+        return {name for name in names if self.readers[name] and all(map(is_product, self.readers[name]))}
 
     def _packs(self) -> set[str]:
         """The weights in groups of a size that MatMulNBits has."""
@@ -150,12 +150,10 @@ class Marked:
         if node.input[1] in self.in_packs:
             tensor = self._wanted(self.makers[node.input[1]])[1]
             return packed_product(self.layer(node) or node.name, tensor, node.input[0], node.output[0])
-        if node.input[0] not in self.in_products:
+        if node.input[0] not in self.in_rows:
             return None
-        x, weight = (self.makers[name] for name in node.input)
-        spec, held = self._wanted(x)[1].spec, self._wanted(weight)[1]
-        source = x.input[0]
-        return dynamic_product(self.layer(node) or node.name, spec, held, source, node.output[0], self.ranks[source])
+        read, held = (self._wanted(self.makers[name])[1] for name in node.input)
+        return scale_rows(self.layer(node) or node.name, read.spec, held, node)
 
     def _weights(self, mark: NodeProto, layer: str, role: str, tensor: QuantizedTensor) -> Emission:
         (result,) = mark.output
