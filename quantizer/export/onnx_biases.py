@@ -8,9 +8,11 @@ from torch import Tensor
 
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.export.onnx_specs import input_key, is_narrow, output_spec
-from quantizer.export.onnx_tensors import INT32
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
+
+ROOM = 1 << 30
+"""The largest bias in units of a channel's sums: as much is left for the sum itself."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +29,37 @@ class SumBias:
 
 
 def as_run(graph: Graph, solution: Solution) -> Solution:
-    """The solution with biases rounded as ONNX Runtime does, by corrections; what is rounded already stays."""
+    """The solution with biases rounded as ONNX Runtime does, by corrections; what is rounded already stays.
+
+    A channel with next to no weights has so fine a scale that its bias would not fit int32, and then ONNX Runtime adds
+    another one; it gets a coarser scale, as its weights hardly count.
+    """
     steps = sum_steps(graph, solution)
     if not steps:
         return solution
-    network, corrections = quantized_network(graph, solution), dict(solution.corrections)
+    solution = _with_room(solution, steps, quantized_network(graph, solution))
+    steps, network = sum_steps(graph, solution), quantized_network(graph, solution)
+    corrections = dict(solution.corrections)
     for layer, bias in sum_biases(network, steps).items():
         change = bias.value - network.layers[layer].get_parameter("bias").detach()
         corrections[layer] = corrections[layer] + change if layer in corrections else change
     return replace(solution, corrections=corrections)
+
+
+def _with_room(solution: Solution, steps: Mapping[str, Tensor], network: Network) -> Solution:
+    """Coarser scales for the channels whose biases would fill more than half of int32."""
+    tensors = dict(solution.tensors)
+    for layer, step in steps.items():
+        excess = network.layers[layer].get_parameter("bias").detach().abs() / step / ROOM
+        weights = tensors[layer, "weights"]
+        if step.dim() and bool((excess > 1).any()):
+            factor = excess.clamp(min=1)
+            codes = weights.codes
+            if codes is not None:
+                zero, along = (each.view(-1, *[1] * (codes.dim() - 1)) for each in (weights.zero_point, factor))
+                codes = torch.round((codes - zero) / along).add(zero).to(codes.dtype)
+            tensors[layer, "weights"] = replace(weights, scale=weights.scale * factor, codes=codes)
+    return replace(solution, tensors=tensors)
 
 
 def sum_biases(network: Network, steps: Mapping[str, Tensor]) -> dict[str, SumBias]:
@@ -43,7 +67,7 @@ def sum_biases(network: Network, steps: Mapping[str, Tensor]) -> dict[str, SumBi
     found = {}
     for layer, step in steps.items():
         codes = torch.round(network.layers[layer].get_parameter("bias").detach().double() / step)
-        if float(codes.abs().max()) <= INT32.high:
+        if float(codes.abs().max()) <= 2 * ROOM - 1:
             found[layer] = SumBias(codes.to(torch.int64), step)
     return found
 

@@ -3,7 +3,7 @@ that multiply.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
@@ -41,12 +41,14 @@ def lower(
     opset: int,
     *,
     packed: bool = False,
+    in_float: Collection[str] = (),
 ) -> None:
     """Put the quantizations in where the marks are: nodes, and codes for weights; and name what multiplies.
 
     Args:
         biases: of the layers that add theirs to sums of integers.
         packed: whether weights in groups become MatMulNBits.
+        in_float: layers whose biases do not fit sums of integers.
     """
     marked = Marked(model, network, wanted, opset, packed=packed)
     nodes: list[NodeProto] = []
@@ -62,7 +64,7 @@ def lower(
         if node.op_type in MULTIPLYING:
             node.name = marked.layer(node) or node.name
     _add_to_sums(model, nodes, biases)
-    _keep_float_weights(model, nodes)
+    _keep_in_float(model, nodes, in_float)
     _replace(model, nodes)
 
 
@@ -232,18 +234,20 @@ def _add_to_sums(model: ModelProto, nodes: list[NodeProto], biases: Mapping[str,
         nodes[at:at] = emission.nodes
 
 
-def _keep_float_weights(model: ModelProto, nodes: list[NodeProto]) -> None:
-    """Make the biases of layers with float weights something that the optimizer cannot look into.
+def _keep_in_float(model: ModelProto, nodes: list[NodeProto], layers: Collection[str]) -> None:
+    """Make the biases of these layers, and of layers with float weights, something that the optimizer cannot look into.
 
-    Between quantized values it would else quantize such weights itself, to 8 bits per tensor. A bias that is computed
-    keeps it from that, and DequantizeLinear is never computed ahead.
+    Between quantized values it would else quantize such weights itself, to 8 bits per tensor, and such biases to other
+    values. A bias that is computed keeps it from that, and DequantizeLinear is never computed ahead.
     """
     shapes = {t.name: tuple(t.dims) for t in model.graph.initializer if t.data_type == TensorProto.FLOAT}
     quantized = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear"}
     for node in list(nodes):
-        if node.op_type in _CHANNELS and node.input[0] in quantized and node.input[1] in shapes:
+        is_float = node.op_type in _CHANNELS and node.input[0] in quantized and node.input[1] in shapes
+        if is_float or node.name in layers:
             emission = Emission(f"{node.name}.bias")
-            zeros = emission.codes("zeros", torch.zeros(_channels(node, shapes[node.input[1]])), INT32)
+            count = _channels(node, shapes[node.input[1]]) if is_float else shapes[node.input[2]][0]
+            zeros = emission.codes("zeros", torch.zeros(count), INT32)
             bias = emission.add("DequantizeLinear", zeros, emission.constant("one", 1.0))
             if len(node.input) == 3:
                 node.input[2] = emission.add("Add", node.input[2], bias)

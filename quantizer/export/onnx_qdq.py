@@ -56,8 +56,9 @@ def export(deployment: Deployment, path: Path) -> Verification:
     network = wide.network()
     model = translate(wide, network, wanted, opset)
     floating = float_model(model)
-    biases = sum_biases(network, sum_steps(wide.graph, solution))
-    lower(model, network, wanted, biases, opset, packed=is_fast)
+    steps = sum_steps(wide.graph, solution)
+    biases = sum_biases(network, steps)
+    lower(model, network, wanted, biases, opset, packed=is_fast, in_float=steps.keys() - biases.keys())
     _clean(model, deployment.graph.model)
     with stored(model, path) as source:
         return verify_sessions(OnnxFile(path.name, source, model, floating), deployment)

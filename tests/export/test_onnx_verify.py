@@ -202,6 +202,29 @@ def test_a_softmax_above_the_largest_code_does_not_wrap_around(tmp_path: Path) -
     assert (found.equal, found.max_difference) == (1.0, 0.0)
 
 
+@pytest.mark.parametrize("weights", [CHANNELS, {}], ids=["channels", "tensor"])
+def test_a_bias_that_int32_cannot_hold_beside_tiny_weights(weights: dict[str, Any], tmp_path: Path) -> None:
+    """ONNX Runtime would add what is left of it; networks with depthwise convolutions have such channels."""
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(4, 3, 8, 8)
+    with torch.no_grad():
+        tiny = module[0].weight[1] if weights else module[0].weight
+        tiny.mul_(1e-9)
+        module[0].bias.fill_(0.7)
+    graph = trace(module.eval(), (x,))
+    input_, conv, relu = (node.name for node in graph.nodes)
+    made = module(x).detach()
+    tensors = {
+        (input_, "input"): fitted(x, QuantizationSpec(**UNSIGNED)),
+        (conv, "weights"): fitted(graph.weight(graph.by_name[conv]), QuantizationSpec(**weights)),
+        (relu, "activation"): fitted(made, QuantizationSpec(**UNSIGNED)),
+    }
+    found = export(Deployment(graph, Solution(tensors), (x,), {}), tmp_path / "net.onnx").default_session
+    assert found is not None
+    assert found.kernels is not None
+    assert (found.equal >= 0.999, found.kernels.share) == (True, 1.0 if weights else 0.0)
+
+
 def test_all_batches_are_verified(tmp_path: Path) -> None:
     given, drawn = quantized(UNSIGNED, CHANNELS), []
 
