@@ -49,6 +49,22 @@ def replaced_folder(path: Path) -> Iterator[Path]:
     _sync(target.parent)
 
 
+@contextlib.contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """A place for a new file, alone in a folder; the file takes the place of `path` when all went well.
+
+    Raises:
+        OSError: the folder around it cannot be written.
+    """
+    target = path.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True) as room:
+        made = Path(room, target.name)
+        yield made
+        os.replace(made, target)
+    _sync(target.parent)
+
+
 def _sync(folder: Path) -> None:
     """Have the names in a folder on the disk."""
     handle = os.open(folder, os.O_RDONLY)

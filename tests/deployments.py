@@ -21,7 +21,7 @@ from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.qparams import IntegerRange, qparams_from_range
 
-FILES = [target for target, row in EXPORTERS.items() if not row.is_folder]
+FILES = [target for target, row in EXPORTERS.items() if not row.for_transformers]
 """The targets of `--deploy` that take any network; others take models of transformers."""
 ACTIVATION = QuantizationSpec()
 WEIGHTS = QuantizationSpec(qscheme="per_channel", ch_axis=0)

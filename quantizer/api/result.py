@@ -157,15 +157,18 @@ class Result:
         *,
         pt2_activations: str = "uint8",
         onnx_profile: str = "exact",
+        gguf_template: str | os.PathLike[str] = "",
     ) -> Verification:
         """Write the network for another runtime and verify the file: "onnx", "pt2", "pt2_float" or "safetensors".
 
-        "compressed-tensors" writes a folder, of a model of transformers, that engines for language models load.
+        Engines for language models load what is written of a model of transformers: "compressed-tensors", a folder, and
+        "gguf", a file, whose scales are rounded to halfs.
 
         Args:
             data: to verify it with; as in `test`.
             pt2_activations: the integers of activations in a .pt2: "uint8" for torch's compiler, "int8" for ExecuTorch.
             onnx_profile: "exact" rounds in an .onnx as the config says, "fast" as ONNX Runtime's fastest kernels do.
+            gguf_template: a .gguf of the same model, whose keys and tokenizer another keeps.
 
         Raises:
             DataError: there are no data.
@@ -176,6 +179,7 @@ class Result:
         if target not in EXPORTERS:
             raise UsageError(f"there is no export target {target!r}", help=f"known are {', '.join(EXPORTERS)}")
         choices = {"pt2_activations": pt2_activations, "onnx_profile": onnx_profile}
+        choices["gguf_template"] = os.fspath(gguf_template)
         require_choices(choices, [target])
         require_extras([target])
         calibrated = self._calibrated

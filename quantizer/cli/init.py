@@ -19,6 +19,7 @@ STRATEGIES = {
     "smoothquant": "smoothquant_int8",
     "awq": "awq_int4_group",
     "gptq": "gptq_int4_group",
+    **{name: name for name in ("gguf_q4_0", "gguf_q4_1", "gguf_q5_0", "gguf_q5_1", "gguf_q8_0")},
 }
 """The preset for each device, and for each strategy, all of these in the hierarchical form."""
 
@@ -33,7 +34,7 @@ STRATEGIES = {
     "--strategy",
     type=click.Choice(list(STRATEGIES)),
     help="Write the hierarchical form: weights only, activations in calibrated (static) or run-time (dynamic) ranges, "
-    "or an algorithm.",
+    "an algorithm, or a type of blocks of llama.cpp.",
 )
 @click.option("--preset", type=click.Choice(presets()), metavar="NAME", help="Write one of the presets of --list.")
 @click.option("--list", "list", is_flag=True, help="List every preset and when to use it.")

@@ -189,6 +189,9 @@ class Options:
         type=click.Choice(CHOICES["onnx_profile"].values),
         group="Output",
     )
+    gguf_template: str | None = _file(
+        "A .gguf of the same model: --deploy gguf keeps its keys and tokenizer.", group="Output"
+    )
     for_: tuple[str, ...] = option(
         "Refuse what --deploy TARGET cannot hold before anything is calibrated; may be repeated.",
         default=(),
@@ -224,7 +227,7 @@ class Options:
     @property
     def target_choices(self) -> dict[str, str]:
         """What targets of --deploy leave open."""
-        return {name: getattr(self, name) for name in CHOICES}
+        return {name: getattr(self, name) or choice.values[0] for name, choice in CHOICES.items()}
 
     @property
     def file(self) -> str | None:

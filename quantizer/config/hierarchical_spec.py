@@ -19,7 +19,7 @@ FIELDS_OF_KEYS: Mapping[str, str] = {
 
 INTEGERS = {
     f"{sign}int{bits}": (bits, not sign)
-    for sign, widths in (("", (2, 3, 4, 8, 16, 32)), ("u", (4, 8, 16)))
+    for sign, widths in (("", (2, 3, 4, 5, 8, 16, 32)), ("u", (4, 5, 8, 16)))
     for bits in widths
 }
 """Bits and sign of each integer dtype."""
@@ -28,7 +28,7 @@ INTEGERS = {
 def dtype_word(spec: QuantizationSpec) -> str | None:
     """The word for integer codes, if there is one; codes from 0 to 2^b-1 have the unsigned one where it exists.
 
-    >>> dtype_word(QuantizationSpec(bit_width=3, symmetric=False)), dtype_word(QuantizationSpec(bit_width=5))
+    >>> dtype_word(QuantizationSpec(bit_width=3, symmetric=False)), dtype_word(QuantizationSpec(bit_width=7))
     ('int3', None)
     """
     is_signed = spec.signed and spec.symmetric

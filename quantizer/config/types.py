@@ -18,6 +18,8 @@ class Dtype(_Named):
     int3 = "int3"
     int4 = "int4"
     uint4 = "uint4"
+    int5 = "int5"
+    uint5 = "uint5"
     int8 = "int8"
     uint8 = "uint8"
     int16 = "int16"

@@ -30,8 +30,9 @@ class Exporter:
     """One kind of file: `function` ("module:name") writes it, `needs` are packages that the extra `extra` installs.
 
     What the target cannot hold, the module's function `refusals(graph, specs, opset)` gives, if there is one: from
-    specs alone, so that it is known before calibration. `is_folder` says that it writes a folder, for models of
-    transformers alone, which the module's `remove(deployment, path)` removes.
+    specs alone, so that it is known before calibration; what its runtime rounds besides, `as_run(graph, solution)`.
+    `for_transformers` says that it takes models of transformers alone; `is_folder` that it writes a folder, which the
+    module's `remove(deployment, path)` removes.
     """
 
     function: str
@@ -39,6 +40,7 @@ class Exporter:
     needs: tuple[str, ...] = ()
     extra: str = ""
     is_folder: bool = False
+    for_transformers: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,10 @@ EXPORTERS: dict[str, Exporter] = {
         ("transformers", "compressed_tensors"),
         "llm",
         is_folder=True,
+        for_transformers=True,
+    ),
+    "gguf": Exporter(
+        "quantizer.export.gguf:export", ".gguf", ("transformers", "accelerate", "gguf"), "llm", for_transformers=True
     ),
 }
 

@@ -8,18 +8,23 @@ from quantizer.errors import UsageError
 
 @dataclass(frozen=True)
 class Choice:
-    """What a target leaves open; the first of the values is what it does if nothing is said."""
+    """What a target leaves open; the first of the values is what it does if nothing is said.
+
+    With `is_file` any path is a value, too.
+    """
 
     target: str
     values: tuple[str, ...]
+    is_file: bool = False
 
 
 CHOICES: dict[str, Choice] = {
     "pt2_activations": Choice("pt2", ("uint8", "int8")),
     "onnx_profile": Choice("onnx", ("exact", "fast")),
+    "gguf_template": Choice("gguf", ("",), is_file=True),
 }
 """By the name that it has on the command line and in Python: the integers of activations in a .pt2; whether an .onnx
-rounds as the config says, or as fast kernels do.
+rounds as the config says, or as fast kernels do; a file of the same model, whose keys a .gguf keeps.
 """
 
 
@@ -31,7 +36,7 @@ def require_choices(given: Mapping[str, str], targets: Collection[str]) -> None:
     """
     for name, value in given.items():
         choice = CHOICES[name]
-        if value not in choice.values:
+        if value not in choice.values and not choice.is_file:
             raise UsageError(f"{name} is {value!r}", help=f"known are {', '.join(choice.values)}")
         if value != choice.values[0] and choice.target not in targets:
             raise UsageError(f"--{name} goes with --deploy {choice.target}: no other target reads it")

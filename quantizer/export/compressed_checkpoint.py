@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
 from quantizer.config.wording import shortened
-from quantizer.errors import UsageError
 from quantizer.export.compressed_placement import Placement, place
 from quantizer.export.compressed_schemes import CompressedLayer
 from quantizer.export.deployment import Deployment
-from quantizer.nn.network import Network
+from quantizer.export.model_tensors import unheld, values_of
 from quantizer.plan.model import Key
 
+NAME = "compressed-tensors"
 MIXED = "mixed-precision"
 TARGET = "Linear"
 """The class that most layers have, which their group names."""
@@ -69,7 +69,7 @@ class Checkpoint:
         }
         formats = {scheme["format"] for scheme, _ in self.schemes}
         return {
-            "quant_method": "compressed-tensors",
+            "quant_method": NAME,
             "quantization_status": "compressed",
             "format": formats.pop() if len(formats) == 1 else MIXED,
             "config_groups": groups,
@@ -90,15 +90,18 @@ def of_network(deployment: Deployment) -> Checkpoint:
     for name, node in placement.linears.items():
         weight = solution.tensors[name, "weights"]
         if weight.codes is None:
-            raise _unheld(f"no codes give the weight of {name} back exactly", "quantize it with another scale_type")
+            raise unheld(
+                NAME, f"no codes give the weight of {name} back exactly", "quantize it with another scale_type"
+            )
         key = placement.inputs.get(name)
         made = CompressedLayer(weight, None if key is None else solution.tensors[key])
         if node.scope in layers and not _equal(layers[node.scope], made):
-            raise _unheld(f"{name} has other codes than another call of its module", "leave it out of the algorithms")
+            raise unheld(
+                NAME, f"{name} has other codes than another call of its module", "leave it out of the algorithms"
+            )
         layers[node.scope] = made
-    tensors = state_of(deployment.model)
-    changed = _changed(deployment, placement, network, tensors)
-    return Checkpoint(layers, tensors | changed, linears_of(deployment.model), remarks(solution.specs, placement))
+    tensors = values_of(deployment, network, placement.linears, NAME)
+    return Checkpoint(layers, tensors, linears_of(deployment.model), remarks(solution.specs, placement))
 
 
 def remarks(specs: Mapping[Key, QuantizationSpec], placement: Placement) -> tuple[str, ...]:
@@ -108,57 +111,12 @@ def remarks(specs: Mapping[Key, QuantizationSpec], placement: Placement) -> tupl
     return (f"in float, with the values of their codes: {shortened(valued)}",) if valued else ()
 
 
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model's state, one that has several names under the first."""
-    first = first_names(model)
-    state = model.state_dict()
-    return {name: tensor.detach().cpu() for name, tensor in state.items() if first.get(name, name) == name}
-
-
-def first_names(model: nn.Module) -> dict[str, str]:
-    """The first name of each parameter and buffer, by all its names."""
-    first: dict[int, str] = {}
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
-
-
 def linears_of(model: nn.Module) -> tuple[str, ...]:
     """The paths of all linear modules."""
     return tuple(path for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.Linear))
-
-
-def _changed(
-    deployment: Deployment, placement: Placement, network: Network, state: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The values of all parameters that the network has, by their names in the model."""
-    assert deployment.model is not None
-    first, found = first_names(deployment.model), dict[str, Tensor]()
-    for node in deployment.graph.nodes:
-        own = network.layers[node.name].state_dict() if node.name in network.layers else {}
-        for key, value in own.items():
-            if key.startswith("quantizers.") or (key == "weight" and node.name in placement.linears):
-                continue
-            path = node.params.get(key, f"{node.scope}.{key}")
-            name, before = first.get(path, path), deployment.graph.tensors.get(path)
-            value = value.detach().cpu()
-            if name not in state:
-                if before is None or not torch.equal(before.cpu(), value):
-                    raise _unheld(f"{node.name} has a {key} now that the model has no place for", _MADE)
-            elif name in found and not torch.equal(found[name], value):
-                raise _unheld(f"{name} has one value in {node.name} and another elsewhere", _MADE)
-            else:
-                found[name] = value
-    return found
 
 
 def _equal(one: CompressedLayer, other: CompressedLayer) -> bool:
     """Whether two calls of a module are quantized alike."""
     found, expected = other.tensors(), one.tensors()
     return one.scheme == other.scheme and all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-_MADE = "leave out the algorithm or the setting that makes it, or use --deploy pt2"
-
-
-def _unheld(why: str, remedy: str) -> UsageError:
-    return UsageError(f"--deploy compressed-tensors: {why}", help=remedy)

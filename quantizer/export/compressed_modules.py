@@ -10,11 +10,12 @@ from quantizer.engine.module_target import evaluating
 from quantizer.errors import ModelError, UsageError
 from quantizer.export import Refusal, refuse, require_extras
 from quantizer.export.agreement import Verification
-from quantizer.export.compressed_checkpoint import Checkpoint, linears_of, remarks, state_of
+from quantizer.export.compressed_checkpoint import NAME, Checkpoint, linears_of, remarks
 from quantizer.export.compressed_placement import INSERTED, Placement, place
 from quantizer.export.compressed_schemes import CompressedLayer
 from quantizer.export.deployment import tensor_leaves
 from quantizer.export.hugging_face_folder import described
+from quantizer.export.model_tensors import state_of
 from quantizer.graph.modules import module_graph
 from quantizer.nn.inplace import InPlace
 from quantizer.nn.quantizer import TensorQuantizer
@@ -22,7 +23,6 @@ from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
 from quantizer.sources.hugging_face import without_cache
 
-NAME = "compressed-tensors"
 UNKNOWN_LOSS_DB = 23.0
 """What quantization is taken to cost where there is no float model to compare with."""
 
@@ -41,7 +41,7 @@ def export_modules(model: nn.Module, folder: Path, batches: Iterable[Batch]) -> 
     """
     require_extras([NAME])
     from quantizer.export.compressed_tensors import write_verified  # needs the extra
-    from quantizer.export.compressed_verify import Expected
+    from quantizer.export.transformers_verify import Expected
 
     checkpoint = of_modules(model)
     described(model)

@@ -42,12 +42,12 @@ def place(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Placement:
     coded = {layer for (layer, role), spec in specs.items() if role == "weights" and spec.dtype not in CAST_ONLY}
     linears = {node.name: node for node in graph.nodes if node.name in coded and _has_place(graph, node)}
     inputs = {layer: (layer, "input") for layer in linears if (layer, "input") in specs}
-    refusals = [*_insertions(graph), *([] if linears else [NOTHING])]
+    refusals = [*insertions(graph), *([] if linears else [NOTHING])]
     for (layer, role), spec in specs.items():
         readers = graph.consumers[layer]
         if is_parameter(role):
             is_coded = role == "weights" and layer in linears
-            reason = weight_refusal(spec) if is_coded else _shared(graph, specs, layer, role)
+            reason = weight_refusal(spec) if is_coded else shared(graph, specs, layer, role)
         elif graph.by_name[layer].inputs and base_role(role) == "input":  # an input of the network has none
             reason = None if inputs.get(layer) == (layer, role) else (_BETWEEN, _INPUTS_ONLY)
         elif readers and all(reader in linears and reader not in inputs for reader in readers):
@@ -70,7 +70,7 @@ def _has_place(graph: Graph, node: Node) -> bool:
     return all(user.scope == node.scope for user in graph.nodes if path in user.params.values())
 
 
-def _shared(graph: Graph, specs: Mapping[Key, QuantizationSpec], layer: str, role: str) -> tuple[str, str] | None:
+def shared(graph: Graph, specs: Mapping[Key, QuantizationSpec], layer: str, role: str) -> tuple[str, str] | None:
     """Why a weight cannot be stored as values: another layer uses it that quantizes it otherwise."""
     path = graph.by_name[layer].params.get("weight")
     others = [node.name for node in graph.nodes if path in node.params.values() and node.name != layer]
@@ -78,7 +78,7 @@ def _shared(graph: Graph, specs: Mapping[Key, QuantizationSpec], layer: str, rol
     return (f"is the weight of {differing[0]}, too, where it is quantized otherwise", _SHARE) if differing else None
 
 
-def _insertions(graph: Graph) -> Iterator[Refusal]:
+def insertions(graph: Graph) -> Iterator[Refusal]:
     """Operators that algorithms put before layers."""
     for node in graph.nodes:
         if node.target.startswith("rescale."):

@@ -163,24 +163,24 @@ def _packed(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
     spec = weight.spec
     found = {
         "weight_packed": _words_of(_unsigned(codes, spec), spec.bit_width),
-        "weight_scale": _by_row(weight.scale, codes),
+        "weight_scale": by_row(weight.scale, codes),
         "weight_shape": torch.tensor(codes.shape),
     }
     if not is_symmetric(spec):
-        columns = _by_row(weight.zero_point, codes).t()
+        columns = by_row(weight.zero_point, codes).t()
         found["weight_zero_point"] = _words_of(_unsigned(columns, spec), spec.bit_width).t()
     return found
 
 
 def _int8(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
-    found = {"weight": _signed(codes, weight.spec), "weight_scale": _by_row(weight.scale, codes)}
+    found = {"weight": _signed(codes, weight.spec), "weight_scale": by_row(weight.scale, codes)}
     if not is_symmetric(weight.spec):
-        found["weight_zero_point"] = _signed(_by_row(weight.zero_point, codes), weight.spec)
+        found["weight_zero_point"] = _signed(by_row(weight.zero_point, codes), weight.spec)
     return found
 
 
 def _fp8(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
-    scale = weight.scale.reshape(1) if weight.spec.qscheme == "per_tensor" else _by_row(weight.scale, codes)
+    scale = weight.scale.reshape(1) if weight.spec.qscheme == "per_tensor" else by_row(weight.scale, codes)
     return {"weight": codes, "weight_scale": scale}
 
 
@@ -200,7 +200,7 @@ def _words_of(codes: Tensor, bits: int) -> Tensor:
     return flat.view(torch.int32).view(len(codes), -1)
 
 
-def _by_row(values: Tensor, codes: Tensor) -> Tensor:
+def by_row(values: Tensor, codes: Tensor) -> Tensor:
     """Scales or zero points as [outputs, groups]; those of a tensor once for each output."""
     groups = values.reshape(len(codes), -1) if values.dim() else values.expand(len(codes), 1)
     return groups.contiguous()

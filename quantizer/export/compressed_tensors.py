@@ -14,16 +14,15 @@ from quantizer.engine.result_files import read_json
 from quantizer.errors import ResultError, UsageError
 from quantizer.export import Refusal, check
 from quantizer.export.agreement import Verification
-from quantizer.export.compressed_checkpoint import Checkpoint, of_network
+from quantizer.export.compressed_checkpoint import NAME, Checkpoint, of_network
 from quantizer.export.compressed_placement import place
-from quantizer.export.compressed_verify import Expected, verify_folder
+from quantizer.export.compressed_verify import verify_folder
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.hugging_face_folder import QUANTIZATION, described, source_of, write_folder
+from quantizer.export.transformers_verify import Expected
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
 from quantizer.sources.hugging_face import CONFIG
-
-NAME = "compressed-tensors"
 
 
 def refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int) -> Iterator[Refusal]:

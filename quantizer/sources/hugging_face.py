@@ -42,7 +42,7 @@ def read_checkpoint(folder: Path, architecture: str, **settings: Any) -> tuple[n
     transformers = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()  # it would also draw into a log file
     module, report = getattr(transformers, architecture).from_pretrained(
-        folder, local_files_only=True, use_safetensors=True, dtype="auto", output_loading_info=True, **settings
+        folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **({"dtype": "auto"} | settings)
     )
     # One call runs a whole window: there are no earlier keys and values to keep, and a trace could not.
     for config in _caching(module):

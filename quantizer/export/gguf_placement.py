@@ -1,0 +1,57 @@
+"""Which weights of a graph a GGUF file holds as blocks, and what it has no place for.
+
+Reads specs alone, so that it is known before calibration.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from quantizer.config.model import CAST_ONLY, QuantizationSpec
+from quantizer.config.roles import base_role, is_parameter
+from quantizer.export import Refusal
+from quantizer.export.compressed_placement import LINEAR, insertions, shared
+from quantizer.export.gguf_blocks import weight_refusal
+from quantizer.graph.ir import Graph, Node
+from quantizer.plan.model import Key
+
+EMBEDDING = "torch.nn.Embedding"
+_ACTIVATION = (
+    "is quantized at run time, where a .gguf holds weights alone",
+    "quantize weights alone (quantizer init --strategy gguf_q4_0); llama.cpp rounds inputs to int8 by itself",
+)
+_NOTHING = Refusal("finds no quantized weight", "quantize weights (quantizer init --strategy gguf_q4_0)")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The linear layers and embeddings whose weights become blocks, by name; other parameters stay values."""
+
+    layers: Mapping[str, Node]
+    refusals: tuple[Refusal, ...]
+
+
+def place(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Placement:
+    """The place of each tensor that is quantized."""
+    specs = {key: spec for key, spec in specs.items() if spec.dtype != "float32"}
+    weights = {layer for (layer, role), spec in specs.items() if role == "weights" and spec.dtype not in CAST_ONLY}
+    layers = {node.name: node for node in graph.nodes if node.name in weights and _is_matrix(graph, node)}
+    has_weights = any(base_role(role) == "weights" for _, role in specs)
+    refusals = [*insertions(graph), *([] if has_weights else [_NOTHING]), *_refusals(graph, specs, layers)]
+    return Placement(layers, tuple(refusals))
+
+
+def _refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec], layers: Mapping[str, Node]) -> Iterator[Refusal]:
+    for (layer, role), spec in specs.items():
+        reason: tuple[str, str] | None = _ACTIVATION
+        if is_parameter(role):
+            is_block = role == "weights" and layer in layers
+            inputs = graph.tensors[layers[layer].params["weight"]].shape[-1] if is_block else 0
+            reason = (weight_refusal(spec, inputs) if is_block else None) or shared(graph, specs, layer, role)
+        if reason:
+            yield Refusal(*reason, layer, role)
+
+
+def _is_matrix(graph: Graph, node: Node) -> bool:
+    """Whether its weight has a row for each output, as files do."""
+    path = node.params.get("weight")
+    return node.classes[:1] in ((LINEAR,), (EMBEDDING,)) and path is not None and graph.tensors[path].dim() == 2
