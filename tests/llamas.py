@@ -25,7 +25,7 @@ def llama(**settings: Any) -> Any:
     """The model, drawn from one seed; `settings` are more fields of its config."""
     transformers = pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **settings)).eval()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | settings)).eval()
 
 
 def saved(folder: Path, model: Any) -> Path:

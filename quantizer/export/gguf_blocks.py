@@ -19,9 +19,8 @@ BLOCK = 32
 """Consecutive inputs that have one scale."""
 SIGNIFICANT = 11
 """Bits of a half's mantissa."""
-FINEST = 2.0**-24
-LARGEST_EXPONENT = 16
-"""Halfs are multiples of the former, and below two to the power of the latter."""
+SMALLEST, LARGEST = 24, 65504.0
+"""Halfs are multiples of 2^-24, and at most so large."""
 NIBBLE, BYTE = 4, 8
 
 
@@ -88,7 +87,7 @@ def halved(tensor: QuantizedTensor) -> QuantizedTensor:
     spec, codes = tensor.spec, tensor.codes
     if codes is None:
         raise ValueError("Only a weight that was encoded can be stored in blocks.")
-    scale = short_scale(tensor.scale, SIGNIFICANT - (0 if is_symmetric(spec) else spec.bit_width))
+    scale = short_scale(tensor.scale, tensor.zero_point)
     if torch.equal(scale, tensor.scale):
         return tensor
     cut = spec.qscheme, spec.ch_axis, spec.group_size
@@ -98,16 +97,22 @@ def halved(tensor: QuantizedTensor) -> QuantizedTensor:
     return replace(tensor.at(QParams(scale, tensor.zero_point)), codes=moved.to(codes.dtype).contiguous())
 
 
-def short_scale(scale: Tensor, bits: int) -> Tensor:
-    """Return the nearest scales whose mantissa has so many bits, and which are halfs times any code of the other bits.
+def short_scale(scale: Tensor, zero_point: Tensor) -> Tensor:
+    """Return the nearest scales that are halfs, and are halfs times the zero point, too, which is 0 to 31.
 
-    >>> short_scale(torch.tensor([0.1, 1e-9, 1e9]), 11).tolist() == [0.0999755859375, 2.0**-24, 65504.0]
+    Of a half's 11 significant bits, the zero point needs as many as its odd factor has, the scale may have the others.
+
+    >>> short_scale(torch.tensor([0.1, 1e-9, 1e9]), torch.tensor(0)).tolist() == [0.0999755859375, 2.0**-24, 65504.0]
     True
+    >>> 1024 * float(short_scale(torch.tensor(0.1), torch.tensor(13)))  # 0.1 in 7 bits
+    102.0
     """
-    exponent = (torch.frexp(scale).exponent - bits).clamp_(min=-24)
+    odd = zero_point // (zero_point & -zero_point).clamp(min=1)
+    bits = SIGNIFICANT - torch.where(odd > 1, torch.frexp(odd.float()).exponent, 0)
+    exponent = (torch.frexp(scale).exponent - bits).clamp(min=-SMALLEST)
     step = torch.ldexp(torch.ones_like(scale, dtype=torch.float64), exponent)
-    largest = (2**bits - 1) * 2.0 ** (LARGEST_EXPONENT - SIGNIFICANT)
-    return torch.round(scale / step).mul_(step).clamp_(FINEST, largest).float()
+    largest = LARGEST / torch.ldexp(torch.ones_like(step), torch.frexp(zero_point.float()).exponent)
+    return torch.round(scale / step).mul_(step).clamp_(min=2.0**-SMALLEST).minimum(largest).float()
 
 
 def packed(tensor: QuantizedTensor) -> Tensor:

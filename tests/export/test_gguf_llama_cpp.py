@@ -1,0 +1,69 @@
+"""llama.cpp itself, through its CPU binding xllamacpp, on files that are written by a template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llamas import VOCABULARY, llama, tokens
+from runs import ROOT
+from torch import Tensor, nn
+
+import quantizer
+from quantizer.export import EXPORTERS
+
+for package in EXPORTERS["gguf"].needs:
+    pytest.importorskip(package, reason="needs quantizer-torch[llm]")
+xllamacpp = pytest.importorskip("xllamacpp", reason="needs xllamacpp, the CPU binding of llama.cpp")
+import transformers
+from gguf_templates import template
+
+IDS = [1, 5, 9, 13, 17, 21, 33, 40]
+
+
+def served(path: Path) -> Any:
+    """The file in llama.cpp, with attention in float32."""
+    settings = xllamacpp.CommonParams()
+    settings.model.path = str(path)
+    settings.n_ctx, settings.n_parallel, settings.n_gpu_layers, settings.warmup = 32, 1, 0, False
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
+    settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    return xllamacpp.Server(settings)
+
+
+def log_probabilities(path: Path) -> Tensor:
+    """Those of the token that follows, as llama.cpp finds them."""
+    asked = {"prompt": IDS, "max_tokens": 1, "temperature": 0, "logprobs": VOCABULARY}
+    answer = served(path).handle_completions(asked)
+    found = torch.full((VOCABULARY,), torch.nan)
+    for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
+        found[entry["id"]] = entry["logprob"]
+    return found
+
+
+def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+    """The input of a product as ggml has it: int8 in blocks of 32, with scales in half precision (Q8_0)."""
+    blocks = args[0].reshape(-1, 32)
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    codes = torch.where(scale > 0, torch.round(blocks * (1 / scale)), 0.0)
+    return ((codes * scale.half().float()).view(args[0].shape),)
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q5_0", "q4_1", "q5_1"])
+def test_llama_cpp_computes_test_mode_but_for_inputs_in_int8(name: str, tmp_path: Path) -> None:
+    """Types with a minimum also round the sum of a block's inputs, which is not modelled here."""
+    model = llama(tie_word_embeddings=True)
+    base = template(tmp_path / "base.gguf", model)
+    result = quantizer.calibrate(model, ROOT / "configs" / f"gguf_{name}.json", tokens())
+    result.export("gguf", tmp_path / "net.gguf", gguf_template=base)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="net.gguf", dtype=torch.float32)
+    for module in loaded.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(rounded)
+    with torch.no_grad():
+        expected = torch.log_softmax(loaded(input_ids=torch.tensor([IDS])).logits[0, -1], -1)
+    difference = float((log_probabilities(tmp_path / "net.gguf") - expected).abs().max())
+    assert difference < (5e-6 if name.endswith("_0") else 5e-3)
