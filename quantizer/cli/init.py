@@ -33,8 +33,9 @@ STRATEGIES = {
 @click.option(
     "--strategy",
     type=click.Choice(list(STRATEGIES)),
+    metavar="NAME",
     help="Write the hierarchical form: weights only, activations in calibrated (static) or run-time (dynamic) ranges, "
-    "an algorithm, or a type of blocks of llama.cpp.",
+    f"an algorithm, or a type of blocks of llama.cpp: {', '.join(STRATEGIES)}.",
 )
 @click.option("--preset", type=click.Choice(presets()), metavar="NAME", help="Write one of the presets of --list.")
 @click.option("--list", "list", is_flag=True, help="List every preset and when to use it.")

@@ -14,7 +14,8 @@ from quantizer.export.gguf_blocks import weight_refusal
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Key
 
-EMBEDDING = "torch.nn.Embedding"
+MATRIX = 2
+"""Axes of a weight that blocks hold: outputs and inputs."""
 _ACTIVATION = (
     "is quantized at run time, where a .gguf holds weights alone",
     "quantize weights alone (quantizer init --strategy gguf_q4_0); llama.cpp rounds inputs to int8 by itself",
@@ -47,11 +48,21 @@ def _refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec], layers: Mappi
             is_block = role == "weights" and layer in layers
             inputs = graph.tensors[layers[layer].params["weight"]].shape[-1] if is_block else 0
             reason = (weight_refusal(spec, inputs) if is_block else None) or shared(graph, specs, layer, role)
+            reason = reason or (_other_use(graph, layers, layer) if is_block else None)
         if reason:
             yield Refusal(*reason, layer, role)
+
+
+def _other_use(graph: Graph, layers: Mapping[str, Node], layer: str) -> tuple[str, str] | None:
+    """Why a weight cannot be blocks: what else uses it computes with values."""
+    path = layers[layer].params["weight"]
+    others = [node.name for node in graph.nodes if path in node.params.values() and node.name not in layers]
+    why = "is a parameter of {}, too, which is no linear layer or embedding"
+    return (why.format(others[0]), "exclude both") if others else None
 
 
 def _is_matrix(graph: Graph, node: Node) -> bool:
     """Whether its weight has a row for each output, as files do."""
     path = node.params.get("weight")
-    return node.classes[:1] in ((LINEAR,), (EMBEDDING,)) and path is not None and graph.tensors[path].dim() == 2
+    is_layer = node.row.looks_up or node.classes[:1] == (LINEAR,)
+    return is_layer and path is not None and graph.tensors[path].dim() == MATRIX

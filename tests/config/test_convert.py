@@ -203,7 +203,7 @@ TO_HIERARCHICAL: dict[str, tuple[dict[str, Any], str]] = {
     "a switch": (document(quantizable_data_type=["weights"], include_cle=True), "no key for include_cle"),
     "a statistic": (document(quantizable_data_type=["weights"], overall={"calib_statistic_method": "mean"}), "mean"),
     "a method": (document(quantizable_data_type=["weights"], overall={"method": "entropy"}), "method entropy"),
-    "bits": (document(quantizable_data_type=["weights"], overall={"bit_width": 5}), "signed codes of 5 bits"),
+    "bits": (document(quantizable_data_type=["weights"], overall={"bit_width": 7}), "signed codes of 7 bits"),
     "a narrow range": (document(quantizable_data_type=["weights"], overall={"narrow_range": True}), "narrow_range"),
     "percentile per channel": (
         document(

@@ -154,7 +154,7 @@ def test_rows_that_are_not_permuted_would_be_noticed(
 ) -> None:
     """The shapes are the same, so readers do not complain; an earlier file does not stay as if it were this one."""
     model = llama()
-    base = template(tmp_path / "base.gguf", model) if by_template else None
+    base = template(tmp_path / "base.gguf", model) if by_template else ""
     result = calibrated(preset("gguf_q8_0"), model)
     result.export("gguf", tmp_path / "net.gguf", gguf_template=base)
     monkeypatch.setattr(Arrangement, "rows", lambda self, x: x)
@@ -181,6 +181,36 @@ def test_known_architectures_need_no_template(name: str, tmp_path: Path) -> None
             parameter.add_(torch.randn_like(parameter) * 0.02)  # biases and norms say something, too
     found = calibrated(preset("gguf_q4_0"), model).export("gguf", tmp_path / "net.gguf")
     assert without_remarks(found) == (0.0, 1.0)
+
+
+def test_a_template_tells_what_is_added_to_norms(tmp_path: Path) -> None:
+    """Gemma's norms multiply by 1 + weight, and llama.cpp's files have the sum."""
+    sizes = {**SIZES, "head_dim": 256, "pad_token_id": 0, "sliding_window": 8}
+    torch.manual_seed(0)
+    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, attn_implementation="eager")).eval()
+    writer = gguf.GGUFWriter(tmp_path / "base.gguf", "gemma2")
+    writer.add_context_length(32)
+    writer.add_embedding_length(64)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(256)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_sliding_window(8)
+    writer.add_vocab_size(64)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA2, 1)
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight":
+            value = tensor.normal_(0, 0.1) + 1 if "norm" in name else tensor
+            writer.add_tensor(names.get_name(name, (".weight",)), value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    base = tmp_path / "base.gguf"
+    found = calibrated(preset("gguf_q8_0"), model).export("gguf", tmp_path / "net.gguf", gguf_template=base)
+    assert found.max_difference < 1e-5, "1 + weight is rounded"
 
 
 def test_test_mode_counts_what_halfs_round(tmp_path: Path) -> None:
