@@ -25,7 +25,8 @@ from quantizer.graph.edits import rescaled
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
 from quantizer.numerics.granularity import scale_shape, to_rows
-from quantizer.numerics.qparams import SMALLEST_SCALE, QParams, uncut
+from quantizer.numerics.qparams import POWERS_OF_TWO, SMALLEST_SCALE, QParams, uncut
+from quantizer.numerics.two_level import beside
 from quantizer.observers import code_range_of
 
 LEAST_FACTOR = 1e-4
@@ -218,9 +219,14 @@ def clipped_qparams(
     full = nearest_qparams(spec, weight)
     best = torch.full_like(full.scale, float("inf"))
     scale = full.scale
-    for share in (*shares, uncut(code_range_of(spec))) if spec.scale_type == "float" else SHRUNK_POWERS:
-        tried = QParams((full.scale * share).clamp_min(SMALLEST_SCALE), full.zero_point)
+    powers = spec.scale_type in POWERS_OF_TWO
+    for share in SHRUNK_POWERS if powers else (*shares, uncut(code_range_of(spec))):
+        smaller = (full.scale * share).clamp_min(SMALLEST_SCALE)
+        tried = QParams(beside(smaller, full.scale, spec.scale_type), full.zero_point)
         error = scale_errors(layer, spec, nearest(weight, spec, tried).sub_(weight), gram).to(best)
+        if spec.scales_per_group > 1:  # they share an exponent, so that they shrink together
+            blocks = error.reshape(-1, spec.scales_per_group)
+            error = blocks.sum(1, keepdim=True).expand_as(blocks).reshape(error.shape)
         scale = torch.where(error < best, tried.scale, scale)
         best = torch.minimum(best, error)
     return QParams(scale, full.zero_point)
@@ -233,16 +239,17 @@ def scale_errors(layer: nn.Module, spec: QuantizationSpec, difference: Tensor, g
     uncorrelated.
     """
     matrix = weight_matrix(layer, difference)
-    if spec.qscheme == "per_group" and difference.dim() == 2 and spec.ch_axis in (1, -1):
+    whole_groups = spec.qscheme == "per_group" and spec.scales_per_group == 1
+    if whole_groups and difference.dim() == 2 and spec.ch_axis in (1, -1):
         depth, size = matrix.shape[2], spec.group_size if spec.group_size and spec.group_size > 0 else matrix.shape[2]
         runs = [slice(start, start + size) for start in range(0, depth, size)]
         parts = [(matrix[0, :, run] @ gram[0, run, run]).mul_(matrix[0, :, run]).sum(1) for run in runs]
         return torch.stack(parts, 1)
-    shape = scale_shape(tuple(difference.shape), spec.qscheme, spec.ch_axis, spec.group_size)
+    shape = scale_shape(tuple(difference.shape), *spec.cut)
     channels = 1 if getattr(layer, "transposed", False) else 0
     if spec.qscheme == "per_channel" and spec.ch_axis == channels and len(matrix) * matrix.shape[1] == shape[0]:
         return (matrix @ gram).mul_(matrix).sum(2).flatten()
     if spec.qscheme == "per_tensor":
         return (matrix @ gram).mul_(matrix).sum().view(shape)
     alone = matrix_weight(layer, matrix.square() * gram.diagonal(dim1=1, dim2=2)[:, None])
-    return to_rows(alone, spec.qscheme, spec.ch_axis, spec.group_size).sum(1).view(shape)
+    return to_rows(alone, *spec.cut).sum(1).view(shape)

@@ -156,7 +156,7 @@ class _Layer:
             unit=unit,
             quant_min=quantizer.spec.quant_min,
             quant_max=quantizer.spec.quant_max,
-            power_of_two=quantizer.spec.scale_type == "poweroftwo",
+            power_of_two=quantizer.spec.scale_type != "float",
             uncut=uncut(code_range_of(quantizer.spec)),
         )
 

@@ -22,7 +22,8 @@ from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, neares
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.granularity import from_rows, to_rows
 from quantizer.numerics.qparams import QParams, uncut
-from quantizer.observers import axis_of, code_range_of, kernel_of
+from quantizer.numerics.two_level import beside
+from quantizer.observers import code_range_of, kernel_of
 
 NO_GAIN = "the algorithm promises no smaller errors than round-to-nearest on other data; it stays at round-to-nearest"
 UNSTABLE = "its weights would change if they were rounded again; it stays at round-to-nearest"
@@ -237,15 +238,17 @@ def _open_columns(spec: QuantizationSpec, weight: Tensor) -> tuple[Columns, int,
     """Columns whose scales are not known yet, how many share one, and what finds it from their weights as they are when
     the first of them is rounded."""
     depth, rows = weight.shape
-    size = depth if spec.group_size in (None, -1) else int(spec.group_size)
-    empty = weight.new_ones(-(-depth // size), rows)
-    kind = torch.arange(depth, device=weight.device) // size
+    size, each = depth if spec.group_size in (None, -1) else int(spec.group_size), spec.scales_per_group
+    empty = weight.new_ones(-(-depth // size) * each, rows)
+    kind = torch.arange(depth, device=weight.device) // (size // each)
     columns = Columns(kernel_of(spec), empty, torch.zeros_like(empty), kind)
+    known = nearest_qparams(spec, weight.T).scale
+    own = replace(spec, scale_type="float") if spec.scale_type == "e4m3" else spec
 
     def begin(start: int, block: Tensor) -> None:
-        found = nearest_qparams(spec, block.T)
-        columns.scale[start // size] = found.scale[:, 0]
-        columns.zero_point[start // size] = found.zero_point[:, 0].float()
+        found, here = nearest_qparams(own, block.T), slice(start // size * each, (start // size + 1) * each)
+        columns.scale[here] = beside(found.scale, known, spec.scale_type).T
+        columns.zero_point[here] = found.zero_point.T.float()
 
     return columns, size, begin
 
@@ -259,7 +262,7 @@ def along_columns(layer: nn.Module, spec: QuantizationSpec, qparams: QParams) ->
     [[[0.5, 0.5, 0.25, 0.25]]]
     """
     shape = tuple(layer.get_parameter("weight").shape)
-    cut = spec.qscheme, axis_of(spec), spec.group_size
+    cut = spec.cut
     length = to_rows(torch.empty(shape, device="meta"), *cut).shape[1]
 
     def spread(values: Tensor) -> Tensor:

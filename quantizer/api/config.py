@@ -34,8 +34,9 @@ class QuantizationSpec:
 
     The fields from `percentage` on are additions: `percentage` is read by `PerTensorPercentileObserver`;
     `mx_element_dtype` is the element of `Dtype.mx`; `scale_format="e8m0"` gives groups of another format a shared
-    exponent, too, and `scale_calculation_mode` ("floor", "even" or "ceil") finds it; `symmetric_scale` ("quant_max" or
-    "half_range") is what the largest magnitude of symmetric integers is divided by.
+    exponent, too, which `scale_calculation_mode` ("floor", "even" or "ceil") finds, and "e4m3" gives them scales of 8
+    bits (NVFP4 is `Dtype.fp4` with it); `symmetric_scale` ("quant_max" or "half_range") is what the largest magnitude
+    of symmetric integers is divided by.
     """
 
     dtype: Dtype

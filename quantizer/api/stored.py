@@ -225,7 +225,7 @@ def _scale_shape(module: nn.Module, role: str, spec: QuantizationSpec) -> tuple[
         return () if spec.qscheme == "per_tensor" else None
     parameter = module.get_parameter(parameters_of(module)[parameter_name(role)])
     shape = as_planned(module, parameter_name(role), parameter).shape
-    return scale_shape(tuple(shape), spec.qscheme, spec.ch_axis, spec.group_size)
+    return scale_shape(tuple(shape), *spec.cut)
 
 
 def _check_scale(name: str, scale: Tensor, zero_point: Tensor, shape: tuple[int, ...] | None) -> None:

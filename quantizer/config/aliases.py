@@ -50,6 +50,17 @@ def other_spelling(key: str, path: Sequence[str | int]) -> str:
     return table.get(key, key)
 
 
+def _is_two_stages(value: Any, path: Path) -> bool:
+    """Whether it is the spec of a tensor in groups, and a spec of its scales that is a `scale_format`."""
+    if not (path and path[-1] in ROLE_OF and isinstance(value, list) and len(value) == 2):
+        return False
+    first, second = value
+    if not isinstance(first, dict) or not isinstance(second, dict) or second.get("is_scale_quant") is not True:
+        return False
+    stated = second.get("dtype"), second.get("qscheme") or "per_tensor"
+    return stated in (("fp8_e4m3", "per_tensor"), ("float8_e4m3", "per_tensor"))
+
+
 def canonical(document: Document) -> tuple[Document, tuple[Diagnostic, ...]]:
     """The document in the form's own words, every value still at its place, and a note for each word replaced."""
     notes: list[Diagnostic] = []
@@ -65,12 +76,18 @@ def canonical(document: Document) -> tuple[Document, tuple[Diagnostic, ...]]:
         """A copy of the value at the path `old`, which is at the path `new` afterwards."""
         moved[pointer_to(*new)] = pointer_to(*old)
         if isinstance(value, dict):
-            words = {key: other_spelling(key, old) for key in value}
+            words = {key: other_spelling(key, new) for key in value}
             words = {key: key if word in value else word for key, word in words.items()}  # with both, each stays
             return {
                 replaced(key, word, *old, key, key=True): copy(value[key], (*old, key), (*new, word))
                 for key, word in words.items()
             }
+        if _is_two_stages(value, old):
+            spec = copy(value[0], (*old, 0), new)
+            moved[pointer_to(*new, "scale_format")] = second = pointer_to(*old, 1, "dtype")
+            text, help_ = "a second specification, of scales, is read as scale_format", 'write "scale_format": "e4m3"'
+            notes.append(Diagnostic("QZ116", text, document.place(second), "note", help=help_))
+            return spec | {"scale_format": "e4m3"}
         if isinstance(value, list):
             return [copy(item, (*old, at), (*new, at)) for at, item in enumerate(value)]
         spellings = VALUES.get(str(old[-1]), {}) if old and isinstance(value, str) else {}

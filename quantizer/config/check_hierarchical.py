@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from quantizer.config.diagnostics import Diagnostic, Place, Severity, related_to
 from quantizer.config.document import pointer_to
+from quantizer.config.dtypes import BLOCK_FORMATS
 from quantizer.config.hierarchical import ROLE_OF, Hierarchical
-from quantizer.config.hierarchical_spec import GROUP_SIZES, METHODS, PARAMETERS, Words
+from quantizer.config.hierarchical_spec import METHODS, PARAMETERS, Words
 from quantizer.config.model import CAST_ONLY, Fields, QuantizationSpec
 from quantizer.config.rules import Conflict, conflicts
 
@@ -151,7 +152,7 @@ def _unread(scope: _Scope) -> dict[str, str]:
         return dict.fromkeys(needless, f"{dtype} has no scale")
     percentile = "PerTensorPercentileObserver"
     power_of_two = scope.is_block and scope.value("scale_type") == "pof2"
-    float_block = dtype in GROUP_SIZES and scope.value("scale_format") == "float32"
+    other_block = dtype in BLOCK_FORMATS and scope.value("scale_format") in ("float32", "e4m3")
     reads = {
         "ch_axis": (found in ("per_channel", "per_group"), f"{found} reads no axis"),
         "group_size": (found == "per_group", "only per_group reads it"),
@@ -161,9 +162,15 @@ def _unread(scope: _Scope) -> dict[str, str]:
             "only symmetric signed integers with a float scale read it",
         ),
         "mx_element_dtype": (dtype == "mx", "only the dtype mx reads it"),
-        "scale_calculation_mode": (scope.is_block, "only block formats read it"),
-        "scale_type": (not power_of_two, "a block format's scale is a power of two anyway"),
-        "scale_format": (not float_block, f"the scale of {dtype} is a power of two"),
+        "scale_calculation_mode": (
+            scope.has_scale_mode,
+            f"{dtype} has its own way to find exponents" if scope.is_block else "only block formats read it",
+        ),
+        "scale_type": (
+            not power_of_two and not scope.has_quantized_scales,
+            "a block format's scale is a power of two anyway" if power_of_two else "scale_format says what scales are",
+        ),
+        "scale_format": (not other_block, f"the scale of {dtype} is a power of two"),
     }
     return {key: why for key, (read, why) in reads.items() if key in raw and not read}
 

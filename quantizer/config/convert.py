@@ -6,11 +6,11 @@ from typing import Any
 
 from quantizer.config.algorithm_words import written
 from quantizer.config.diagnostics import Diagnostic, Place
+from quantizer.config.dtypes import dtype_word
 from quantizer.config.form import block_of
 from quantizer.config.hierarchical import KEY_OF
 from quantizer.config.hierarchical_spec import (
     PARAMETERS,
-    dtype_word,
     observer_word,
     specification,
     usual_statistic,

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantizer.config.model import CAST_ONLY, POOLED, Fields, QuantizationSpec, Role, Sourced, SymmetricScale
+from quantizer.config.dtypes import BLOCK_FORMATS, GROUP_SIZES, INTEGERS, BlockFormat, dtype_word
+from quantizer.config.model import (
+    CAST_ONLY,
+    POOLED,
+    Fields,
+    QuantizationSpec,
+    Role,
+    Sourced,
+    SymmetricScale,
+)
 from quantizer.config.types import RoundType, ScaleType
 
 FIELDS_OF_KEYS: Mapping[str, str] = {
@@ -17,32 +26,8 @@ FIELDS_OF_KEYS: Mapping[str, str] = {
 }
 """The field of `QuantizationSpec` that a key decides, where its name differs."""
 
-INTEGERS = {
-    f"{sign}int{bits}": (bits, not sign)
-    for sign, widths in (("", (2, 3, 4, 5, 8, 16, 32)), ("u", (4, 5, 8, 16)))
-    for bits in widths
-}
-"""Bits and sign of each integer dtype."""
-
-
-def dtype_word(spec: QuantizationSpec) -> str | None:
-    """The word for integer codes, if there is one; codes from 0 to 2^b-1 have the unsigned one where it exists.
-
-    >>> dtype_word(QuantizationSpec(bit_width=3, symmetric=False)), dtype_word(QuantizationSpec(bit_width=7))
-    ('int3', None)
-    """
-    is_signed = spec.signed and spec.symmetric
-    words = [f"int{spec.bit_width}"] if is_signed else [f"uint{spec.bit_width}"]
-    words += [f"int{spec.bit_width}"] if not spec.symmetric else []
-    return next((word for word in words if word in INTEGERS), None)
-
-
 FULL_BITS = 8
 """From so many bits on, the largest magnitude has a code of its own unless the file says otherwise."""
-
-GROUP_SIZES = {"mx": 32, "bfp16": 8}
-"""The block formats, and the values that share an exponent where the file does not say. Source of 32: OCP
-Microscaling Formats v1.0, section 5."""
 
 METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "PerTensorMinMaxObserver": ("maxmin", ("per_tensor",)),
@@ -72,7 +57,8 @@ def specification(spec: QuantizationSpec) -> dict[str, Any]:
         return {"dtype": spec.dtype}
     integers = {"symmetric": spec.symmetric, "round_method": RoundType(spec.round_mode).name}
     integers |= {"symmetric_scale": spec.symmetric_scale} if spec.has_symmetric_scale else {}
-    scales = {} if spec.scale_type == "e8m0" else {"scale_type": ScaleType(spec.scale_type).name}
+    is_plain = spec.scale_type in ("float", "poweroftwo")
+    scales = {"scale_type": ScaleType(spec.scale_type).name} if is_plain else {}
     return {
         "dtype": dtype_word(spec) if spec.dtype == "int" else spec.dtype,
         "observer_cls": observer_word(spec),
@@ -115,13 +101,23 @@ class Words:
     @property
     def is_block(self) -> bool:
         """Whether groups of values share a power-of-two exponent."""
-        return self.dtype in GROUP_SIZES or self.value("scale_format") == "e8m0"
+        return self.dtype in BLOCK_FORMATS or self.value("scale_format") == "e8m0"
+
+    @property
+    def has_quantized_scales(self) -> bool:
+        """Whether each group's scale is itself a number of few bits."""
+        return self.dtype not in BLOCK_FORMATS and self.value("scale_format") == "e4m3"
+
+    @property
+    def has_scale_mode(self) -> bool:
+        """Whether there are several ways to find the shared exponent."""
+        return self.is_block and (self.dtype not in BLOCK_FORMATS or BLOCK_FORMATS[self.dtype].scale_type == "e8m0")
 
     @property
     def scheme(self) -> str:
         """The granularity as the file says it, or as its observer or block format implies it."""
         implied = METHODS[self.observer][1][0] if self.observer in METHODS else "per_tensor"
-        return str(self.value("qscheme", "per_group" if self.is_block else implied))
+        return str(self.value("qscheme", "per_group" if self.is_block or self.has_quantized_scales else implied))
 
     @property
     def is_per_token(self) -> bool:
@@ -160,13 +156,18 @@ class Words:
         return fields
 
     def _scale(self) -> dict[str, Sourced]:
+        fields: dict[str, Sourced]
         if self.is_block:
-            fields = {"scale_type": _mapped(self.raw.get("scale_format") or self.raw["dtype"], "e8m0")}
-            if "scale_calculation_mode" in self.raw:
+            usual = BLOCK_FORMATS.get(self.dtype, BlockFormat(GROUP_SIZES["e8m0"]))
+            source = self.raw["dtype" if self.dtype in BLOCK_FORMATS else "scale_format"]
+            fields = {"scale_type": _mapped(source, usual.scale_type)}
+            if self.has_scale_mode and "scale_calculation_mode" in self.raw:
                 fields["scale_mode"] = self.raw["scale_calculation_mode"]
-            elif self.dtype == "bfp16":  # its exponent is one up where the largest value would round beyond it
-                fields["scale_mode"] = _mapped(self.raw["dtype"], "even")
+            elif usual.scale_mode != "floor":
+                fields["scale_mode"] = _mapped(self.raw["dtype"], usual.scale_mode)
             return fields
+        if self.has_quantized_scales:
+            return {"scale_type": self.raw["scale_format"]}
         stated = self.raw.get("scale_type")
         return {"scale_type": _mapped(stated, ScaleType[stated.value].value)} if stated else {}
 
@@ -189,7 +190,8 @@ class Words:
             across = turned(axis, self.role) if found == "per_group" and self.is_channel_axis else None
             fields["ch_axis"] = across or axis
         if found == "per_group":
-            default = GROUP_SIZES.get(self.dtype, 32 if self.is_block else None)
+            default = GROUP_SIZES.get(self.value("scale_format"))
+            default = BLOCK_FORMATS[self.dtype].group_size if self.dtype in BLOCK_FORMATS else default
             size = self.raw.get("group_size", _mapped(cause, default) if default else None)
             fields |= {"group_size": size} if size else {}
         return fields

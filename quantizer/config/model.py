@@ -16,12 +16,15 @@ Device = Literal["DPU", "CPU", "GPU", "IPU"]
 QScheme = Literal["per_tensor", "per_channel", "per_group", "per_token"]
 RangeMethod = Literal["maxmin", "percentile", "entropy", "mse", "diffs"]
 RoundMode = Literal["half_even", "half_up", "half_down", "std_round", "floor"]
-ScaleKind = Literal["float", "poweroftwo", "e8m0"]
+ScaleKind = Literal["float", "e4m3", "poweroftwo", "e8m0", "microexponent"]
 ScaleMode = Literal["floor", "even", "ceil"]
 SymmetricScale = Literal["quant_max", "half_range"]
 Statistic = Literal["modal", "max", "mean", "median", "pooled"]
 POOLED = "pooled"
 """The statistic of observers that see all batches as one, as those of the hierarchical form do."""
+
+PAIR = 2
+"""Values that share a microexponent."""
 
 CAST_ONLY = frozenset({"float16", "bfloat16", "float32"})
 """Formats that need no scale: a value is cast to them and back."""
@@ -32,17 +35,20 @@ class QuantizationSpec:
     """How one tensor is quantized; every axis is independent of the others.
 
     `dtype` is "int" (then `bit_width`, `signed`, `symmetric` and `narrow_range` give its codes) or the name of a
-    floating-point format, with a scale ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16") or
-    without one (`CAST_ONLY`; "float32" = left alone); formats may be registered at run time, so it is any string.
-    `method` finds the range, `percentage` is read by the percentile method only, `statistic` reduces the batches'
-    ranges to one, or, "pooled", finds one for all of them; a dynamic tensor's range is found each time it is made.
+    floating-point format, with a scale ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16",
+    "mx6", "mx9") or without one (`CAST_ONLY`; "float32" = left alone); formats may be registered at run time, so it is
+    any string. `method` finds the range, `percentage` is read by the percentile method only, `statistic` reduces the
+    batches' ranges to one, or, "pooled", finds one for all of them; a dynamic tensor's range is found each time it is
+    made.
 
     `ch_axis` goes with `qscheme`: the axis whose indices have a scale each ("per_channel"), the axis that groups of
     `group_size` values run along ("per_group"; the last group may be shorter in block formats only), the axis that one
     row of values runs along ("per_token"). `scale_type` is "float", "poweroftwo", or "e8m0", the shared exponent of a
     block format, found by `scale_mode` ("floor", "even" or "ceil"); powers of two are at least 2^-`finest_position`
-    where the device asks for that. `symmetric_scale` is what symmetric integers with a float scale divide their largest
-    magnitude by: "quant_max", or "half_range", (quant_max - quant_min) / 2, which cuts half a step off it.
+    where the device asks for that. Two more are of groups only: "e4m3", a number of fp8_e4m3 times one float of the
+    tensor, and "microexponent", a shared exponent that is one less for some pairs of values. `symmetric_scale` is what
+    symmetric integers whose scale is no power of two divide their largest magnitude by: "quant_max", or "half_range",
+    (quant_max - quant_min) / 2, which cuts half a step off it.
     """
 
     dtype: str = "int"
@@ -85,7 +91,17 @@ class QuantizationSpec:
         """Whether `symmetric_scale` changes the scale: codes have both signs, one more of them is negative, and the
         scale may be any float."""
         negative_end = self.signed and self.symmetric and not self.narrow_range
-        return self.dtype == "int" and negative_end and self.scale_type == "float"
+        return self.dtype == "int" and negative_end and self.scale_type in ("float", "e4m3")
+
+    @property
+    def scales_per_group(self) -> int:
+        """How many scales a group of values has: one, or one for each pair."""
+        return (self.group_size or PAIR) // PAIR if self.scale_type == "microexponent" else 1
+
+    @property
+    def cut(self) -> tuple[str, int | None, int | None, int]:
+        """Where one scale ends and the next begins, as `numerics.granularity` takes it."""
+        return self.qscheme, self.ch_axis, self.group_size, self.scales_per_group
 
     @property
     def is_scaled(self) -> bool:

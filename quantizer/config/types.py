@@ -11,8 +11,8 @@ class _Named(Enum):
 
 
 class Dtype(_Named):
-    """Number formats. `mx` is a block format whose elements `mx_element_dtype` names; `float32` (ours) leaves a tensor
-    in float that a wider level quantizes."""
+    """Number formats. `mx` is a block format whose elements `mx_element_dtype` names, `mx6` and `mx9` are others with
+    exponents of pairs; `float32` (ours) leaves a tensor in float that a wider level quantizes."""
 
     int2 = "int2"
     int3 = "int3"
@@ -34,6 +34,8 @@ class Dtype(_Named):
     bfloat16 = "bfloat16"
     float32 = "float32"
     mx = "mx"
+    mx6 = "mx6"
+    mx9 = "mx9"
     bfp16 = "bfp16"
 
 

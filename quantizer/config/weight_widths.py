@@ -4,8 +4,9 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from quantizer.config.dtypes import INTEGERS, dtype_word
 from quantizer.config.form import form_of
-from quantizer.config.hierarchical_spec import INTEGERS, dtype_word, usual_symmetric_scale
+from quantizer.config.hierarchical_spec import usual_symmetric_scale
 from quantizer.config.layered import entry
 from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
 from quantizer.errors import UsageError

@@ -193,7 +193,7 @@ def _why_kept(plan: Plan, name: str) -> str | None:
         return "not a linear or convolution layer"
     if tensor is None:
         return "not quantized"
-    if tensor.spec.dtype != "int" or tensor.spec.scale_type == "e8m0":
+    if tensor.spec.dtype != "int":
         return f"its format is {tensor.spec.dtype}, and only integers with a scale have other widths"
     return None
 

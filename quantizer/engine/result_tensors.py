@@ -13,6 +13,7 @@ from quantizer.graph.edits import Insertion
 from quantizer.nn.load import CORRECTIONS, GROUP_SCALES, WEIGHTS, quantized_tensor
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import pack
+from quantizer.numerics.two_level import pack_scales
 
 RESCALED = "rescaled.safetensors"
 """Float parameters that are as good as the model's, by `<module>.<parameter>`, where `WEIGHTS` has codes or others."""
@@ -28,7 +29,8 @@ def tensors_of(network: Network, found: Solution) -> dict[str, dict[str, Tensor]
         if tensor.codes is not None:
             weights[f"{modules[layer]}.{parameter_name(role)}"] = pack(tensor.codes, spec)
         if spec.qscheme == "per_group" and not spec.is_dynamic:  # too much for quant_info.json
-            scales[f"{name}.scale"] = tensor.scale
+            parts = pack_scales(tensor.scale, spec.scale_type)
+            scales |= {f"{name}.{part}": stored for part, stored in parts.items()}
             if spec.dtype == "int" and not spec.symmetric:
                 scales[f"{name}.zero_point"] = tensor.zero_point
     rescaled = {

@@ -14,16 +14,18 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import pack, pack_bits
 from quantizer.numerics.qparams import qparams_from_range
+from quantizer.numerics.two_level import pack_scales
 from quantizer.observers import code_range_of
 
-PACKED, INT8, FP8, MXFP4 = "pack-quantized", "int-quantized", "float-quantized", "mxfp4-pack-quantized"
+PACKED, INT8, FP8 = "pack-quantized", "int-quantized", "float-quantized"
+MXFP4, NVFP4 = "mxfp4-pack-quantized", "nvfp4-pack-quantized"
 BITS = range(2, 9)
 """Of packed integers."""
-MX_GROUP = 32
+_FP4 = {(32, "e8m0"): MXFP4, (16, "e4m3"): NVFP4}
+"""The format of fp4 weights, by their group size and scale type."""
 BYTE = 8
 WORD = 4
 """Bytes of the words that codes are packed into."""
-_E8M0_BIAS = 127
 
 Reason = tuple[str, str]
 """Why, and what to change."""
@@ -69,7 +71,7 @@ def format_of(weight: QuantizationSpec, inputs: QuantizationSpec | None) -> str:
     """The layout of a layer's tensors."""
     if weight.dtype == "int":
         return INT8 if weight.bit_width == BYTE and inputs is not None else PACKED
-    return FP8 if weight.dtype == "fp8_e4m3" else MXFP4
+    return FP8 if weight.dtype == "fp8_e4m3" else _FP4[weight.group_size or 0, weight.scale_type]
 
 
 def is_symmetric(spec: QuantizationSpec) -> bool:
@@ -81,11 +83,12 @@ def weight_refusal(spec: QuantizationSpec) -> Reason | None:
     """Why a linear layer's weight cannot be stored as codes; None if it can."""
     last, first = spec.ch_axis in (1, -1), spec.ch_axis in (0, -2)
     if spec.dtype == "fp4":
-        if (spec.qscheme, spec.group_size, spec.scale_type) != ("per_group", MX_GROUP, "e8m0") or not last:
-            return "is fp4, but not in groups of 32 inputs with shared exponents (mxfp4)", "set its dtype to mxfp4"
-        return None
+        if spec.qscheme == "per_group" and last and (spec.group_size, spec.scale_type) in _FP4:
+            return None
+        why = "is fp4, but not in groups of 32 inputs with shared exponents (mxfp4) or of 16 with e4m3 scales (nvfp4)"
+        return why, 'set its group_size to 16 and its scale_format to "e4m3"'
     if spec.dtype not in ("int", "fp8_e4m3"):
-        return f"is {spec.dtype}, which the format lacks", "use int2 to int8, fp8_e4m3 or mxfp4 there"
+        return f"is {spec.dtype}, which the format lacks", "use int2 to int8, fp8_e4m3, mxfp4 or nvfp4 there"
     if spec.dtype == "int" and spec.bit_width not in BITS:
         return f"has {spec.bit_width} bits, and the format 2 to 8", "set its width to 8 bits or less"
     if spec.qscheme == "per_channel" and not first:
@@ -139,6 +142,9 @@ def _dynamic_refusal(spec: QuantizationSpec) -> Reason | None:
 
 def _weight_words(spec: QuantizationSpec, scale: Tensor) -> dict[str, Any]:
     words = _words(spec) | {"dynamic": False}
+    if spec.scale_type == "e4m3" and spec.dtype == "fp4":
+        kinds = dict.fromkeys(("scale_dtype", "zp_dtype"), "torch.float8_e4m3fn")
+        return words | {"strategy": "tensor_group", "group_size": spec.group_size} | kinds
     if spec.qscheme == "per_group" and scale.shape[-1] > 1:
         words |= {"strategy": "group", "group_size": spec.group_size}
     else:
@@ -184,13 +190,16 @@ def _fp8(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
     return {"weight": codes, "weight_scale": scale}
 
 
-def _mxfp4(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
-    exponent = torch.frexp(weight.scale.double()).exponent - 1
-    stored = pack(codes, weight.spec).view(len(codes), -1)
-    return {"weight_packed": stored, "weight_scale": (exponent + _E8M0_BIAS).to(torch.uint8)}
+def _fp4(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
+    """Scales are exponents with 127 added, or fp8 numbers that `weight_global_scale` divides."""
+    found = {"weight_packed": pack(codes, weight.spec).view(len(codes), -1)}
+    parts = pack_scales(weight.scale, weight.spec.scale_type)
+    if "global_scale" in parts:
+        found["weight_global_scale"] = parts["global_scale"].reshape(1)
+    return found | {"weight_scale": parts["scale"]}
 
 
-_LAYOUTS = {PACKED: _packed, INT8: _int8, FP8: _fp8, MXFP4: _mxfp4}
+_LAYOUTS = {PACKED: _packed, INT8: _int8, FP8: _fp8, MXFP4: _fp4, NVFP4: _fp4}
 
 
 def _words_of(codes: Tensor, bits: int) -> Tensor:

@@ -13,9 +13,12 @@ from torch import nn
 from quantizer.errors import VerificationError
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_checkpoint import Checkpoint
-from quantizer.export.compressed_schemes import MXFP4, PACKED, is_symmetric
+from quantizer.export.compressed_schemes import MXFP4, NVFP4, PACKED, is_symmetric
 from quantizer.export.transformers_verify import HELP, Expected, require_all_keys, verify_calls
 from quantizer.sources.hugging_face import CONFIG, read_checkpoint
+
+_BFLOAT16 = (MXFP4, NVFP4)
+"""Formats that readers compute in that dtype."""
 
 
 def verify_folder(
@@ -36,7 +39,8 @@ def verify_folder(
         module, remarks = _loaded(folder, checkpoint, call, name)
         return module
 
-    found = verify_calls(load, calls, sqnr_db, name, weight_only=checkpoint.is_weight_only)
+    rounded = any(layer.format == NVFP4 for layer in checkpoint.layers.values())  # mxfp4's values need no rounding
+    found = verify_calls(load, calls, sqnr_db, name, is_exact=checkpoint.is_weight_only and not rounded)
     return replace(found, remarks=(*checkpoint.remarks, *remarks))
 
 
@@ -81,13 +85,14 @@ def _cause(checkpoint: Checkpoint) -> str | None:
     layers = checkpoint.layers.values()
     if any(layer.format == PACKED and not is_symmetric(layer.weight.spec) for layer in layers):
         return f"{_reader()} does not load packed asymmetric weights by default"
-    if any(layer.format == MXFP4 for layer in layers):
-        return f"{_reader()} computes mxfp4 in bfloat16, and the model is in another dtype"
+    fp4 = sorted({layer.format.partition("-")[0] for layer in layers if layer.format in _BFLOAT16})
+    if fp4:
+        return f"{_reader()} computes {' and '.join(fp4)} in bfloat16, and the model is in another dtype"
     return None
 
 
 def _remedy(checkpoint: Checkpoint) -> str:
-    if any(layer.format == MXFP4 for layer in checkpoint.layers.values()):
+    if any(layer.format in _BFLOAT16 for layer in checkpoint.layers.values()):
         return "use a bfloat16 model"
     return 'set "symmetric" to true for the weights' if _cause(checkpoint) else HELP
 

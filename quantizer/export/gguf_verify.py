@@ -43,7 +43,7 @@ def verify_file(
         return module
 
     try:
-        return verify_calls(load, calls, 0.0, file.name, weight_only=True)
+        return verify_calls(load, calls, 0.0, file.name, is_exact=True)
     except VerificationError:
         raise
     except Exception as error:

@@ -200,7 +200,7 @@ def quantize_weights(
     spec, found = tensor.spec, _carrier(tensor, opset)
     if found is None or tensor.codes is None:
         return None
-    cut = spec.qscheme, spec.ch_axis, spec.group_size
+    cut = spec.cut
     scale, zero_point = tensor.scale.reshape(-1, 1), tensor.zero_point.reshape(-1, 1)
     # As DequantizeLinear computes it: in float32.
     restored = (to_rows(tensor.codes, *cut).to(torch.int64) - zero_point).to(torch.float32) * scale

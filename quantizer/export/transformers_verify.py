@@ -33,7 +33,7 @@ class Expected:
 
 
 def verify_calls(
-    load: Callable[[Expected], nn.Module], calls: Iterable[Expected], sqnr_db: float, name: str, *, weight_only: bool
+    load: Callable[[Expected], nn.Module], calls: Iterable[Expected], sqnr_db: float, name: str, *, is_exact: bool
 ) -> Verification:
     """Compare the outputs of a loaded module with test mode's over all calls.
 
@@ -42,7 +42,7 @@ def verify_calls(
         calls: at least one, gone through once.
         sqnr_db: what quantization costs the outputs, in dB: a reader that rounds otherwise should not cost more.
         name: stands for the file or folder in messages.
-        weight_only: whether all inputs stay float.
+        is_exact: whether the reader rounds nothing, as where weights alone are quantized.
 
     Raises:
         VerificationError: it gives other outputs.
@@ -55,7 +55,7 @@ def verify_calls(
         for call in chain([first], rest):
             agreement.add(call.outputs, tensor_leaves(module(*call.args, **call.kwargs)))
     found = agreement.result()
-    is_exact = weight_only and all(output.dtype == torch.float32 for output in first.outputs)
+    is_exact = is_exact and all(output.dtype == torch.float32 for output in first.outputs)
     least = EXACT_DB if is_exact else min(ENOUGH_DB, sqnr_db - MARGIN_DB)
     if found.sqnr_db is not None and found.sqnr_db < least:
         raise VerificationError(

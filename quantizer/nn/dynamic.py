@@ -10,7 +10,7 @@ from quantizer.numerics.blocks import BLOCK, fill
 from quantizer.numerics.fake_quantize import work_dtype
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import CodeRange, IntegerRange, QParams, qparams_from_range
-from quantizer.observers import NegativeValuesError, ObservationError, axis_of, code_range_of, kernel_of
+from quantizer.observers import NegativeValuesError, ObservationError, code_range_of, kernel_of
 from quantizer.observers.observed_batch import Range, as_rows, extremes
 
 ROUND = 4 * BLOCK  # values whose ranges are found before they are quantized: the blocks share the work on scales
@@ -23,22 +23,21 @@ def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
         ObservationError: there is NaN, infinity or a negative value without a code; not in a program that torch
             traces, which has no errors of its own.
     """
-    axis = axis_of(spec)
-    rows = as_rows(x, spec.qscheme, axis, spec.group_size)
+    rows = as_rows(x, *spec.cut)
     traced = torch.compiler.is_compiling()  # true of exports as well
     found = (rows.amin(1), rows.amax(1)) if traced else extremes(rows)
     code_range = code_range_of(spec)
     if not traced:
         _check(_broken(found), len(rows), float(found[0].min()), code_range)
     qparams = qparams_from_range(*found, code_range)
-    shape = scale_shape(tuple(x.shape), spec.qscheme, axis, spec.group_size)
+    shape = scale_shape(tuple(x.shape), *spec.cut)
     return QParams(qparams.scale.view(shape), qparams.zero_point.view(shape))
 
 
 def quantize_rows(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) -> Tensor:
     """Return each of `rows` quantized with the scale of its own range; a block is quantized while it is in the cache.
 
-    The values are those that `dynamic_qparams` gives.
+    The values are those that `dynamic_qparams` gives, where scales do not depend on each other.
 
     Raises:
         ObservationError: as there, maybe after writing.

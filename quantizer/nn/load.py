@@ -17,10 +17,13 @@ from quantizer.nn.layer import Layer
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.codes import unpack
+from quantizer.numerics.two_level import unpack_scales
 
 WEIGHTS, CORRECTIONS = "weights.safetensors", "bias_corr.safetensors"
 GROUP_SCALES = "qparams.safetensors"
-"""The file with scales and zero points of groups, by `<module>.<role>.scale` and `.zero_point`."""
+"""The file with scales and zero points of groups, by `<module>.<role>.scale` and `.zero_point`.
+
+Scales are float32, or of fewer bits as `numerics.two_level` packs them, and then may have a `.global_scale`."""
 
 
 def load(network: nn.Module, file: str) -> None:
@@ -58,7 +61,9 @@ def quantized_tensor(entry: Mapping[str, Any], role: str, stored: Mapping[str, T
     """A tensor of quant_info.json; `stored` has parameters and their codes, and what is in GROUP_SCALES."""
     spec, module, scale, zero_point = QuantizationSpec(**entry["spec"]), entry["module"], torch.ones(()), None
     if "scales_in" in entry:
-        scale, zero_point = stored[f"{module}.{role}.scale"], stored.get(f"{module}.{role}.zero_point")
+        name = f"{module}.{role}"
+        scale = unpack_scales(stored[f"{name}.scale"], spec.scale_type, stored.get(f"{name}.global_scale"))
+        zero_point = stored.get(f"{name}.zero_point")
     elif "scale" in entry:
         scale = torch.tensor(entry["scale"], dtype=torch.float32)
         zero_point = torch.tensor(entry["zero_point"], dtype=torch.int32) if "zero_point" in entry else None

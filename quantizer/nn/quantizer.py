@@ -77,13 +77,12 @@ class TensorQuantizer(nn.Module):
 
     def _dynamic(self, x: Tensor) -> Tensor:
         spec = self.spec
-        if spec.qscheme == "per_tensor" or torch.compiler.is_compiling():
+        if spec.qscheme == "per_tensor" or spec.scale_type == "e4m3" or torch.compiler.is_compiling():
             found = dynamic_qparams(x, spec)
             return place(x, spec, found.scale, found.zero_point, inplace=self.inplace)
-        cut = spec.qscheme, axis_of(spec), spec.group_size
-        rows = to_rows(x, *cut)
+        rows = to_rows(x, *spec.cut)
         out = quantize_rows(rows, spec, inplace=self.inplace or rows.data_ptr() != x.data_ptr())
-        return from_rows(out, tuple(x.shape), *cut)
+        return from_rows(out, tuple(x.shape), *spec.cut)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move with the model; but where that is cast (`half()`), the scale stays float32."""
@@ -107,7 +106,7 @@ def place(x: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor, 
     [[0.5, 7.0]]
     """
     axis, shape = axis_of(spec), tuple(x.shape)
-    cut = (spec.qscheme, axis, spec.group_size) if spec.qscheme in ("per_group", "per_token") else None
+    cut = spec.cut if spec.qscheme in ("per_group", "per_token") else None
     if cut:
         x, scale, zero_point, axis = to_rows(x, *cut), scale.reshape(-1), zero_point.reshape(-1), 0
     if spec.dtype == "int":

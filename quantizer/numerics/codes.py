@@ -33,11 +33,7 @@ class Spec(Protocol):
     @property
     def is_scaled(self) -> bool: ...
     @property
-    def qscheme(self) -> str: ...
-    @property
-    def ch_axis(self) -> int | None: ...
-    @property
-    def group_size(self) -> int | None: ...
+    def cut(self) -> tuple[str, int | None, int | None, int]: ...
 
 
 def encode(value: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor) -> Tensor | None:
@@ -53,7 +49,7 @@ def encode(value: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor) -> Tens
     if not spec.is_scaled:
         codes = value.to(storage)
         return codes if torch.equal(codes.to(value.dtype), value) else None
-    cut = spec.qscheme, spec.ch_axis, spec.group_size
+    cut = spec.cut
     rows, each = workspace(to_rows(value, *cut), _work(spec, value.dtype)), (scale.reshape(-1), zero_point.reshape(-1))
     codes, factor = torch.empty_like(rows, dtype=storage), _factor(spec)
     kernel = float_kernel(spec.dtype) if factor else integer_kernel(spec.quant_min, spec.quant_max, "half_even")
@@ -70,7 +66,7 @@ def decode(codes: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor, dtype: 
     """Return the values of codes in `dtype`, as a quantizer of `spec` computes them; arguments as for `encode`."""
     if not spec.is_scaled:
         return codes.to(dtype)
-    cut = spec.qscheme, spec.ch_axis, spec.group_size
+    cut = spec.cut
     work, factor = _work(spec, dtype), _factor(spec)
     rows = to_rows(codes.to(work), *cut)
     rows = rows.div_(factor) if factor else rows.sub_(zero_point.reshape(-1, 1))

@@ -44,6 +44,8 @@ FLOAT_FORMATS: dict[str, FloatFormat] = {
     "fp4": FloatFormat(4, torch.float8_e4m3fn, 6.0, 1, 0),
     "mx_int8": FloatFormat(8, torch.int8, 127 / 64, 6, 0, factor=64.0),
     "bfp16": FloatFormat(8, torch.int8, 127 / 64, 6, 0, factor=64.0),
+    "mx6": FloatFormat(5, torch.int8, 15 / 8, 3, 0, factor=8.0),
+    "mx9": FloatFormat(8, torch.int8, 127 / 64, 6, 0, factor=64.0),
 }
 
 
@@ -60,13 +62,14 @@ def cast_round_trip_(x: Tensor, name: str, room: Tensor | None = None) -> Tensor
     """Replace each value of `x` by the nearest one of the format `name`, ties to even, in place, and return `x`.
 
     Values beyond the largest finite one become it, infinities too (a plain cast gives infinity in some formats and on
-    some devices); NaN stays NaN. fp4 is E2M1, and mx_int8 and bfp16 are codes k / 64 with |k| <= 127, to be scaled by a
-    power of two. `room` may be memory of the shape and dtype of `x` to work in.
+    some devices); NaN stays NaN. fp4 is E2M1; mx_int8, bfp16 and mx9 are codes k / 64 with |k| <= 127, and mx6 k / 8
+    with |k| <= 15, to be scaled by a power of two. `room` may be memory of the shape and dtype of `x` to work in.
 
     Raises:
         ValueError: there is no such format.
 
-    Source: IEEE 754; "FP8 Formats for Deep Learning" (arXiv 2209.05433); "OCP Microscaling Formats (MX) v1.0".
+    Source: IEEE 754; "FP8 Formats for Deep Learning" (arXiv 2209.05433); "OCP Microscaling Formats (MX) v1.0";
+    mx6 and mx9: Rouhani et al., "With Shared Microexponents, A Little Shifting Goes a Long Way" (arXiv 2302.08007).
 
     >>> cast_round_trip_(torch.tensor([0.3, 1000.0, -1e9]), "fp8_e4m3").tolist()
     [0.3125, 448.0, -448.0]

@@ -5,12 +5,16 @@ from torch import Tensor
 
 
 def scale_shape(
-    shape: tuple[int, ...], qscheme: str, ch_axis: int | None = None, group_size: int | None = None
+    shape: tuple[int, ...],
+    qscheme: str,
+    ch_axis: int | None = None,
+    group_size: int | None = None,
+    scales_per_group: int = 1,
 ) -> tuple[int, ...]:
     """Return the shape of the scale of a tensor of `shape`.
 
-    () per tensor; (C,) per channel; per group the other axes in order and then the number of groups along `ch_axis`;
-    per token the axes but `ch_axis`.
+    () per tensor; (C,) per channel; per group the other axes in order and then the number of groups along `ch_axis`,
+    times `scales_per_group`; per token the axes but `ch_axis`.
 
     >>> scale_shape((8, 64), "per_group", 1, 16), scale_shape((2, 5, 64), "per_token", -1)
     ((8, 4), (2, 5))
@@ -21,10 +25,14 @@ def scale_shape(
     others = shape[:axis] + shape[axis + 1 :]
     if qscheme == "per_channel":
         return (shape[axis],)
-    return others if qscheme == "per_token" else (*others, -(-shape[axis] // _group(shape[axis], group_size)))
+    if qscheme == "per_token":
+        return others
+    return (*others, -(-shape[axis] // _group(shape[axis], group_size)) * scales_per_group)
 
 
-def to_rows(x: Tensor, qscheme: str, ch_axis: int | None = None, group_size: int | None = None) -> Tensor:
+def to_rows(
+    x: Tensor, qscheme: str, ch_axis: int | None = None, group_size: int | None = None, scales_per_group: int = 1
+) -> Tensor:
     """Return `x` as a matrix with one row per scale, in the order of `scale_shape`; a view where memory allows it.
 
     A last group that is shorter is filled up with zeros.
@@ -39,11 +47,16 @@ def to_rows(x: Tensor, qscheme: str, ch_axis: int | None = None, group_size: int
     last = x.movedim(ch_axis, -1)
     size = _group(last.shape[-1], group_size) if qscheme == "per_group" else last.shape[-1]
     missing = -last.shape[-1] % size
-    return (torch.nn.functional.pad(last, (0, missing)) if missing else last).reshape(-1, size)
+    return (torch.nn.functional.pad(last, (0, missing)) if missing else last).reshape(-1, size // scales_per_group)
 
 
 def from_rows(
-    rows: Tensor, shape: tuple[int, ...], qscheme: str, ch_axis: int | None = None, group_size: int | None = None
+    rows: Tensor,
+    shape: tuple[int, ...],
+    qscheme: str,
+    ch_axis: int | None = None,
+    group_size: int | None = None,
+    scales_per_group: int = 1,
 ) -> Tensor:
     """Return the tensor of `shape` whose `to_rows` gave `rows`.
 

@@ -8,12 +8,15 @@ from torch import Tensor
 
 from quantizer.numerics.blocks import FEW
 from quantizer.numerics.formats import FloatFormat, format_named
+from quantizer.numerics.two_level import global_scale_of, on_global_grid, with_microexponents
 
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: 1 / scale stays finite
 LARGEST_VALUE = 2.0**128 - 2.0**105  # two steps below infinity, for the rounding of the scale itself to float32
 _MANTISSA = (1 << 52) - 1  # the bits of a float64's mantissa
 SCALE_MODES = ("floor", "even", "ceil")
 SYMMETRIC_SCALES = ("quant_max", "half_range")
+SHARED = ("e8m0", "microexponent")
+POWERS_OF_TWO = ("poweroftwo", *SHARED)
 SMALLEST_SHARED = 2.0**-127  # of the scales that eight bits of exponent hold (OCP MX v1.0, 5.4.1)
 
 
@@ -21,7 +24,8 @@ SMALLEST_SHARED = 2.0**-127  # of the scales that eight bits of exponent hold (O
 class IntegerRange:
     """The integer codes of a tensor, and what its scale may be.
 
-    `scale_type` is "float" or "poweroftwo", the latter at least 2^-`finest_position` where a device asks for that.
+    `scale_type` is "float", "e4m3" (a number of fp8_e4m3 times the tensor's own float) or "poweroftwo", the latter at
+    least 2^-`finest_position` where a device asks for that.
     `symmetric_scale` says what the largest magnitude is divided by where the scale is a symmetric float: "quant_max",
     or "half_range", (quant_max - quant_min) / 2, where codes have both signs.
 
@@ -39,8 +43,8 @@ class IntegerRange:
     def __post_init__(self) -> None:
         if not self.quant_min <= 0 < self.quant_max:
             raise ValueError(f"Codes need quant_min <= 0 < quant_max, not {self.quant_min} and {self.quant_max}.")
-        if self.scale_type not in ("float", "poweroftwo"):
-            raise ValueError(f'"{self.scale_type}" is not a scale type; known are float, poweroftwo.')
+        if self.scale_type not in ("float", "e4m3", "poweroftwo"):
+            raise ValueError(f'"{self.scale_type}" is not a scale type; known are float, e4m3, poweroftwo.')
         if self.symmetric_scale not in SYMMETRIC_SCALES:
             known = ", ".join(SYMMETRIC_SCALES)
             raise ValueError(f'"{self.symmetric_scale}" is not a rule for symmetric scales; known are {known}.')
@@ -71,10 +75,11 @@ class IntegerRange:
 class FloatRange:
     """A floating-point format whose values are scaled; `dtype` is its name in FLOAT_FORMATS.
 
-    `scale_type` is "float", "poweroftwo" (the smallest that cuts nothing off), or "e8m0": 2^(e - emax) with e the
-    exponent of the largest magnitude, rounded as `scale_mode` says. "floor" takes e as it is (OCP MX v1.0, 6.3), so
-    that values may be cut off; "even" rounds the magnitude to the format's mantissa first, ties up; "ceil" takes the
-    next exponent unless the magnitude is a power of two.
+    `scale_type` is "float", "e4m3" (a number of fp8_e4m3 times the tensor's own float), "poweroftwo" (the smallest that
+    cuts nothing off), or "e8m0": 2^(e - emax) with e the exponent of the largest magnitude, rounded as `scale_mode`
+    says. "floor" takes e as it is (OCP MX v1.0, 6.3), so that values may be cut off; "even" rounds the magnitude to the
+    format's mantissa first, ties up; "ceil" takes the next exponent unless the magnitude is a power of two.
+    "microexponent" is "e8m0" with at least half of the largest scale of a block, whose rows follow each other.
 
     Raises:
         ValueError: it is another scale type or mode, or there is no such format.
@@ -89,8 +94,9 @@ class FloatRange:
         format_named(self.dtype)
         if not self.symmetric:
             raise ValueError(f"{self.dtype} has no zero point, so its range is symmetric.")
-        if self.scale_type not in ("float", "poweroftwo", "e8m0"):
-            raise ValueError(f'"{self.scale_type}" is not a scale type; known are float, poweroftwo, e8m0.')
+        if self.scale_type not in (*POWERS_OF_TWO, "float", "e4m3"):
+            known = ", ".join(("float", "e4m3", *POWERS_OF_TWO))
+            raise ValueError(f'"{self.scale_type}" is not a scale type; known are {known}.')
         if self.scale_mode not in SCALE_MODES:
             raise ValueError(f'"{self.scale_mode}" is not a scale mode; known are {", ".join(SCALE_MODES)}.')
 
@@ -109,7 +115,7 @@ class FloatRange:
     @property
     def finest(self) -> float:
         """The least power-of-two scale."""
-        return SMALLEST_SHARED if self.scale_type == "e8m0" else SMALLEST_SCALE
+        return SMALLEST_SHARED if self.scale_type in SHARED else SMALLEST_SCALE
 
 
 CodeRange = IntegerRange | FloatRange
@@ -151,8 +157,9 @@ def step_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> Tensor:
     >>> step_from_range(torch.tensor(-1.0), torch.tensor(15.0), code_range).item()
     2.0
     """
-    if isinstance(code_range, FloatRange) and code_range.scale_type == "e8m0":
-        return _truncate_(_amax(low, high), _bump(code_range, 52)).mul_(2.0**-code_range.row.emax)
+    if isinstance(code_range, FloatRange) and code_range.scale_type in SHARED:
+        step = _truncate_(_amax(low, high), _bump(code_range, 52)).mul_(2.0**-code_range.row.emax)
+        return step if code_range.scale_type == "e8m0" else with_microexponents(step)
     if not code_range.symmetric:
         step = high.clamp(min=0).double().sub_(low.clamp(max=0)).div_(code_range.span)
     elif isinstance(code_range, IntegerRange) and code_range.scale_type == "poweroftwo":
@@ -189,10 +196,10 @@ def qparams_from_step(step: Tensor, low: Tensor, code_range: CodeRange) -> QPara
 
     `step` and `low` are float64 of one shape. A step of 0 (nothing but zeros) gives scale 1, or the finest power of two
     that is allowed; other scales are kept in [2^-126, largest float32 / largest code], so that neither 1 / scale nor
-    any code times scale is infinite; those of type e8m0 are at least 2^-127. The zero point is rounded to even, is a
-    code, and is 0 for symmetric ones.
+    any code times scale is infinite; shared exponents are at least -127. Those of type e4m3 are taken for all groups of
+    one tensor. The zero point is rounded to even, is a code, and is 0 for symmetric ones.
     """
-    return _qparams(step if code_range.scale_type == "float" else power_of_two(step), low, code_range)
+    return _qparams(power_of_two(step) if code_range.scale_type in POWERS_OF_TWO else step, low, code_range)
 
 
 def _qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
@@ -202,6 +209,8 @@ def _qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
     scale, zeros = step.clamp(least, most), _zeros(step)
     if zeros is not None:
         scale.masked_fill_(zeros, silent)
+    if code_range.scale_type == "e4m3":
+        scale = on_global_grid(step.clamp(max=most), global_scale_of(step)).double()
     if code_range.symmetric or isinstance(code_range, FloatRange):
         return QParams(scale.float(), torch.zeros_like(scale, dtype=torch.int32))
     zero_point = code_range.quant_min - torch.round(low.double().clamp(max=0) / scale)
@@ -228,7 +237,7 @@ def _truncate_(x: Tensor, bump: int) -> Tensor:
 def _scale_bounds(code_range: CodeRange) -> tuple[float, float]:
     """The least and the largest scale that is allowed."""
     largest = LARGEST_VALUE / code_range.span
-    if code_range.scale_type == "float":
+    if code_range.scale_type not in POWERS_OF_TWO:
         return SMALLEST_SCALE, largest
     mantissa, exponent = math.frexp(largest)
     return code_range.finest, 2.0 ** (exponent - 1 - (mantissa == 0.5))
@@ -245,7 +254,7 @@ def qparams_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> QPar
     is_traced = torch.compiler.is_compiling()  # a trace must not ask how many there are
     if not is_traced and isinstance(code_range, FloatRange) and _bits_say_all(low.dtype, code_range):
         return _shared_scale(low, high, code_range)
-    if is_traced or low.numel() <= FEW:
+    if is_traced or low.numel() <= FEW or code_range.scale_type == "e4m3":
         return _qparams(step_from_range(low, high, code_range), low, code_range)
     scale, zero_point = (torch.empty_like(low, dtype=dtype) for dtype in (torch.float32, torch.int32))
     parts = (torch.split(end.view(-1), FEW) for end in (low, high, scale, zero_point))

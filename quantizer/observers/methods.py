@@ -7,11 +7,13 @@ from statistics import fmean, median, multimode
 import torch
 from torch import Tensor
 
-from quantizer.config.model import QuantizationSpec
+from quantizer.config.model import PAIR, QuantizationSpec
 from quantizer.numerics.blocks import Kernel, fill
 from quantizer.numerics.fake_quantize import float_kernel, integer_kernel
 from quantizer.numerics.histogram import BINS
 from quantizer.numerics.qparams import (
+    POWERS_OF_TWO,
+    SHARED,
     CodeRange,
     FloatRange,
     IntegerRange,
@@ -21,11 +23,13 @@ from quantizer.numerics.qparams import (
 )
 from quantizer.numerics.registry import lookup, register
 from quantizer.numerics.rounding import NEAREST
+from quantizer.numerics.two_level import PAIRS
 from quantizer.observers.observed_batch import Distribution, ObservedBatch, Range
 
 Statistic = Callable[[list[float]], float]
 RangeMethod = Callable[[Distribution, QuantizationSpec], Range]
 METHODS: dict[str, RangeMethod] = {}
+MICROEXPONENT_GROUP = PAIRS * PAIR
 INTEGER_ONLY = frozenset({"entropy", "diffs"})
 """Methods that are about integer codes: levels to merge bins into, positions of a binary point."""
 CENTRES = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
@@ -78,8 +82,10 @@ def axis_of(spec: QuantizationSpec) -> int | None:
     """Return the axis that scales go with, None for one scale in all.
 
     Raises:
-        ValueError: the axis is missing.
+        ValueError: the axis is missing, or microexponents have no groups.
     """
+    if spec.scale_type == "microexponent" and (spec.qscheme, spec.group_size) != ("per_group", MICROEXPONENT_GROUP):
+        raise ValueError(f"Microexponents need groups of {MICROEXPONENT_GROUP}, not {spec.qscheme} {spec.group_size}.")
     if spec.qscheme == "per_tensor":
         return None
     if spec.ch_axis is None:
@@ -132,7 +138,7 @@ def mse(values: Distribution, spec: QuantizationSpec) -> Range:
     off; where it is a power of two, halved as often as the error falls. Which way ties go cannot matter: at a half-way
     point either neighbour has the same error.
     """
-    if spec.scale_type != "float":
+    if spec.scale_type in POWERS_OF_TWO:
         return _least_power(values, spec)
     words = ("dtype", "bit_width", "signed", "narrow_range", "symmetric_scale")
     round_mode = "half_even" if spec.round_mode in NEAREST else spec.round_mode
@@ -161,7 +167,7 @@ def _least_power(values: Distribution, spec: QuantizationSpec) -> Range:
     The errors are those of the bins' centres under the scales themselves, so that what is compared is what can be.
     """
     code_range, kernel, errors = code_range_of(spec), kernel_of(spec), []
-    factors = torch.tensor(POWERS if spec.scale_type == "e8m0" else POWERS[1:], dtype=torch.float64)
+    factors = torch.tensor(POWERS if spec.scale_type in SHARED else POWERS[1:], dtype=torch.float64)
     qparams = qparams_from_range(values.low * factors[:, None], values.high * factors[:, None], code_range)
     exact = values.width[:, None] * CENTRES
     for scale, zero_point in zip(qparams.scale, qparams.zero_point, strict=True):

@@ -32,7 +32,11 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def as_rows(
-    x: Tensor, qscheme: str = "per_tensor", ch_axis: int | None = None, group_size: int | None = None
+    x: Tensor,
+    qscheme: str = "per_tensor",
+    ch_axis: int | None = None,
+    group_size: int | None = None,
+    scales_per_group: int = 1,
 ) -> Tensor:
     """Return `x` as a matrix of one row per scale, in memory order if there is one scale; a view where memory allows.
 
@@ -40,7 +44,7 @@ def as_rows(
     torch.Size([3, 100])
     """
     if qscheme != "per_tensor":
-        return to_rows(x, qscheme, ch_axis, group_size)
+        return to_rows(x, qscheme, ch_axis, group_size, scales_per_group)
     flat = flat_view(x)
     return (x.reshape(-1) if flat is None else flat).unsqueeze(0)
 

@@ -91,7 +91,7 @@ class Observer:
             ObservationError: it holds no values at all.
         """
         self._memory.add(x, self._batch(x))
-        self._shape = scale_shape(tuple(x.shape), self.spec.qscheme, self._axis, self.spec.group_size)
+        self._shape = scale_shape(tuple(x.shape), *self.spec.cut)
 
     def qparams(self) -> QParams:
         """Return scale and zero point for the batches so far, of `scale_shape`.
@@ -143,7 +143,7 @@ class Observer:
             raise TypeError(f"Only floating-point tensors can be observed, not {x.dtype}.")
         if x.numel() == 0:
             raise ObservationError(f"The tensor of shape {tuple(x.shape)} has no values.")
-        rows = as_rows(x, self.spec.qscheme, self._axis, self.spec.group_size)
+        rows = as_rows(x, *self.spec.cut)
         low, high = (end.cpu() for end in extremes(rows))
         if not (math.isfinite(low.min()) and math.isfinite(high.max())):
             raise NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())

@@ -12,9 +12,8 @@ from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.model import QuantizationSpec, Sourced
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.graph.ir import Graph, Node
+from quantizer.numerics.qparams import SHARED
 
-BLOCK_SCALE = "e8m0"
-"""The scale of block formats, whose last block may be shorter (OCP Microscaling Formats v1.0, section 5)."""
 BATCH = 0
 """The axis of samples."""
 
@@ -108,9 +107,12 @@ def impossible(
 def misfit(
     layer: str, role: str, spec: QuantizationSpec, view: TensorView, sources: Mapping[str, Sourced]
 ) -> Misfit | None:
-    """The tensor, if its groups do not divide its axis; blocks with a shared exponent may end with a shorter one."""
+    """The tensor, if its groups do not divide its axis; blocks with a shared exponent may end with a shorter one.
+
+    Source: OCP Microscaling Formats v1.0, section 5.
+    """
     size = spec.group_size
-    if spec.ch_axis is None or size is None or size < 1 or spec.scale_type == BLOCK_SCALE or view.sizes is None:
+    if spec.ch_axis is None or size is None or size < 1 or spec.scale_type in SHARED or view.sizes is None:
         return None
     length = view.sizes[spec.ch_axis] if -len(view.sizes) <= spec.ch_axis < len(view.sizes) else None
     if length is None or length % size == 0:

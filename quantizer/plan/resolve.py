@@ -10,6 +10,7 @@ from quantizer.config.model import Config, Fields, QuantizationSpec, Role, Sourc
 from quantizer.config.roles import base_role, is_parameter, parameter_role
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
+from quantizer.numerics.qparams import SHARED
 from quantizer.plan import axes, checks
 from quantizer.plan.axes import Misfit, TensorView
 from quantizer.plan.floating import OUTSIDE, outside_stubs
@@ -200,7 +201,7 @@ class _Resolver:
         scales = 0  # that a parameter has
         if is_parameter(role) and spec.is_scaled and not is_refused:
             sizes = tuple(size or 0 for size in view.sizes or ())
-            scales = math.prod(scale_shape(sizes, spec.qscheme, spec.ch_axis, spec.group_size))
+            scales = math.prod(scale_shape(sizes, *spec.cut))
         self.tensors[(layer, role)] = TensorPlan(layer, role, spec, origins, group.point, group.members, scales)
         return True
 
@@ -234,8 +235,9 @@ def merged(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
     last = next((fields["dtype"].value for fields in reversed(blocks) if "dtype" in fields), None)
     dtype: str | None = None
     for fields in blocks:
-        dtype = fields["dtype"].value if "dtype" in fields else dtype
-        if "dtype" in fields and _value(values, "scale_type") == "e8m0":
+        wider, dtype = dtype, fields["dtype"].value if "dtype" in fields else dtype
+        scale_type = _value(values, "scale_type") if "dtype" in fields else None
+        if scale_type in SHARED or (scale_type == "e4m3" and is_foreign(wider, dtype)):
             del values["scale_type"]
         before = _value(values, "qscheme"), values.get("ch_axis")
         foreign = KINDRED if is_foreign(dtype, last) else frozenset()

@@ -6,6 +6,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_role
 from quantizer.graph.ir import Graph, references
 from quantizer.numerics.codes import bits_of
+from quantizer.numerics.two_level import scale_bytes
 from quantizer.plan.model import Plan
 
 
@@ -28,10 +29,9 @@ def weight_bytes(plan: Plan) -> tuple[int, int]:
 
 
 def parameter_bytes(values: int, spec: QuantizationSpec, scales: int) -> int:
-    """Of a parameter with that many values and scales: a scale is a float32 or a shared exponent, integers have a zero
-    point, too."""
-    each = 1 if spec.scale_type == "e8m0" else 4 + (spec.dtype == "int")
-    return math.ceil(values * bits_of(spec) / 8) + each * scales
+    """Of a parameter with that many values and scales, in the bytes that these take; integers have zero points, too."""
+    zero_points = scales if spec.dtype == "int" else 0
+    return math.ceil(values * bits_of(spec) / 8) + scale_bytes(spec.scale_type, scales) + zero_points
 
 
 def peak_activation_bytes(graph: Graph, batch_size: int) -> int:

@@ -47,6 +47,8 @@ def describe_spec(spec: QuantizationSpec) -> str:
     'int8 per_channel maxmin half_even'
     >>> describe_spec(QuantizationSpec(dtype="fp4", qscheme="per_group", group_size=32, scale_type="e8m0"))
     'fp4 per_group 32 e8m0 floor'
+    >>> describe_spec(QuantizationSpec(dtype="fp4", qscheme="per_group", group_size=16, scale_type="e4m3"))
+    'fp4 per_group 16 e4m3 maxmin'
     """
     if not spec.is_scaled:
         return spec.dtype
@@ -57,6 +59,9 @@ def describe_spec(spec: QuantizationSpec) -> str:
     words += ["dynamic"] if spec.is_dynamic else []
     if spec.scale_type == "e8m0":
         return " ".join([*words, "e8m0", spec.scale_mode])
+    if spec.scale_type == "microexponent":
+        return " ".join(words)
+    words += ["e4m3"] if spec.scale_type == "e4m3" else []
     words += [] if spec.is_dynamic else [spec.method]
     words += [spec.round_mode] if integer else []
     words += ["asymmetric"] if not spec.symmetric else []

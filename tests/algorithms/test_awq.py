@@ -33,6 +33,8 @@ SPECS = {
     "int4 inputs": QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=1),
     "int4 groups of outputs": QuantizationSpec(bit_width=4, qscheme="per_group", ch_axis=0, group_size=4),
     "mx fp4": QuantizationSpec(dtype="fp4", scale_type="e8m0", qscheme="per_group", ch_axis=1, group_size=32),
+    "nvfp4": QuantizationSpec(dtype="fp4", scale_type="e4m3", qscheme="per_group", ch_axis=1, group_size=8),
+    "mx6": QuantizationSpec(dtype="mx6", scale_type="microexponent", qscheme="per_group", ch_axis=1, group_size=16),
     "fp8": QuantizationSpec(dtype="fp8_e4m3"),
     "powers of two": QuantizationSpec(bit_width=4, scale_type="poweroftwo", qscheme="per_channel", ch_axis=0),
 }
@@ -111,7 +113,7 @@ def test_one_large_channel(bits: int, signed: bool, scheme: str) -> None:
 @pytest.mark.parametrize("name", ["outliers", "grouped"])
 def test_any_spec(name: str, spec: QuantizationSpec) -> None:
     model, inputs = built(name)
-    if name == "grouped" and spec.qscheme == "per_group":
+    if name == "grouped" and spec.qscheme == "per_group" and spec.scales_per_group == 1:
         spec = dataclasses.replace(spec, group_size=-1)
     task = task_of(model, inputs, spec)
     found = solved(task)

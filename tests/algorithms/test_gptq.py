@@ -58,6 +58,8 @@ EVERY_SPEC = {
     "fp8": QuantizationSpec("fp8_e4m3", qscheme="per_channel", ch_axis=0),
     "mxfp4": QuantizationSpec("fp4", qscheme="per_group", ch_axis=1, group_size=32, scale_type="e8m0"),
     "bfp16": QuantizationSpec("bfp16", qscheme="per_group", ch_axis=1, group_size=8, scale_type="e8m0"),
+    "nvfp4": QuantizationSpec("fp4", qscheme="per_group", ch_axis=1, group_size=16, scale_type="e4m3"),
+    "mx6": QuantizationSpec("mx6", qscheme="per_group", ch_axis=1, group_size=16, scale_type="microexponent"),
 }
 
 

@@ -35,7 +35,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 def weight(dtype: Dtype) -> QuantizationSpec:
     if dtype in FLOATS:
         return QuantizationSpec(dtype)
-    if dtype in (Dtype.mx, Dtype.bfp16):
+    if dtype in (Dtype.mx, Dtype.mx6, Dtype.mx9, Dtype.bfp16):
         element = Dtype.fp4 if dtype is Dtype.mx else None
         return QuantizationSpec(dtype, mx_element_dtype=element, ch_axis=1)
     return spec(dtype, symmetric=not dtype.name.startswith("uint")) if dtype in INTEGERS else QuantizationSpec(dtype)

@@ -11,7 +11,7 @@ from quantizer.config.types import Dtype
 from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
 
 CAST_BY_TORCH = ["float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
-SMALL = ["fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16"]
+SMALL = ["fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16", "mx6", "mx9"]
 # Finite values >= 0 of OCP MX v1.0, tables 3 to 6 (E3M2 by exponent: subnormals, then four values each).
 GRIDS = {
     "fp4": [0, 0.5, 1, 1.5, 2, 3, 4, 6],
@@ -19,6 +19,8 @@ GRIDS = {
     "fp6_e3m2": [k / 16 for k in range(4)] + [k / 16 * 2**e for e in range(7) for k in range(4, 8)],
     "mx_int8": [k / 64 for k in range(128)],
     "bfp16": [k / 64 for k in range(128)],
+    "mx6": [k / 8 for k in range(16)],
+    "mx9": [k / 64 for k in range(128)],
 }
 
 

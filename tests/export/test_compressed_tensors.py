@@ -46,6 +46,7 @@ MXFP4: Spec = {
     "observer_cls": "PerBlockMXObserver",
     "is_dynamic": False,
 }
+NVFP4: Spec = {"dtype": "fp4", "scale_format": "e4m3", **GROUP, "group_size": 16, "is_dynamic": False}
 STATIC, DYNAMIC = integer(8, **TENSOR), integer(8, symmetric=False, **TOKEN)
 
 

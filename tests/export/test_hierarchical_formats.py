@@ -30,6 +30,7 @@ from quantizer.sources.batches import Batch
 GROUPS: dict[str, Any] = {"bit_width": 4, "qscheme": "per_group", "group_size": 2}
 UNSIGNED: dict[str, Any] = {"symmetric": False, "signed": False}
 MX: dict[str, Any] = {"qscheme": "per_group", "group_size": 32, "scale_type": "e8m0"}
+MX9: dict[str, Any] = MX | {"dtype": "mx9", "group_size": 16, "scale_type": "microexponent"}
 WEIGHTS: dict[str, Mapping[str, Any]] = {
     "groups": GROUPS,
     "whole groups": GROUPS | {"group_size": -1},
@@ -37,12 +38,16 @@ WEIGHTS: dict[str, Mapping[str, Any]] = {
     "groups of rows": GROUPS | {"ch_axis": 0, "group_size": -1},
     "fp8": {"dtype": "fp8_e4m3", "qscheme": "per_channel"},
     "fp6": {"dtype": "fp6_e2m3"},
+    "nvfp4": MX | {"dtype": "fp4", "group_size": 2, "scale_type": "e4m3"},
+    "int4 with e4m3 scales": GROUPS | {"scale_type": "e4m3"},
+    **{name: MX9 | {"dtype": name} for name in ("mx6", "mx9")},
     **{name: MX | {"dtype": name} for name in ("fp8_e5m2", "fp6_e3m2", "fp4", "mx_int8", "bfp16")},
 }
 INPUTS: dict[str, Mapping[str, Any]] = {
     "dynamic": {"is_dynamic": True},
     "tokens": {"is_dynamic": True, "qscheme": "per_token", **UNSIGNED},
     "mx": MX | {"dtype": "fp4", "is_dynamic": True},
+    "mx9": MX9 | {"is_dynamic": True},
     "fp4": {"dtype": "fp4"},
     "channels": {"qscheme": "per_channel", "ch_axis": -1},
 }

@@ -35,12 +35,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 INT4: dict[str, Any] = {"bit_width": 4, "qscheme": "per_group", "group_size": -1}
 DYNAMIC: dict[str, Any] = {"is_dynamic": True}
 MX: dict[str, Any] = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_type": "e8m0"}
+NV: dict[str, Any] = {"group_size": -1, "scale_type": "e4m3"}
+MX9: dict[str, Any] = {"dtype": "mx9", "group_size": 16, "scale_type": "microexponent"}
 HIERARCHIES: dict[str, Fields] = {
     "groups": {"weights": INT4, "bias": {"bit_width": 16}, "input": DYNAMIC},
     "asymmetric groups": {"weights": INT4 | {"symmetric": False, "signed": False}},
     "tokens": {"weights": {"qscheme": "per_channel"}, "input": DYNAMIC | {"qscheme": "per_token"}},
     "fp8": {role: {"dtype": "fp8_e4m3"} for role in ("weights", "bias", "input", "activation")},
     "mx": {"weights": MX, "input": MX | DYNAMIC},
+    "nvfp4": {"weights": MX | NV, "input": MX | NV | DYNAMIC},
+    "mx9": {"weights": MX | MX9, "input": MX | MX9 | DYNAMIC},
     "bfp16": {"weights": MX | {"dtype": "bfp16", "group_size": 8}, "activation": {"dtype": "float16"}},
 }
 WITHOUT_WEIGHTS = ("view_read_later", "nested_inputs", "constants", "two_batches", "static_batch", "variadic")

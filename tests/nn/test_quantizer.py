@@ -36,7 +36,14 @@ CUTS = [
     ("per_token", -1, None),
     ("per_token", 1, None),
 ]
-ALL = [pytest.param(name, cut, id=f"{name}-{cut[0]}-{cut[1]}") for name, cut in product(FORMATS, CUTS)]
+TWO_LEVELS = {
+    "nvfp4": QuantizationSpec("fp4", scale_type="e4m3"),
+    "mx9": QuantizationSpec("mx9", scale_type="microexponent"),
+}
+"""Formats in which scales depend on each other."""
+BLOCKS = [("per_group", -1, 16), ("per_group", 0, 16)]
+ROWS = [*product(FORMATS, CUTS), *product(TWO_LEVELS, BLOCKS)]
+ALL = [pytest.param(name, cut, id=f"{name}-{cut[0]}-{cut[1]}") for name, cut in ROWS]
 
 
 def values(*shape, seed=0):
@@ -45,7 +52,7 @@ def values(*shape, seed=0):
 
 def spec_of(name, cut):
     qscheme, axis, group = cut
-    return replace(FORMATS[name], qscheme=qscheme, ch_axis=axis, group_size=group)
+    return replace({**FORMATS, **TWO_LEVELS}[name], qscheme=qscheme, ch_axis=axis, group_size=group)
 
 
 def static(spec, x, **kwargs):
@@ -70,7 +77,9 @@ def test_dynamic_is_static_calibrated_on_the_tensor_at_hand(name, cut, dtype):
     assert torch.equal(static(spec, x, inplace=True)(x.clone()), expected)
 
 
-@pytest.mark.parametrize(("name", "cut"), [row for row in ALL if row.values[1][1] is not None])
+@pytest.mark.parametrize(
+    ("name", "cut"), [row for row in ALL if row.values[1][1] is not None and row.values[0] in FORMATS]
+)
 def test_every_index_of_the_scale_is_quantized_by_itself(name, cut):
     """One row of `to_rows` alone, per tensor, gives the same values."""
     spec, x = spec_of(name, cut), values(4, 6, 16)
@@ -108,9 +117,9 @@ def test_a_token_does_not_depend_on_its_batch_mates(name):
     assert torch.equal(quantizer(x[:1, :1])[0, 0], quantizer(x)[0, 0])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *TWO_LEVELS])
 def test_zeros_stay_zeros(name):
-    for cut in CUTS:
+    for cut in CUTS if name in FORMATS else BLOCKS:
         assert not dynamic(spec_of(name, cut))(torch.zeros(3, 5, 8)).any()
 
 
@@ -132,9 +141,9 @@ def test_every_layout_gives_the_same(layout, cut):
 def test_what_is_not_finite_is_an_error_at_run_time(cut, value):
     x = values(3, 16)
     x[1, 2] = value
-    for name in FORMATS:
+    for name, of in [*product(FORMATS, [cut]), *product(TWO_LEVELS, BLOCKS)]:
         with pytest.raises(ObservationError, match="NaN or infinity"):
-            dynamic(spec_of(name, cut))(x)
+            dynamic(spec_of(name, of))(x)
 
 
 def test_negative_values_need_a_sign():
