@@ -110,7 +110,7 @@ def input_refusal(spec: QuantizationSpec, weight: QuantizationSpec, rank: int) -
         said = "/".join("int" if kind == "int" else kind for kind in kinds)
         return (
             f"and weight are {said}, which the format cannot combine",
-            "use int8 or fp8_e4m3 for both",
+            "use int8 or fp8_e4m3 for both, or leave the input float",
         )
     if spec.dtype == "int" and spec.bit_width != BYTE:
         return f"has {spec.bit_width} bits, and engines compute in 8", "set its width to 8 bits, or leave it float"

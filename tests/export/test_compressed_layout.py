@@ -6,8 +6,10 @@ import pytest
 import torch
 from deployments import fitted
 
+from quantizer.algorithms.round_to_nearest import nearest_qparams
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.compressed_schemes import CompressedLayer
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 
 helpers = pytest.importorskip(
@@ -50,6 +52,26 @@ def test_packed_codes_are_the_librarys_own(bits: int, symmetric: bool) -> None:
             "dynamic": False,
         },
     }
+
+
+def test_nvfp4_is_what_the_library_writes_of_the_same_values() -> None:
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    spec = QuantizationSpec("fp4", qscheme="per_group", ch_axis=1, group_size=16, scale_type="e4m3")
+    value = torch.randn(6, 64, generator=torch.Generator().manual_seed(4))
+    qparams = nearest_qparams(spec, value)
+    tensor = QuantizedTensor(spec, qparams.scale, qparams.zero_point)
+    made = CompressedLayer(tensor.encoded(TensorQuantizer.of(tensor)(value)))
+    found = made.tensors()
+    words = quantization.QuantizationArgs(**made.scheme["weights"])
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=words)
+    scale, factor = found["weight_scale"].float(), found["weight_global_scale"]
+    given = {"weight": made.weight.decoded(), "weight_scale": scale, "weight_global_scale": factor}
+    theirs = compressors.NVFP4PackedCompressor.compress(given, scheme)
+    assert found.keys() == theirs.keys()
+    assert all(torch.equal(found[name].view(torch.uint8), theirs[name].view(torch.uint8)) for name in found)
+    restored = compressors.NVFP4PackedCompressor.decompress(found, scheme)["weight"]
+    assert torch.equal(restored, made.weight.decoded().bfloat16()), "the library decodes in bfloat16"
 
 
 def test_the_scale_of_a_tensor_is_one_for_each_row_of_packed_codes() -> None:

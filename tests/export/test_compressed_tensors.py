@@ -143,6 +143,32 @@ def test_mxfp4_is_loaded_by_default_in_bfloat16(dtype: torch.dtype, tmp_path: Pa
     assert written(tmp_path / "out")["dtype"] == str(dtype).removeprefix("torch.")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", [{}, {"algo_config": {"name": "gptq"}}], ids=["nearest", "gptq"])
+def test_nvfp4_has_a_scale_for_each_tensor_and_group(dtype: torch.dtype, algorithm: Spec, tmp_path: Path) -> None:
+    """Readers compute it in bfloat16, to which they round its values, whatever the model's dtype is."""
+    found = calibrated(config(NVFP4, **algorithm), llama().to(dtype)).export(TARGET, tmp_path / "out")
+    assert found.max_difference < 0.01
+    assert found.sqnr_db is not None and found.sqnr_db > 50
+    assert any("nvfp4 in bfloat16" in remark for remark in found.remarks) == (dtype == torch.float32)
+    quantization = written(tmp_path / "out")["quantization_config"]
+    assert quantization["format"] == "nvfp4-pack-quantized"
+    words = quantization["config_groups"]["group_0"]["weights"]
+    assert (words["strategy"], words["group_size"], words["scale_dtype"]) == ("tensor_group", 16, "torch.float8_e4m3fn")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    names = [f"{PATHS[0]}.weight_{part}" for part in ("packed", "scale", "global_scale")]
+    kinds = [(stored[name].dtype, list(stored[name].shape)) for name in names]
+    weight = llama().get_parameter(f"{PATHS[0]}.weight")
+    rows, columns = weight.shape
+    assert kinds == [
+        (torch.uint8, [rows, columns // 2]),
+        (torch.float8_e4m3fn, [rows, columns // 16]),
+        (torch.float32, [1]),
+    ]
+    usual = 448 * 6 / weight.to(dtype).abs().max().item()
+    assert stored[names[2]].item() == pytest.approx(usual, rel=1e-6)
+
+
 def test_scales_in_bfloat16_cost_less_than_quantization(tmp_path: Path) -> None:
     """The reader casts them to the model's dtype."""
     result = calibrated(config(INT4), llama().bfloat16())
@@ -256,7 +282,15 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "of two kinds": (config(INT8, FP8 | TENSOR), {}, INPUT + "and weight are fp8_e4m3/int", "int8 or fp8_e4m3"),
     "16 bits": (config(integer(16, **CHANNEL)), {}, "weights of .* has 16 bits", "8 bits or less"),
     "fp8 in groups": (config(FP8 | GROUP), {}, "weights of .* is fp8_e4m3 in groups", "per_channel"),
-    "fp6": (config({"dtype": "fp6_e2m3", **TENSOR}), {}, "weights of .* is fp6_e2m3", "fp8_e4m3 or mxfp4"),
+    "fp6": (config({"dtype": "fp6_e2m3", **TENSOR}), {}, "weights of .* is fp6_e2m3", "fp8_e4m3, mxfp4 or nvfp4"),
+    "mx9": (config({"dtype": "mx9", "ch_axis": 1}), {}, "weights of .* is mx9, which the format lacks", "int2 to int8"),
+    "nvfp4 of 32": (config(NVFP4 | {"group_size": 32}), {}, "of 16 with e4m3 scales", "set its group_size to 16"),
+    "nvfp4 inputs": (
+        config(NVFP4, NVFP4 | {"ch_axis": -1, "is_dynamic": True}),
+        {},
+        INPUT + "and weight are fp4/fp4, which the format cannot combine",
+        "leave the input float",
+    ),
     "outputs": (
         config(INT8) | {"global_quant_config": {"weight": INT8, "output_tensors": STATIC, "target_device": "CPU"}},
         {},
