@@ -39,7 +39,9 @@ from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, outp
 from quantizer.config.algorithms import GPTQConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
+from quantizer.numerics.codes import encode
 from quantizer.numerics.qparams import QParams
+from quantizer.numerics.two_level import pack_scales, scale_bytes, unpack_scales
 from quantizer.observers import NonFiniteError, ObservationError
 from quantizer.sources.batches import Batch
 
@@ -496,3 +498,18 @@ def test_rows_choose_between_the_scales_that_cut_half_a_step_and_those_that_do_n
     others = autoregressive(4096, 256, seed=2)
     error = [float((others @ (each.weight - weight).T).square().sum()) for each in (rounded, plain)]
     assert error[0] < error[1]
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mx6", "mxfp4"])
+def test_scales_found_on_the_way_are_those_that_one_tensor_can_have(name: str) -> None:
+    """Each group's is found from what is left of its weights, and all are stored together."""
+    spec = EVERY_SPEC[name]
+    rounded, found = solved(
+        WEIGHT, autoregressive(512, 256, seed=1), spec, GPTQConfig(desc_act=False, static_groups=False)
+    )
+    scale = rounded.qparams.scale
+    packed = pack_scales(scale, spec.scale_type)
+    assert sum(part.nbytes for part in packed.values()) == scale_bytes(spec.scale_type, scale.numel())
+    assert torch.equal(unpack_scales(packed["scale"], spec.scale_type, packed.get("global_scale")), scale)
+    assert encode(rounded.weight, spec, scale, rounded.qparams.zero_point) is not None
+    assert rounded.after < rounded.before and not found.remarks

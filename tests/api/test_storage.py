@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quantizer import (
+    Config,
     Dtype,
     ModelQuantizer,
     PerChannelMinMaxObserver,
@@ -282,3 +284,16 @@ def test_what_is_no_folder_or_no_model_is_told(call: Any, tmp_path: Path) -> Non
         call(nn.Linear(2, 2), 3)
     with pytest.raises(ModelError, match="model is an int"):
         call(3, tmp_path)
+
+
+def test_scales_of_fp8_come_back(tmp_path: Path) -> None:
+    """Stated by the dataclass, and by a list of two specifications as newer versions of the public tool write it."""
+    nvfp4 = QuantizationSpec(Dtype.fp4, scale_format="e4m3", ch_axis=1, group_size=4)
+    model = quantized(tiny_lm(), weight=nvfp4)
+    ModelQuantizer.save(model, tmp_path)
+    assert same(ModelQuantizer.load(tiny_lm(), tmp_path)(tokens()), model(tokens()))
+    first = {"dtype": "fp4", "qscheme": "per_group", "ch_axis": 1, "group_size": 4}
+    second = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_scale_quant": True}
+    config = Config.from_dict({"global_quant_config": {"weight": [first, second]}})
+    assert config.global_quant_config.weight == replace(nvfp4, qscheme=QSchemeType.per_group)
+    assert same(ModelQuantizer(config).quantize_model(tiny_lm())(tokens()), model(tokens()))

@@ -34,6 +34,7 @@ GROUPS: dict[str, Any] = {"bit_width": 4, "qscheme": "per_group", "group_size": 
 DYNAMIC: dict[str, Any] = {"is_dynamic": True}
 FC = "Residual::Residual/Linear[fc]/linear"
 INFO, SCALES = "quant_info.json", "qparams.safetensors"
+E4M3 = torch.float8_e4m3fn
 
 
 def planned(fields: Fields, name: str = "residual", graph: Graph | None = None, **more: Any) -> Plan:
@@ -181,3 +182,25 @@ def test_biases_are_corrected_whatever_the_weights_are(weights: dict[str, Any]) 
         call = batch()
         want, got = (net(*call.args, **call.kwargs).mean(0) for net in (Network(plan.graph), network))
     assert torch.allclose(want, got, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts", "size"),
+    [
+        ({"dtype": "fp4", "group_size": 32, "scale_type": "e8m0"}, {"scale": torch.uint8}, 5),
+        ({"dtype": "fp4", "group_size": 2, "scale_type": "e4m3"}, {"scale": E4M3, "global_scale": torch.float32}, 14),
+        (GROUPS | {"scale_type": "e4m3"}, {"scale": E4M3, "global_scale": torch.float32}, 14),
+        ({"dtype": "mx6", "group_size": 16, "scale_type": "microexponent"}, {"scale": torch.uint8}, 10),
+    ],
+    ids=["mxfp4", "nvfp4", "int4", "mx6"],
+)
+def test_scales_of_few_bits_are_stored_in_these(
+    spec: dict[str, Any], parts: dict[str, torch.dtype], size: int, tmp_path: Path
+) -> None:
+    content = write(tmp_path, {"weights": spec | {"qscheme": "per_group"}}, exclude=("conv1",))
+    name = f"{content['tensors'][FC]['weights']['module']}.weights."
+    stored = {key[len(name) :]: t for key, t in load_file(tmp_path / SCALES).items() if key.startswith(name)}
+    assert {key: tensor.dtype for key, tensor in stored.items()} == parts
+    assert sum(tensor.nbytes for tensor in stored.values()) == size
+    found = calibrate.solution(calibrated(planned({"weights": spec | {"qscheme": "per_group"}}, exclude=("conv1",))))
+    assert torch.equal(read_info(tmp_path).solution.tensors[FC, "weights"].scale, found.tensors[FC, "weights"].scale)
