@@ -286,7 +286,7 @@ def test_layers_that_share_a_weight_get_one_width(
         (["--budget", "nan"], 2, "--budget nan is no size"),
         (["--choices", "2,x"], 2, "'x' is no width"),
         (["--choices", ","], 2, "has no width"),
-        (["--choices", "2,5", "--budget", "3.5"], 2, "the hierarchical form has no dtype int5"),
+        (["--choices", "2,6", "--budget", "3.5"], 2, "the hierarchical form has no dtype int6"),
         (["--data", "random:0x4x5x5"], 2, ""),
     ],
 )

@@ -18,7 +18,8 @@ CONV1_OUTPUT = "ResNet::ResNet/ReLU[relu]/relu"
 pytest.importorskip("sklearn", reason="the digits example reads scikit-learn's data (extra: examples)")
 
 PRESETS = sorted((ROOT / "configs").glob("*.json"))
-LINEAR = ("mxfp4", "nvfp4", "weight_int4_group")  # presets for networks of linear layers
+GGUF = tuple(f"gguf_{name}" for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"))
+LINEAR = ("mxfp4", "nvfp4", "weight_int4_group", *GGUF)  # presets for networks of linear layers
 ALGORITHMS = ("gptq_int4_group", "awq_int4_group", "smoothquant_int8")  # groups are of 128 inputs
 PERCEPTRON = """
 import torch
