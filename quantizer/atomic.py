@@ -37,16 +37,12 @@ def replaced_folder(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the folder around it cannot be written.
     """
-    target = path.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True) as room:
-        made, old = Path(room, target.name), Path(room, "old")
+    with _beside(path) as (target, made):
         made.mkdir()
         yield made
         if target.exists():
-            os.rename(target, old)
+            os.rename(target, made.with_name("old"))
         os.rename(made, target)
-    _sync(target.parent)
 
 
 @contextlib.contextmanager
@@ -56,12 +52,18 @@ def replaced_file(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the folder around it cannot be written.
     """
+    with _beside(path) as (target, made):
+        yield made
+        os.replace(made, target)
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Iterator[tuple[Path, Path]]:
+    """The place that `path` is, and one of the same name in a new folder beside it."""
     target = path.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True) as room:
-        made = Path(room, target.name)
-        yield made
-        os.replace(made, target)
+        yield target, Path(room, target.name)
     _sync(target.parent)
 
 

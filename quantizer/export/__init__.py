@@ -163,11 +163,18 @@ def export(
         if EXPORTERS[target].is_folder:
             exporter.remove(deployment, path)
         else:
-            path.unlink(missing_ok=True)
+            for file in _files_of(path):
+                file.unlink(missing_ok=True)
         raise
     return verification
 
 
 def size_of(path: Path) -> int:
-    """The bytes of a file, or of the files in a folder."""
-    return sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else (path,)))
+    """The bytes of a file, with those of tensors that lie beside it, or of the files in a folder."""
+    files = path.iterdir() if path.is_dir() else _files_of(path)
+    return sum(file.stat().st_size for file in files if file.exists())
+
+
+def _files_of(path: Path) -> tuple[Path, Path]:
+    """A file, and where its tensors lie if it cannot hold them."""
+    return path, path.with_name(f"{path.name}.data")

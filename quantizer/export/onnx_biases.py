@@ -37,8 +37,8 @@ def as_run(graph: Graph, solution: Solution) -> Solution:
     steps = sum_steps(graph, solution)
     if not steps:
         return solution
-    solution = _with_room(solution, steps, quantized_network(graph, solution))
-    steps, network = sum_steps(graph, solution), quantized_network(graph, solution)
+    solution = _with_room(solution, steps, quantized_network(graph, solution).cpu())
+    steps, network = sum_steps(graph, solution), quantized_network(graph, solution).cpu()
     corrections = dict(solution.corrections)
     for layer, bias in sum_biases(network, steps).items():
         change = bias.value - network.layers[layer].get_parameter("bias").detach()

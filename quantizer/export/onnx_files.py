@@ -10,6 +10,7 @@ import onnx
 from onnx import ModelProto
 
 from quantizer.engine.result_files import write_bytes
+from quantizer.errors import ResultError
 
 LARGEST = 2**31 - 2**20
 """Bytes of tensors that fit one message."""
@@ -32,6 +33,20 @@ def stored(model: ModelProto, path: Path) -> Iterator[bytes | str]:
         write_bytes(path, content)
         data.unlink(missing_ok=True)
         return
+    try:
+        yield from _beside(model, path, data)
+    except OSError as error:
+        raise ResultError(
+            f"cannot write {path}: {error.strerror or error}", help="choose another --output_dir or free some space"
+        ) from error
+
+
+def _beside(model: ModelProto, path: Path, data: Path) -> Iterator[str]:
+    """The same for a file that has its tensors in another one.
+
+    Raises:
+        OSError: the two cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent, prefix=".onnx-") as folder:
         file = Path(folder) / path.name

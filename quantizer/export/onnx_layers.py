@@ -33,6 +33,7 @@ class LayerCheck:
             data_type = onnx.helper.np_dtype_to_tensor_dtype(self.zeros[key].dtype)
             self.model.graph.output.append(onnx.helper.make_tensor_value_info(name, data_type, None))
 
+    @torch.no_grad()
     def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], codes: Mapping[str, NDArray[Any]]) -> None:
         """Take in one batch; `codes` are outputs of the session by name."""
         nodes = self.network.graph.nodes

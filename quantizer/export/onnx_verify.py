@@ -61,9 +61,12 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
                 found = session.run(None, feed)
             agreements[label].add(expected, [torch.from_numpy(output) for output in found])
         if layers is not None:
-            layers.add(args, kwargs, feed)
+            with _failures_named(DEFAULT, file.name):
+                codes = layers.codes(feed)
+            layers.check.add(args, kwargs, codes)
         if ratio is None and file.floating is not None:
-            ratio = speed(sessions[DEFAULT], file.floating, feed)
+            with _failures_named("ONNX Runtime, without quantization,", file.name):
+                ratio = speed(sessions[DEFAULT], file.floating, feed)
     verified = {label: agreement.result() for label, agreement in agreements.items()}
     for label, verification in verified.items():
         if not agrees(verification, deployment.sqnr_db):
@@ -92,11 +95,10 @@ class _Layers:
         watched = replace(file, source=check.model.SerializeToString())
         return cls(check, _session(watched, DEFAULT)) if check.rows else None
 
-    def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], feed: Mapping[str, NDArray[Any]]) -> None:
-        """Take in one batch."""
+    def codes(self, feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """The codes of one batch, by the names of their values."""
         names = list(self.check.values.values())
-        with torch.no_grad():
-            self.check.add(args, kwargs, dict(zip(names, self.session.run(names, feed), strict=True)))
+        return dict(zip(names, self.session.run(names, feed), strict=True))
 
 
 def _session(file: OnnxFile, label: str, optimized: str = "") -> onnxruntime.InferenceSession:
