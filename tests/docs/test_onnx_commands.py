@@ -1,0 +1,44 @@
+"""docs/deploy.md: from the README's model to an .onnx file that runs in 8 bits, in five commands, run as written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from runs import ROOT
+
+from quantizer.cli.main import run_command
+from quantizer.export import EXPORTERS
+
+PAGE = (ROOT / "docs" / "deploy.md").read_text("utf-8")
+COMMANDS = re.findall(r"```\n(.*?)```", PAGE.partition("\n## onnx\n")[2], re.DOTALL)[0].splitlines()
+MODEL = re.findall(r"```python\n(# my_model\.py.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)[0]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for package in EXPORTERS["onnx"].needs:
+        pytest.importorskip(package, reason="needs quantizer-torch[onnx]")
+    (tmp_path / "my_model.py").write_text(MODEL, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_model", raising=False)
+    return tmp_path
+
+
+def test_five_commands_run_in_eight_bits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install, *quantizing, running = COMMANDS
+    assert len(COMMANDS) <= 5
+    assert shlex.split(install) == ["pip", "install", "quantizer-torch[onnx]"]
+    for command in quantizing:
+        words = shlex.split(command)
+        assert words[0] == "quantizer"
+        assert run_command(words[1:]) == 0
+    assert "2 of 2 multiplications in int8" in capsys.readouterr().out
+    python, option, code = shlex.split(running)
+    assert (python, option) == ("python", "-c")
+    exec(code, {})
+    assert "dtype=float32" in capsys.readouterr().out
