@@ -1,6 +1,7 @@
 """What an `.onnx` costs in ONNX Runtime, against the float model and against what the runtime's own quantizer makes.
 
-`python benchmarks/bench_onnx.py [rounds]`; the same data calibrate both; default sessions, batches of 1 and 10.
+`python benchmarks/bench_onnx.py [rounds] [network …]`; the same data calibrate both; default sessions, batches of 1 and
+10.
 """
 
 from __future__ import annotations
@@ -24,23 +25,26 @@ from vision import mobile, vit
 from workloads import images, llama, resnet18, tokens
 
 import quantizer
+from quantizer import Config, Dtype, QSchemeType, QuantizationConfig, QuantizationSpec
 from quantizer.graph.trace import quiet
 from quantizer.numerics.metrics import sqnr_db
 from quantizer.sources.models import load_model
 
 ROOT = Path(__file__).parents[1]
+CPU_INT8 = ROOT / "configs" / "cpu_int8.json"
 TARGET = 1.0
 """Not slower than the runtime's own."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A network, what calibrates it, and what it is timed and compared on: a batch of ten samples."""
+    """A network, what calibrates it, a batch of ten samples to time and compare, and how the file is written."""
 
     model: nn.Module
-    config: str
+    config: Path | Config
     data: list[Tensor]
     x: Tensor
+    profile: str = "exact"
 
 
 def main() -> None:
@@ -48,6 +52,8 @@ def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
     logging.disable(logging.WARNING)
     for name, make in CASES.items():
+        if sys.argv[2:] and name.partition(",")[0] not in sys.argv[2:]:
+            continue
         with TemporaryDirectory() as folder:
             measure(name, make(), Path(folder), rounds)
 
@@ -58,36 +64,45 @@ def photos() -> Case:
     assert loaded.calibration_data
     assert loaded.evaluation_data
     return Case(
-        loaded.module.eval(), "cpu_int8", list(loaded.calibration_data()), next(iter(loaded.evaluation_data()))[0]
+        loaded.module.eval(), CPU_INT8, list(loaded.calibration_data()), next(iter(loaded.evaluation_data()))[0]
     )
 
 
-def noise(model: nn.Module) -> Case:
+def noise(model: nn.Module, profile: str = "exact") -> Case:
     """Any network for images, on noise."""
     *data, x = images(60)
-    return Case(model, "cpu_int8", data, x)
+    return Case(model, CPU_INT8, data, x, profile)
 
 
-def text() -> Case:
+def text(config: Path | Config) -> Case:
     """The language model, whose ranges are found at run time."""
     found = torch.cat(tokens(10, 64))
-    return Case(llama(), "dynamic_int8", [found], found)
+    return Case(llama(), config, [found], found)
+
+
+def whole_inputs() -> Config:
+    """A range for each input of a linear layer as a whole, like the runtime's own."""
+    weight = QuantizationSpec(dtype=Dtype.int8, qscheme=QSchemeType.per_channel, ch_axis=0)
+    inputs = QuantizationSpec(dtype=Dtype.uint8, qscheme=QSchemeType.per_tensor, symmetric=False, is_dynamic=True)
+    return Config(QuantizationConfig(weight=weight, input_tensors=inputs))
 
 
 CASES: dict[str, Callable[[], Case]] = {
     "resnet18": lambda: noise(resnet18()),
     "efficientnet": photos,
     "mobile": lambda: noise(mobile()),
+    "mobile, the fast profile": lambda: noise(mobile(), "fast"),
     "vit": lambda: noise(vit()),
-    "llama": text,
+    "llama, a range for each token": lambda: text(ROOT / "configs" / "dynamic_int8.json"),
+    "llama, a range for each input": lambda: text(whole_inputs()),
 }
 
 
 @torch.no_grad()
 def measure(name: str, case: Case, folder: Path, rounds: int) -> None:
     """Make the three files, and compare."""
-    result = quantizer.calibrate(case.model, ROOT / "configs" / f"{case.config}.json", case.data)
-    kernels = result.export("onnx", folder / "ours.onnx", [case.x]).default_session
+    result = quantizer.calibrate(case.model, case.config, case.data)
+    kernels = result.export("onnx", folder / "ours.onnx", [case.x], onnx_profile=case.profile).default_session
     assert kernels is not None
     batch = torch.export.Dim("batch", min=1)
     with quiet():
@@ -123,7 +138,7 @@ class Reader(CalibrationDataReader):  # type: ignore[misc]  # untyped
 def theirs(case: Case, folder: Path) -> None:
     """What ONNX Runtime's own quantizer makes of the float file, as its documentation advises for x64."""
     source, ready, made = (folder / f"{kind}.onnx" for kind in ("float", "ready", "theirs"))
-    if case.config == "dynamic_int8":
+    if case.config != CPU_INT8:
         quantize_dynamic(source, made, weight_type=QuantType.QInt8, per_channel=True)
         return
     quant_pre_process(source, ready, skip_symbolic_shape=True)

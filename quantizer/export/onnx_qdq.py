@@ -20,6 +20,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.export.float32 import in_float32
 from quantizer.export.onnx_biases import as_run, sum_biases, sum_steps
 from quantizer.export.onnx_files import stored
+from quantizer.export.onnx_gates import quantize_gates
 from quantizer.export.onnx_lowering import DOMAIN, lower
 from quantizer.export.onnx_nodes import BLOCKS, refusal
 from quantizer.export.onnx_profile import PACKED_DOMAIN, half_even
@@ -59,6 +60,8 @@ def export(deployment: Deployment, path: Path) -> Verification:
     steps = sum_steps(wide.graph, solution)
     biases = sum_biases(network, steps)
     lower(model, network, wanted, biases, opset, packed=is_fast, in_float=steps.keys() - biases.keys())
+    if is_fast:
+        quantize_gates(model)
     _clean(model, deployment.graph.model)
     with stored(model, path) as source:
         return verify_sessions(OnnxFile(path.name, source, model, floating), deployment)

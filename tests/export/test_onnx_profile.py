@@ -1,0 +1,74 @@
+"""`--onnx_profile`: what `fast` writes otherwise than `exact`, and what that costs and gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quantizer
+from configs import document
+
+onnx = pytest.importorskip("onnx", reason="files are read with it (extra: onnx)")
+pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
+pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
+
+UNSIGNED: dict[str, Any] = {"symmetry": False, "signed": False}
+GROUPS: dict[str, Any] = {
+    "global_quant_config": {
+        "weight": {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 32, "symmetric": True}
+    }
+}
+
+
+def layered(round_mode: str) -> dict[str, Any]:
+    return document(tensor={"input": UNSIGNED, "activation": UNSIGNED | {"round_mode": round_mode}})
+
+
+def written(model: nn.Module, config: dict[str, Any], profile: str, x: Tensor, path: Path) -> tuple[Any, Counter[str]]:
+    """The verification without optimizations, which has that of a default session, and the operators of the file."""
+    verified = quantizer.calibrate(model, config, [x]).export("onnx", path, [x], onnx_profile=profile)
+    return verified, Counter(node.op_type for node in onnx.load(path).graph.node)
+
+
+def convolutions(act: nn.Module) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), act, nn.Conv2d(8, 8, 3)).eval(), torch.randn(4, 3, 12, 12)
+
+
+def test_fast_rounds_as_kernels_do(tmp_path: Path) -> None:
+    model, x = convolutions(nn.ReLU())
+    exact, _ = written(model, layered("half_up"), "exact", x, tmp_path / "exact.onnx")
+    fast, _ = written(model, layered("half_up"), "fast", x, tmp_path / "fast.onnx")
+    assert exact.equal == 1.0
+    assert exact.default_session.kernels.share == 0.0
+    assert "--onnx_profile fast" in exact.default_session.kernels.lines[1]
+    assert 0.99 < fast.equal < 1.0
+    assert fast.default_session.kernels.share == 1.0
+
+
+def test_fast_packs_weights_in_groups(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval(), torch.randn(16, 64)
+    exact, plain = written(model, GROUPS, "exact", x, tmp_path / "exact.onnx")
+    fast, packed = written(model, GROUPS, "fast", x, tmp_path / "fast.onnx")
+    assert (plain["MatMulNBits"], plain["DequantizeLinear"]) == (0, 2)
+    assert (packed["MatMulNBits"], packed["DequantizeLinear"]) == (2, 0)
+    assert exact.max_difference < 1e-5
+    assert fast.max_difference > 1e-4  # activations have 8 bits
+    assert fast.default_session.sqnr_db > 35
+
+
+@pytest.mark.parametrize("act", [nn.Hardswish(), nn.SiLU()])
+def test_fast_quantizes_gates(act: nn.Module, tmp_path: Path) -> None:
+    model, x = convolutions(act)
+    exact, plain = written(model, layered("half_even"), "exact", x, tmp_path / "exact.onnx")
+    fast, gated = written(model, layered("half_even"), "fast", x, tmp_path / "fast.onnx")
+    assert gated["QuantizeLinear"] == plain["QuantizeLinear"] + 1
+    assert exact.equal > 0.999
+    assert fast.equal < exact.equal
+    assert fast.within_step > 0.999
