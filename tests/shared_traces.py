@@ -33,13 +33,13 @@ class SharedTraces:
         self.kept: list[object] = []  # what stands in keys by its identity must not go away
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
     ) -> ExportedProgram:
         """The program that `export` would make."""
         look = _Look()
-        key = (look.at(module), look.example((args, kwargs)), dynamic, torch.get_default_dtype())
+        key = (look.at(module), look.example((args, kwargs)), look.example(options), torch.get_default_dtype())
         if key not in self.programs:
-            program = copy.copy(self.export(module, args, kwargs, dynamic=dynamic))
+            program = copy.copy(self.export(module, args, kwargs, **options))
             program._state_dict = dict.fromkeys(program.state_dict)  # no memory of the first model's
             self.programs[key] = program
             self.kept += look.kept

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -93,9 +93,12 @@ class Deployment:
     @cached_property
     def blank(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call with zeros for values and, where the batch may vary, two samples: torch takes a batch of one for a
-        constant.
+        constant, and a length at which the model was not traced for a limit, perhaps.
         """
         shapes = [shape and [2 if size is None else size for size in shape] for shape in input_shapes(self.graph)]
+        for length in self.graph.lengths:
+            for index, axis in length.axes:
+                cast(list[int], shapes[index])[axis] = length.traced
         call = call_of_shapes(self.args, self.kwargs, shapes)
         assert call is not None  # it has the inputs of the graph
         return call

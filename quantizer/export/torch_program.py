@@ -1,4 +1,4 @@
-"""A network as a `torch.export` program: the batch left open, and no traces of where and from what it was made."""
+"""A network as a `torch.export` program: batch and lengths left open, and no traces of where and from what it was made."""
 
 import io
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def exported(module: nn.Module, graph: Graph, args: tuple[Any, ...], kwargs: dic
         if kwargs:
             module.forward = _by_name(module.forward, args, kwargs)
         with quiet(), torch.no_grad():
-            program = torch.export.export(module, args, kwargs, dynamic_shapes=_open_batch(graph, args, kwargs))
+            program = torch.export.export(module, args, kwargs, dynamic_shapes=_open_sizes(graph, args, kwargs))
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         raise ModelError(
@@ -66,12 +66,16 @@ def _by_name(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return called
 
 
-def _open_batch(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """For each tensor of the call the dimension that follows the batch, in the shape of the call."""
-    batch = {0: Dim("batch", min=1)}
-    inputs = (node.shape for node in graph.nodes if node.op == "input" and node.shape is not None)
+def _open_sizes(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """For each tensor of the call the dimensions that follow the batch or a length, in the shape of the call."""
+    batch, inputs = Dim("batch", min=1), [node for node in graph.nodes if node.op == "input"]
+    opened: list[dict[int, Any]] = [{0: batch} if node.shape and node.shape[0] is None else {} for node in inputs]
+    for length in graph.lengths:
+        size = Dim(length.name, min=length.least, max=length.most)
+        for index, axis in length.axes:
+            opened[index][axis] = size
+    tensors = iter([own or None for node, own in zip(inputs, opened, strict=True) if node.shape is not None])
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    tensors = (next(inputs) if isinstance(leaf, Tensor) else () for leaf in leaves)
-    shapes = [batch if shape and shape[0] is None else None for shape in tensors]
+    shapes = [next(tensors) if isinstance(leaf, Tensor) else None for leaf in leaves]
     args_shapes, kwargs_shapes = pytree.tree_unflatten(shapes, spec)
     return (*args_shapes, *kwargs_shapes.values()) if kwargs else (args_shapes,)

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from quantizer.errors import ModelError
 from quantizer.graph import targets as call
 from quantizer.graph.functionalize import is_inplace
 from quantizer.graph.ir import Graph, Node, Ref, references
+from quantizer.graph.lengths import open_lengths, size_of
 from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
 
@@ -49,15 +50,20 @@ class Converter:
         self.parameter_nodes: dict[str, str] = {}
         self.tensors: dict[str, Tensor] = {}
         self.learned: set[str] = set()
+        self.sizes: dict[Any, int] = {}
         self._first_path = {id(t): p for p, t in itertools.chain(module.named_buffers(), module.named_parameters())}
 
-    def graph(self, input_paths: tuple[tuple[Any, ...], ...]) -> Graph:
-        """The graph of the program.
+    def graph(self, input_paths: tuple[tuple[Any, ...], ...], shapes: Sequence[Sequence[int]]) -> Graph:
+        """The graph of the program; `shapes` are those of the call's leaves, which lengths have in the graph.
 
         Raises:
             ModelError: it holds a node with no place in a straight line.
         """
         signature = {spec.arg.name: spec for spec in self.program.graph_signature.input_specs}
+        lengths = open_lengths(self.program)
+        for symbol, length in lengths.items():
+            index, axis = length.axes[0]
+            self.sizes[symbol] = shapes[index][axis]
         inputs = 0
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
@@ -86,7 +92,8 @@ class Converter:
             return pytree.tree_unflatten(pytree.tree_leaves(output, is_leaf=lambda item: item is None), out_spec)
 
         output = _plain(pytree.tree_unflatten(leaves, out_spec))
-        graph = Graph(self.namer.model, tuple(self.nodes), output, self.tensors, input_paths, rebuild=rebuild)
+        held = tuple(lengths.values())
+        graph = Graph(self.namer.model, tuple(self.nodes), output, self.tensors, input_paths, held, rebuild=rebuild)
         return _without_dead(graph)
 
     def _input(self, node: fx.Node, index: int) -> None:
@@ -97,7 +104,7 @@ class Converter:
             self.values[node] = Ref(name)
         else:
             self.values[node] = attrs["value"] = value  # torch bakes plain numbers into the trace
-        shape, dtype = _kind(value)
+        shape, dtype = self._kind(value)
         self.nodes.append(Node(name, "input", "input", attrs=attrs, shape=shape, dtype=dtype))
 
     def _tensor(self, node: fx.Node, target: str, *, learned: bool) -> None:
@@ -148,7 +155,7 @@ class Converter:
         op = stub or call.refine(find_op(call.packet(target)).name, arguments)
         inputs, attrs, params = self._split(op, arguments)
         name, classes, target = self.namer.name(path, op), self.namer.classes(path), call.functional(target)
-        ours = Node(name, op, target, inputs, attrs, params, path, classes, *_kind(value))
+        ours = Node(name, op, target, inputs, attrs, params, path, classes, *self._kind(value))
         self.nodes.append(ours)
         self.values[node] = Ref(ours.name)
         if is_inplace(node):
@@ -179,19 +186,18 @@ class Converter:
             (inputs if any(references(value)) else attrs)[key] = value
         return inputs, attrs, params
 
+    def _kind(self, value: Any) -> tuple[tuple[int | None, ...] | None, torch.dtype | None]:
+        """Shape and dtype of a tensor."""
+        if not isinstance(value, Tensor):
+            return None, None
+        return tuple(size_of(size, self.sizes) for size in value.shape), value.dtype
+
 
 def _module_path(node: fx.Node) -> str:
     """Dotted path of the innermost module the node ran in."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = stack[-1][0] if stack else ""
     return "" if path.startswith("_empty") else str(path).partition("@")[0]
-
-
-def _kind(value: Any) -> tuple[tuple[int | None, ...] | None, torch.dtype | None]:
-    """Shape and dtype of a tensor."""
-    if not isinstance(value, Tensor):
-        return None, None
-    return tuple(size if isinstance(size, int) else None for size in value.shape), value.dtype
 
 
 def _plain(value: Any) -> Any:

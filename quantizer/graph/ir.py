@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.graph.lengths import Length
 from quantizer.graph.op_row import Op
 from quantizer.graph.ops import OPS, unknown
 
@@ -29,7 +30,7 @@ class Node:
     tensor paths.
 
     `target` says how torch runs it ("aten.conv2d.default", "operator.getitem"); `shape` has None where it follows the
-    batch. `scope` is the dotted path of the module the operation ran in, `classes` the classes of that module and of
+    batch, and the example's sizes else, also where the graph's `lengths` are open. `scope` is the dotted path of the module the operation ran in, `classes` the classes of that module and of
     those around it.
     """
 
@@ -94,7 +95,8 @@ class Graph:
 
     `absorbed` says where folded layers went; `normal` has the mean and the standard deviation of each output channel
     that folded batch norms promise, float64 [channels]; `changes` is what passes did to the parameters.
-    `input_paths` are where each input stands in the call, as (args, kwargs) access paths; `output` is the returned
+    `input_paths` are where each input stands in the call, as (args, kwargs) access paths; `lengths` are the sizes of
+    inputs that each call chooses; `output` is the returned
     structure with `Ref`s for tensors, `rebuild` makes the model's own output type of it.
     """
 
@@ -103,6 +105,7 @@ class Graph:
     output: Any
     tensors: Mapping[str, Tensor]
     input_paths: tuple[tuple[Any, ...], ...] = ()
+    lengths: tuple[Length, ...] = ()
     absorbed: Mapping[str, str] = field(default_factory=dict)
     normal: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()

@@ -1,4 +1,4 @@
-"""From a module and one example batch to a `Graph`, through `torch.export` with a dynamic batch dimension."""
+"""From a module and one example batch to a `Graph`, through `torch.export` with the batch and lengths left open."""
 
 import contextlib
 import inspect
@@ -7,7 +7,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,15 @@ from quantizer.errors import ModelError
 from quantizer.graph.exported_program import Converter, marked
 from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Graph
+from quantizer.graph.lengths import length_axes, open_lengths, shortened
 from quantizer.graph.names import check_names
 
 logger = logging.getLogger(__name__)
 
 
 def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Graph:
-    """The graph of `module` for calls shaped like the example; the first dimension of the inputs stays dynamic.
+    """The graph of `module` for calls shaped like the example; the first dimension of the inputs stays dynamic, and so
+    does the number of tokens where the model allows it.
 
     `args` and `kwargs` may be nested; tensors are cut or repeated to a batch of two, which torch needs to keep the
     batch symbolic.
@@ -38,8 +40,9 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | 
     sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()}
     size = sizes.pop() if len(sizes) == 1 else None  # where they disagree, nothing is taken for a batch
     example = pytree.tree_map(lambda value: _resize(value, size), given)
+    program = _with_lengths(module, example) if size is not None else None
     try:
-        program = _export(module, *example, dynamic=size is not None)
+        program = program or _export(module, *example, dynamic=size is not None)
     except ModelError as error:
         if size is None or isinstance(error, _DataDependentError):
             raise
@@ -49,11 +52,33 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | 
         undeclared = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind == p.VAR_KEYWORD]
         why = f"; name the arguments in forward() instead of taking **{undeclared[0]}" if undeclared else ""
         logger.warning("%s fixes its batch size at %d: only such batches can run%s", type(module).__name__, size, why)
-    keys = (path for path, _ in pytree.tree_flatten_with_path(example)[0])
+    leaves = pytree.tree_flatten_with_path(example)[0]
     paths = tuple(
-        tuple(getattr(key, "idx", getattr(key, "key", getattr(key, "name", None))) for key in path) for path in keys
+        tuple(getattr(key, "idx", getattr(key, "key", getattr(key, "name", None))) for key in path)
+        for path, _ in leaves
     )
-    return Converter(program, module).graph(paths)
+    return Converter(program, module).graph(paths, [getattr(leaf, "shape", ()) for _, leaf in leaves])
+
+
+def _with_lengths(module: nn.Module, example: tuple[Any, ...]) -> ExportedProgram | None:
+    """The program with those lengths open that the model leaves open; None if there are none, or torch fails."""
+    axes = length_axes(example)
+    try:
+        program = _export(module, *example, dynamic=True, lengths=axes) if any(axes) else None
+    except ModelError:
+        return None
+    if program is None or open_lengths(program):
+        return program
+    # A table of positions that is read whole looks like a fixed length, and is none where fewer tokens fit.
+    sizes = {size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape}
+    longest = {leaf.shape[axis] for leaf, own in zip(pytree.tree_leaves(example), axes, strict=True) for axis in own}
+    shorter = shortened(example) if longest <= sizes else None
+    try:
+        found = _export(module, *shorter, dynamic=True, lengths=axes) if shorter is not None else program
+    except ModelError:
+        return program
+    is_open = {at for length in open_lengths(found).values() for at, _ in length.axes}
+    return found if is_open.issuperset(index for index, own in enumerate(axes) if own) else program
 
 
 class _DataDependentError(ModelError):
@@ -67,15 +92,27 @@ def _resize(value: Any, size: int | None) -> Any:
     return value.detach()[:2].clone() if size >= 2 else torch.cat([value.detach(), value.detach()])
 
 
-def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool) -> ExportedProgram:
-    """`torch.export`, quietly, with its failures turned into sentences."""
-    batch = Dim("batch", min=1)
-    spec = pytree.tree_map(lambda leaf: {0: batch} if isinstance(leaf, Tensor) and leaf.dim() else None, (args, kwargs))
+def _export(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    dynamic: bool,
+    lengths: Sequence[Sequence[int]] = (),
+) -> ExportedProgram:
+    """`torch.export`, quietly, with its failures turned into sentences; `lengths` are axes that may be dynamic, too."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    batch, axes = Dim("batch", min=1), iter(lengths or [()] * len(leaves))
+    shapes: list[Any] = [
+        {0: batch, **dict.fromkeys(own, Dim.AUTO)} if isinstance(leaf, Tensor) and leaf.dim() else None
+        for leaf, own in zip(leaves, axes, strict=True)
+    ]
+    spec = pytree.tree_unflatten(shapes, structure)
     try:
         # by the parameters of `forward`, so that `*args` is one tuple; TypeError if it does not take these arguments
-        shapes = dict(inspect.signature(module.forward).bind(*spec[0], **spec[1]).arguments) if dynamic else None
+        named = dict(inspect.signature(module.forward).bind(*spec[0], **spec[1]).arguments) if dynamic else None
         with quiet(), torch.no_grad(), marked(module), _left_as_it_was(module):
-            program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
+            program = torch.export.export(module, args, kwargs, dynamic_shapes=named)
             return functionalize(program, type(module).__name__)
     except ModelError:
         raise

@@ -11,6 +11,7 @@ import quantizer.nn as layers
 from quantizer.errors import DataError
 from quantizer.graph.describe import describe
 from quantizer.graph.ir import Graph, Node, references
+from quantizer.graph.lengths import Length
 from quantizer.nn.execution import Execution, Watchers, arguments
 from quantizer.nn.layer import Layer
 
@@ -71,7 +72,8 @@ class Network(nn.Module):
             DataError: the call is not shaped like the example the model was traced with.
         """
         inputs, found = [node for node in self.graph.nodes if node.op == "input"], []
-        for node, path in zip(inputs, self.graph.input_paths, strict=True):
+        names = _names_of_lengths(self.graph)
+        for index, (node, path) in enumerate(zip(inputs, self.graph.input_paths, strict=True)):
             value: Any = (args, kwargs)
             try:
                 for key in path:
@@ -81,16 +83,18 @@ class Network(nn.Module):
                 raise DataError(
                     f"{node.name} is missing: no {'kwargs' if path[0] else 'args'}{where} in this call"
                 ) from None
-            _check_input(node, value)
+            _check_input(node, value, names.get(index, {}))
             found.append(value)
         count = len(pytree.tree_leaves((args, dict(kwargs))))
         if count != len(found):
             raise DataError(f"{self.graph.model} was traced with {len(found)} inputs, but this call has {count}")
-        if not torch.compiler.is_exporting():  # there the batch is a symbol, equal by construction
+        if not torch.compiler.is_exporting():  # there they are symbols, equal by construction
             pairs = zip(inputs, found, strict=True)
             sizes = {node.name: len(value) for node, value in pairs if node.shape and node.shape[0] is None}
             if len(set(sizes.values())) > 1:
                 raise DataError(f"the inputs have batches of different sizes: {sizes}")
+            for length in self.graph.lengths:
+                _check_length(length, {inputs[at].name: found[at].shape[axis] for at, axis in length.axes})
         return found
 
     def quantizers(self) -> Iterator[tuple[str, str, nn.Module]]:
@@ -110,20 +114,42 @@ def build_layer(graph: Graph, node: Node) -> Layer:
     return layer.eval()
 
 
-def _check_input(node: Node, value: Any) -> None:
-    """Shape and dtype as traced, None in the shape stands for any size; numbers as traced, they are baked in."""
+def _names_of_lengths(graph: Graph) -> dict[int, dict[int, str]]:
+    """By input and axis the name of the size that a call chooses there."""
+    names: dict[int, dict[int, str]] = {}
+    for length in graph.lengths:
+        for index, axis in length.axes:
+            names.setdefault(index, {})[axis] = length.name
+    return names
+
+
+def _check_input(node: Node, value: Any, lengths: Mapping[int, str]) -> None:
+    """Shape and dtype as traced, but for the batch and `lengths` (names by axis); numbers as traced, they are baked in.
+
+    A size that is open is not compared: while torch exports, that would fix it.
+    """
     if node.shape is None:
         if type(value) is not type(node.attrs["value"]) or value != node.attrs["value"]:
             raise DataError(f"{node.name}: the model was traced with {node.attrs['value']!r} here, got {value!r}")
         return
     if not isinstance(value, Tensor):
         raise DataError(f"{node.name}: expected a tensor, got {type(value).__name__}")
-    fits = len(value.shape) == len(node.shape) and all(
-        want is None or want == got for want, got in zip(node.shape, value.shape, strict=True)
+    wanted = ["b" if size is None else lengths.get(axis, size) for axis, size in enumerate(node.shape)]
+    fits = len(value.shape) == len(wanted) and all(
+        isinstance(want, str) or want == got for want, got in zip(wanted, value.shape, strict=True)
     )
     if not fits or value.dtype != node.dtype:
-        want = "[" + ", ".join("b" if size is None else str(size) for size in node.shape) + f"] {node.dtype}"
+        want = f"[{', '.join(map(str, wanted))}] {node.dtype}"
         raise DataError(f"{node.name}: expected {want}, got {list(value.shape)} {value.dtype}")
+
+
+def _check_length(length: Length, sizes: Mapping[str, int]) -> None:
+    """One size in all inputs, which the model takes."""
+    if len(set(sizes.values())) > 1:
+        raise DataError(f"the inputs have a different {length.name} length each: {dict(sizes)}")
+    for name, size in sizes.items():
+        if size not in length:
+            raise DataError(f"{name}: the model takes a {length.name} length of {length}, got {size}")
 
 
 def _last_uses(graph: Graph) -> dict[str, list[str]]:
