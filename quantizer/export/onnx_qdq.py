@@ -4,6 +4,7 @@ torch.onnx translates the network with a mark where each activation is quantized
 become codes.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,8 @@ from quantizer.plan.model import Key
 
 OPSETS = range(LEAST, 24)
 """The operator sets that torch.onnx writes."""
+_SYMBOL = re.compile(r"\b[su]\d+\b")
+"""torch's name for a size that is open, alone or in a formula."""
 
 
 def export(deployment: Deployment, path: Path) -> Verification:
@@ -62,7 +65,7 @@ def export(deployment: Deployment, path: Path) -> Verification:
     lower(model, network, wanted, biases, opset, packed=is_fast, in_float=steps.keys() - biases.keys())
     if is_fast:
         quantize_gates(model)
-    _clean(model, deployment.graph.model)
+    _clean(model, deployment.graph)
     with stored(model, path) as source:
         return verify_sessions(OnnxFile(path.name, source, model, floating), deployment)
 
@@ -96,7 +99,7 @@ def _oldest(role: str, spec: QuantizationSpec) -> int:
     return max(held[0].opset if held else 0, BLOCKS if spec.qscheme == "per_group" else 0)
 
 
-def _clean(model: ModelProto, name: str) -> None:
+def _clean(model: ModelProto, graph: Graph) -> None:
     """Nothing of where the model was made: no traces, no internal names of sizes, no shapes of values that are gone."""
     model.producer_name, model.producer_version = "quantizer", quantizer.__version__
     used = {node.domain for node in model.graph.node}
@@ -105,14 +108,30 @@ def _clean(model: ModelProto, name: str) -> None:
     del model.opset_import[:]
     model.opset_import.extend(kept)
     del model.metadata_props[:], model.graph.metadata_props[:], model.graph.value_info[:]
-    model.graph.name, model.graph.doc_string = name, ""
+    model.graph.name, model.graph.doc_string = graph.model, ""
     for node in model.graph.node:
         del node.metadata_props[:]
         node.doc_string = ""
-    symbols: dict[str, str] = {}
+    names = _names_of_sizes(model, graph)
     for value in (*model.graph.input, *model.graph.output):
         del value.metadata_props[:]
         for dimension in value.type.tensor_type.shape.dim:
             if dimension.HasField("dim_param"):
-                new = "batch" if not symbols else f"size_{len(symbols)}"
-                dimension.dim_param = symbols.setdefault(dimension.dim_param, new)
+                dimension.dim_param = _SYMBOL.sub(lambda found: names[found[0]], dimension.dim_param)
+
+
+def _names_of_sizes(model: ModelProto, graph: Graph) -> Mapping[str, str]:
+    """What torch's symbols stand for: the batch, a length, "size_1" and so on for what follows from values."""
+    inputs = [node for node in graph.nodes if node.op == "input"]
+    tensors = [index for index, node in enumerate(inputs) if node.shape is not None]
+    lengths = {at: length.name for length in graph.lengths for at in length.axes}
+    names: dict[str, str] = {}
+    for value in model.graph.input:
+        index = tensors[int(value.name.rpartition("_")[2])]
+        for axis, dimension in enumerate(value.type.tensor_type.shape.dim):
+            if dimension.HasField("dim_param"):
+                names[dimension.dim_param] = lengths.get((index, axis), "batch")
+    shapes = (value.type.tensor_type.shape.dim for value in model.graph.output)
+    symbols = [symbol for shape in shapes for size in shape for symbol in _SYMBOL.findall(size.dim_param)]
+    unknown = [symbol for symbol in dict.fromkeys(symbols) if symbol not in names]
+    return names | {symbol: f"size_{number}" for number, symbol in enumerate(unknown, 1)}

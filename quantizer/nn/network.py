@@ -88,13 +88,12 @@ class Network(nn.Module):
         count = len(pytree.tree_leaves((args, dict(kwargs))))
         if count != len(found):
             raise DataError(f"{self.graph.model} was traced with {len(found)} inputs, but this call has {count}")
-        if not torch.compiler.is_exporting():  # there they are symbols, equal by construction
-            pairs = zip(inputs, found, strict=True)
-            sizes = {node.name: len(value) for node, value in pairs if node.shape and node.shape[0] is None}
-            if len(set(sizes.values())) > 1:
-                raise DataError(f"the inputs have batches of different sizes: {sizes}")
-            for length in self.graph.lengths:
-                _check_length(length, {inputs[at].name: found[at].shape[axis] for at, axis in length.axes})
+        pairs = zip(inputs, found, strict=True)
+        sizes = {node.name: value.shape[0] for node, value in pairs if node.shape and node.shape[0] is None}
+        if _differ(sizes):
+            raise DataError(f"the inputs have batches of different sizes: {sizes}")
+        for length in self.graph.lengths:
+            _check_length(length, {inputs[at].name: found[at].shape[axis] for at, axis in length.axes})
         return found
 
     def quantizers(self) -> Iterator[tuple[str, str, nn.Module]]:
@@ -143,13 +142,18 @@ def _check_input(node: Node, value: Any, lengths: Mapping[int, str]) -> None:
         raise DataError(f"{node.name}: expected {want}, got {list(value.shape)} {value.dtype}")
 
 
+def _differ(sizes: Mapping[str, int]) -> bool:
+    """Whether one is another than the first; where torch exports they are symbols, and the answer makes them one."""
+    return any(size != first for first in list(sizes.values())[:1] for size in sizes.values())
+
+
 def _check_length(length: Length, sizes: Mapping[str, int]) -> None:
     """One size in all inputs, which the model takes."""
-    if len(set(sizes.values())) > 1:
-        raise DataError(f"the inputs have a different {length.name} length each: {dict(sizes)}")
+    if _differ(sizes):
+        raise DataError(f"the inputs have sequences of different lengths: {dict(sizes)}")
     for name, size in sizes.items():
         if size not in length:
-            raise DataError(f"{name}: the model takes a {length.name} length of {length}, got {size}")
+            raise DataError(f"{name}: the model takes sequences of {length}, got one of {size}")
 
 
 def _last_uses(graph: Graph) -> dict[str, list[str]]:
