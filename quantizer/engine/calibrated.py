@@ -17,7 +17,7 @@ from quantizer.engine.results import QuantInfo
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.edits import inserted, with_weights
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, Node
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
@@ -38,8 +38,9 @@ class Calibrated:
 
     @cached_property
     def graph(self) -> Graph:
-        """The graph that was planned, with the layers that algorithms inserted."""
-        return inserted(run_passes(self.original, self.settings), self.solution.insertions)
+        """The graph that was planned, with the layers that algorithms inserted; scales of positions fix lengths."""
+        graph = inserted(run_passes(self.original, self.settings), self.solution.insertions)
+        return graph.replaced(lengths=()) if _has_scales_of_positions(graph, self.solution) else graph
 
     @cached_property
     def float_graph(self) -> Graph:
@@ -158,12 +159,23 @@ def _differences(calibrated: Graph, now: Graph, solution: Solution) -> Iterator[
         if before.get(name) != after.get(name):
             yield f"layer {name} is another"
     for (layer, role), tensor in solution.tensors.items():
-        axis, channels, node = tensor.spec.ch_axis, tensor.scale.numel(), now.by_name[layer]
+        axis, channels = tensor.spec.ch_axis, tensor.scale.numel()
         if not is_parameter(role) and axis is not None and channels > 1:
-            is_own = role == "activation" or node.op == "input"
-            size = (node if is_own else now.by_name[node.input_roles()[role]]).shape
+            size = _value(now, layer, role).shape
             if size is not None and size[axis] != channels:
                 yield f"{role} of layer {layer} has {size[axis]} channels"
+
+
+def _has_scales_of_positions(graph: Graph, solution: Solution) -> bool:
+    """Whether a value has a scale for each index of an axis that follows a length."""
+    fixed = ((key, tensor.spec) for key, tensor in solution.tensors.items() if not tensor.spec.is_dynamic)
+    return any(not is_parameter(role) and s.ch_axis in _value(graph, at, role).open_axes for (at, role), s in fixed)
+
+
+def _value(graph: Graph, layer: str, role: str) -> Node:
+    """The node that makes the activation in a role of a layer."""
+    node = graph.by_name[layer]
+    return node if role == "activation" or node.op == "input" else graph.by_name[node.input_roles()[role]]
 
 
 def _structure(graph: Graph) -> dict[str, tuple[Any, ...]]:

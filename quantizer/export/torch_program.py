@@ -1,4 +1,4 @@
-"""A network as a `torch.export` program: batch and lengths left open, and no traces of where and from what it was made."""
+"""A network as a `torch.export` program: batch and lengths left open, no traces of where and from what it was made."""
 
 import io
 from collections.abc import Callable

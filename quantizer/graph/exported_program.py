@@ -104,8 +104,7 @@ class Converter:
             self.values[node] = Ref(name)
         else:
             self.values[node] = attrs["value"] = value  # torch bakes plain numbers into the trace
-        shape, dtype = self._kind(value)
-        self.nodes.append(Node(name, "input", "input", attrs=attrs, shape=shape, dtype=dtype))
+        self.nodes.append(Node(name, "input", "input", attrs=attrs, **self._kind(value)))
 
     def _tensor(self, node: fx.Node, target: str, *, learned: bool) -> None:
         state = self.program.state_dict.get(target)
@@ -155,7 +154,7 @@ class Converter:
         op = stub or call.refine(find_op(call.packet(target)).name, arguments)
         inputs, attrs, params = self._split(op, arguments)
         name, classes, target = self.namer.name(path, op), self.namer.classes(path), call.functional(target)
-        ours = Node(name, op, target, inputs, attrs, params, path, classes, *self._kind(value))
+        ours = Node(name, op, target, inputs, attrs, params, path, classes, **self._kind(value))
         self.nodes.append(ours)
         self.values[node] = Ref(ours.name)
         if is_inplace(node):
@@ -186,11 +185,14 @@ class Converter:
             (inputs if any(references(value)) else attrs)[key] = value
         return inputs, attrs, params
 
-    def _kind(self, value: Any) -> tuple[tuple[int | None, ...] | None, torch.dtype | None]:
-        """Shape and dtype of a tensor."""
+    def _kind(self, value: Any) -> dict[str, Any]:
+        """What a node says of the tensor that it makes."""
         if not isinstance(value, Tensor):
-            return None, None
-        return tuple(size_of(size, self.sizes) for size in value.shape), value.dtype
+            return {}
+        shape = tuple(size_of(size, self.sizes) for size in value.shape)
+        named = enumerate(zip(value.shape, shape, strict=True))
+        open_axes = tuple(at for at, (own, size) in named if size is not None and size_of(own, {}) is None)
+        return {"shape": shape, "dtype": value.dtype, "open_axes": open_axes}
 
 
 def _module_path(node: fx.Node) -> str:

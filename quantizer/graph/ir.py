@@ -30,8 +30,8 @@ class Node:
     tensor paths.
 
     `target` says how torch runs it ("aten.conv2d.default", "operator.getitem"); `shape` has None where it follows the
-    batch, and the example's sizes else, also where the graph's `lengths` are open. `scope` is the dotted path of the module the operation ran in, `classes` the classes of that module and of
-    those around it.
+    batch, and else the example's sizes, of which those along `open_axes` follow the graph's `lengths`. `scope` is the
+    dotted path of the module the operation ran in, `classes` the classes of that module and of those around it.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Node:
     classes: tuple[str, ...] = ()
     shape: tuple[int | None, ...] | None = None
     dtype: torch.dtype | None = None
+    open_axes: tuple[int, ...] = ()
 
     @property
     def row(self) -> Op:

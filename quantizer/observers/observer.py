@@ -88,10 +88,16 @@ class Observer:
         Raises:
             NonFiniteError: it holds NaN or infinity. Such a batch leaves no trace, nor do those below.
             NegativeValuesError: it holds negative values, and codes are unsigned and symmetric.
-            ObservationError: it holds no values at all.
+            ObservationError: it holds no values at all, or has another number of channels than the batches before.
         """
+        shape = scale_shape(tuple(x.shape), *self.spec.cut)
+        if not self._memory.is_empty and self._shape not in (None, shape):
+            raise ObservationError(
+                f"There is a scale for each index of axis {self._axis}, and this batch has {math.prod(shape)} of them "
+                f"where others have {math.prod(self._shape or ())}."
+            )
         self._memory.add(x, self._batch(x))
-        self._shape = scale_shape(tuple(x.shape), *self.spec.cut)
+        self._shape = shape
 
     def qparams(self) -> QParams:
         """Return scale and zero point for the batches so far, of `scale_shape`.
