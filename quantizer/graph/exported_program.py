@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from quantizer.errors import ModelError
 from quantizer.graph import targets as call
 from quantizer.graph.functionalize import is_inplace
 from quantizer.graph.ir import Graph, Node, Ref, references
-from quantizer.graph.lengths import open_lengths, size_of
+from quantizer.graph.lengths import open_lengths, same_size, size_of, sizes_of
 from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
 
@@ -60,10 +61,7 @@ class Converter:
             ModelError: it holds a node with no place in a straight line.
         """
         signature = {spec.arg.name: spec for spec in self.program.graph_signature.input_specs}
-        lengths = open_lengths(self.program)
-        for symbol, length in lengths.items():
-            index, axis = length.axes[0]
-            self.sizes[symbol] = shapes[index][axis]
+        self.sizes = sizes_of(self.program, shapes)
         inputs = 0
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
@@ -92,7 +90,7 @@ class Converter:
             return pytree.tree_unflatten(pytree.tree_leaves(output, is_leaf=lambda item: item is None), out_spec)
 
         output = _plain(pytree.tree_unflatten(leaves, out_spec))
-        held = tuple(lengths.values())
+        held = tuple(open_lengths(self.program).values())
         graph = Graph(self.namer.model, tuple(self.nodes), output, self.tensors, input_paths, held, rebuild=rebuild)
         return _without_dead(graph)
 
@@ -144,7 +142,7 @@ class Converter:
         stub = STUBS.get(self.namer.class_name(path)) if target == MARK else None
         first = node.args[0] if node.args else None
         picks_norm = target == "operator.getitem" and call.target_name(first) == call.NORM_WITHOUT_STATISTICS
-        if picks_norm or (stub is None and call.is_noise(target)):
+        if picks_norm or (stub is None and (call.is_noise(target) or self._takes_whole_length(node))):
             self.values[node] = self._value(first)
             return
         arguments = call.named_arguments(node)
@@ -184,6 +182,17 @@ class Converter:
             value = self._value(argument)
             (inputs if any(references(value)) else attrs)[key] = value
         return inputs, attrs, params
+
+    def _takes_whole_length(self, node: fx.Node) -> bool:
+        """Whether the node slices nothing off a length; along a size that is fixed, torch leaves such a slice out."""
+        if node.target is not torch.ops.aten.slice.Tensor:
+            return False
+        given = {"dim": 0, "start": None, "end": None, "step": 1} | call.named_arguments(node)
+        size = given["input"].meta["val"].shape[given["dim"]]
+        is_length = not isinstance(size, int) and size_of(size, self.sizes) is not None
+        end = given["end"].meta["val"] if isinstance(given["end"], fx.Node) else given["end"]
+        is_last = end is None or same_size(end, sys.maxsize) or same_size(end, size)
+        return is_length and given["start"] in (None, 0) and given["step"] == 1 and is_last
 
     def _kind(self, value: Any) -> dict[str, Any]:
         """What a node says of the tensor that it makes."""

@@ -4,8 +4,7 @@ Images, features and other values of floating point keep their sizes, as most mo
 exceptions are masks, positions and embeddings that are as long as the tokens beside them.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,23 +78,32 @@ def shortened(call: Any) -> Any | None:
 
 def open_lengths(program: ExportedProgram) -> dict[Any, Length]:
     """The lengths that a trace has left open, by torch's symbol."""
+    lengths: dict[Any, Length] = {}
+    for symbol, (traced, axes) in _symbols(program).items():
+        name = f"sequence_{len(lengths)}" if lengths else "sequence"
+        least, most = _range(program.range_constraints.get(symbol))
+        if least < traced:  # else the model reads as many columns as there are, each for itself
+            lengths[symbol] = Length(name, axes, traced, least, most)
+    return lengths
+
+
+def sizes_of(program: ExportedProgram, shapes: Sequence[Sequence[int]]) -> dict[Any, int]:
+    """What torch's symbols are in a call whose leaves have these shapes; the batch is not among them."""
+    return {symbol: shapes[axes[0][0]][axes[0][1]] for symbol, (_, axes) in _symbols(program).items()}
+
+
+def _symbols(program: ExportedProgram) -> dict[Any, tuple[int, tuple[tuple[int, int], ...]]]:
+    """Each symbol for a size of an input, but for the batch: its size in the trace, and where it is."""
     specs = program.graph_signature.input_specs
     user = {spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT}
     inputs = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder" and node.name in user]
-    found: defaultdict[Any, list[tuple[int, int]]] = defaultdict(list)
-    hints: dict[Any, int] = {}
+    found: dict[Any, tuple[int, tuple[tuple[int, int], ...]]] = {}
     for index, value in enumerate(inputs):
         for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
             if axis and isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                found[size.node.expr].append((index, axis))
-                hints[size.node.expr] = int(size.node.hint)
-    lengths: dict[Any, Length] = {}
-    for symbol, axes in found.items():
-        name = f"sequence_{len(lengths)}" if lengths else "sequence"
-        least, most = _range(program.range_constraints.get(symbol))
-        if least < hints[symbol]:  # else the model reads as many columns as there are, each for itself
-            lengths[symbol] = Length(name, tuple(axes), hints[symbol], least, most)
-    return lengths
+                known = found.get(size.node.expr, (0, ()))[1]
+                found[size.node.expr] = int(size.node.hint), (*known, (index, axis))
+    return found
 
 
 def _range(values: Any) -> tuple[int, int | None]:
@@ -110,3 +118,9 @@ def size_of(size: Any, lengths: Mapping[Any, int]) -> int | None:
         return size
     expression = size.node.expr.subs(dict(lengths))
     return int(expression) if expression.is_number else None
+
+
+def same_size(one: Any, other: Any) -> bool:
+    """Whether two sizes are one expression; comparing them would fix what is open."""
+    first, second = (size.node.expr if isinstance(size, torch.SymInt) else size for size in (one, other))
+    return bool(first == second)

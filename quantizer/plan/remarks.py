@@ -11,6 +11,9 @@ from quantizer.plan.resolve import NO_RULES
 def remarks(plan: Plan) -> Iterator[str]:
     """A sentence each."""
     yield from summary(plan.graph)
+    for length in plan.graph.lengths:
+        inputs = ", ".join(f"axis {axis} of input_{index}" for index, axis in length.axes)
+        yield f"{length.name}: any size of {length} ({inputs}); shapes and figures are those of the first batch"
     yield from left_float(node.op for node in plan.graph.nodes if plan.floats.get(node.name) == NO_RULES)
 
 

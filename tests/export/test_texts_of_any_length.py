@@ -1,0 +1,136 @@
+"""Models of text, calibrated on texts of several lengths: test mode, generated code and files take yet others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from encoders import POSITIONS, Encoder, sentences
+from generated import imported
+from llamas import VOCABULARY, llama
+from runs import ROOT
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import quantizer
+from quantizer.errors import DataError, ResultError
+
+CALIBRATED, TESTED, OTHERS = ((8, 8), (8, 5), (8, 12)), ((8, 8), (8, 14)), ((1, 1), (1, 7), (3, 20))
+
+
+def texts(count: int, length: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(count + length)
+    return {"input_ids": torch.randint(0, VOCABULARY, (count, length), generator=generator)}
+
+
+def logits(output: Any) -> Tensor:
+    found: Tensor = pytree.tree_leaves(output)[0]
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """A calibrated model, what makes a batch of it, and its results' folder."""
+
+    model: nn.Module
+    batch: Any
+    result: quantizer.Result
+    folder: Path
+
+    def expected(self, count: int, length: int) -> Tensor:
+        """What test mode gives."""
+        with torch.no_grad():
+            return logits(self.result.network(**self.batch(count, length)))
+
+
+@pytest.fixture(scope="module", params=["llama", "encoder"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    make, batch = (partial(llama, use_cache=False), texts) if request.param == "llama" else (Encoder, sentences)
+    model, folder = make().eval(), tmp_path_factory.mktemp(request.param)
+    result = quantizer.calibrate(model, str(ROOT / "configs" / "cpu_int8.json"), [batch(*size) for size in CALIBRATED])
+    result.save(folder)
+    return Case(model, batch, result, folder)
+
+
+def test_test_mode_takes_other_lengths(case: Case) -> None:
+    data = [case.batch(*size) for size in TESTED]
+    compared = case.result.test(data)
+    assert compared.metrics["sqnr_db"] > 15
+    assert quantizer.load(case.folder, case.model, data).test().metrics == compared.metrics
+    backwards = quantizer.load(case.folder, case.model, data[::-1]).test().metrics
+    assert backwards["sqnr_db"] == pytest.approx(compared.metrics["sqnr_db"]), "traced on another length"
+
+
+def test_generated_code_equals_test_mode_at_any_length(case: Case) -> None:
+    (path,) = case.folder.glob("*.py")
+    network = imported(path)
+    for size in OTHERS:
+        with torch.no_grad():
+            assert torch.equal(logits(network(**case.batch(*size))), case.expected(*size))
+
+
+def test_an_onnx_file_takes_any_length_in_a_default_session(case: Case, tmp_path: Path) -> None:
+    ort = pytest.importorskip("onnxruntime", reason="needs quantizer-torch[onnx]")
+    case.result.export("onnx", tmp_path / "model.onnx")
+    session = ort.InferenceSession(str(tmp_path / "model.onnx"))
+    assert {tuple(given.shape) for given in session.get_inputs()} == {("batch", "sequence")}
+    for size in OTHERS:
+        feed = {f"input_{at}": tensor.numpy() for at, tensor in enumerate(case.batch(*size).values())}
+        found, expected = torch.from_numpy(session.run(None, feed)[0]), case.expected(*size)
+        assert float((found == expected).float().mean()) >= 0.999
+
+
+def test_a_program_takes_any_length(case: Case, tmp_path: Path) -> None:
+    case.result.export("pt2", tmp_path / "model.pt2")
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    for size in OTHERS:
+        with torch.no_grad():
+            found, expected = logits(program(**case.batch(*size))), case.expected(*size)
+        assert float((found == expected).float().mean()) >= 0.99
+
+
+def test_an_encoder_says_how_many_positions_it_has(tmp_path: Path) -> None:
+    """A file written of an example of all positions takes fewer."""
+    model = Encoder().eval()
+    full, beyond = sentences(2, POSITIONS), sentences(2, POSITIONS + 1)
+    result = quantizer.calibrate(model, str(ROOT / "configs" / "dynamic_int8.json"), [full])
+    result.export("pt2_float", tmp_path / "model.pt2")
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    with torch.no_grad():
+        assert torch.equal(program(**sentences(1, 3)), result.network(**sentences(1, 3)))
+    with pytest.raises(DataError, match=f"the model takes sequences of 1 to {POSITIONS}, got one of {POSITIONS + 1}"):
+        result.network(**beyond)
+
+
+ALGORITHMS = ["gptq", "awq", "smooth"]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_algorithms_learn_from_texts_of_several_lengths(name: str) -> None:
+    weight = {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 16}
+    read = {"dtype": "int8", "qscheme": "per_token", "is_dynamic": True}
+    config = {"global_quant_config": {"weight": weight, "input_tensors": read}, "algo_config": {"name": name}}
+    result = quantizer.calibrate(llama(use_cache=False), config, [texts(*size) for size in CALIBRATED])
+    assert result.test([texts(*size) for size in TESTED]).metrics["sqnr_db"] > 15
+
+
+def positions() -> dict[str, Any]:
+    spec = {"dtype": "int8", "observer_cls": "PerChannelMinMaxObserver", "qscheme": "per_channel", "ch_axis": 1}
+    layers = {"lm_head": {"input_tensors": {**spec, "is_dynamic": False}}}
+    return {"global_quant_config": {}, "layer_quant_config": layers}
+
+
+def test_a_scale_for_each_position_fixes_the_length(tmp_path: Path) -> None:
+    model = llama(use_cache=False)
+    result = quantizer.calibrate(model, positions(), [texts(2, 8), texts(3, 8)])
+    result.save(tmp_path)
+    with pytest.raises(DataError, match=r"batch 1: .*input_0: expected \[b, 8\] torch.int64, got \[2, 14\]"):
+        result.test([texts(2, 8), texts(2, 14)])
+    with pytest.raises(ResultError, match="has 14 channels"):
+        quantizer.load(tmp_path, model, [texts(2, 14)])
+    with pytest.raises(DataError, match=r"batch 1: input of .*this batch has 5 of them where others have 8"):
+        quantizer.calibrate(model, positions(), [texts(2, 8), texts(3, 5)])
