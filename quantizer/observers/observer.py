@@ -90,13 +90,13 @@ class Observer:
             NegativeValuesError: it holds negative values, and codes are unsigned and symmetric.
             ObservationError: it holds no values at all, or has another number of channels than the batches before.
         """
-        shape = scale_shape(tuple(x.shape), *self.spec.cut)
+        batch, shape = self._batch(x), scale_shape(tuple(x.shape), *self.spec.cut)
         if not self._memory.is_empty and self._shape not in (None, shape):
             raise ObservationError(
                 f"There is a scale for each index of axis {self._axis}, and this batch has {math.prod(shape)} of them "
                 f"where others have {math.prod(self._shape or ())}."
             )
-        self._memory.add(x, self._batch(x))
+        self._memory.add(x, batch)
         self._shape = shape
 
     def qparams(self) -> QParams:
