@@ -8,7 +8,7 @@ from onnx import ModelProto
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.solution import Solution
 from quantizer.export.agreement import Kernels
-from quantizer.export.onnx_lowering import MULTIPLYING
+from quantizer.export.onnx_lowering import MULTIPLYING, NUMBERED
 from quantizer.export.onnx_specs import input_spec, output_spec
 from quantizer.graph.ir import Graph
 
@@ -17,7 +17,6 @@ INTEGER = {
     *("DynamicQuantizeMatMul", "MatMulNBits"),
 }
 """ONNX Runtime's operators with integer weights."""
-FLOAT = {"Conv", "FusedConv", "ConvTranspose", "MatMul", "FusedMatMul", "Gemm", "FusedGemm"}
 
 
 def kernels(model: ModelProto, optimized: str, graph: Graph, solution: Solution) -> Kernels:
@@ -30,10 +29,7 @@ def kernels(model: ModelProto, optimized: str, graph: Graph, solution: Solution)
     """
     nodes = onnx.load(optimized, load_external_data=False).graph.node
     integer = tuple(_layer(node.name) for node in nodes if node.op_type in INTEGER)
-    floating = [_layer(node.name) for node in nodes if node.op_type in FLOAT]
-    floating += [
-        node.name for node in model.graph.node if node.op_type in MULTIPLYING and node.name not in (*integer, *floating)
-    ]
+    floating = [node.name for node in model.graph.node if node.op_type in MULTIPLYING and node.name not in integer]
     return Kernels(integer, {layer: _why(layer, graph, solution) for layer in floating})
 
 
@@ -44,8 +40,9 @@ def _layer(name: str) -> str:
 
 def _why(layer: str, graph: Graph, solution: Solution) -> str:
     """The first thing in the config that keeps a layer's multiplication in float, and what to write instead."""
+    layer = layer.partition(NUMBERED)[0]
     if layer not in graph.by_name:
-        return "torch.onnx made it of another operator"
+        return "it is part of an operator that torch.onnx took apart, or what it makes is not quantized"
     node, specs = graph.by_name[layer], solution.specs
     weights = specs.get((layer, "weights"))
     if node.row.weight and weights is None:

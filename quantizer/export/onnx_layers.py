@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantizer.engine.exact import LayerCodes
 from quantizer.export.deployment import Deployment
-from quantizer.nn.execution import Execution, arguments
+from quantizer.nn.execution import Execution
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
 
@@ -41,10 +41,11 @@ class LayerCheck:
         while execution.position < len(nodes):
             node = nodes[execution.position]
             own, made = (node.name, "input"), (node.name, "input" if node.op == "input" else "activation")
-            if own in self.values and own != made:
-                read = next(iter(arguments(node, execution.values).values()))
-                self._compared(own, self.network.layers[node.name].quantize_input(read), codes)
-            value = self.network.run_node(node, execution.values)
+            values, source = execution.values, self.network.graph.source(node)
+            if own in self.values and source is not None:
+                quantized = self.network.layers[node.name].quantize_input(values[source.name])
+                values = values | {source.name: self._compared(own, quantized, codes)}
+            value = self.network.run_node(node, values)
             execution.put(self._compared(made, value, codes) if made in self.values else value)
 
     def _compared(self, key: Key, value: Tensor, codes: Mapping[str, NDArray[Any]]) -> Tensor:

@@ -3,6 +3,7 @@ that multiply.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -13,9 +14,11 @@ from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.export.onnx_biases import SumBias
 from quantizer.export.onnx_dynamic import multiplies_integers, quantize_dynamic, quantize_rows, scale_rows
 from quantizer.export.onnx_linear import readers_of, straighten
+from quantizer.export.onnx_lookup import looked_up
+from quantizer.export.onnx_moves import quantized_again
 from quantizer.export.onnx_nodes import UNBOUNDED, Emission, clips_codes, quantize_activation, quantize_weights
 from quantizer.export.onnx_profile import packed_product
-from quantizer.export.onnx_specs import BLOCKS
+from quantizer.export.onnx_specs import BLOCKS, input_spec, output_spec
 from quantizer.export.onnx_tensors import INT32, float_tensor
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -27,8 +30,12 @@ APART = {"Softmax"}
 """Operators that must not become one kernel with the quantization after them: ONNX Runtime's QLinearSoftmax does not
 round but cut, and a value above the largest code wraps around to 0.
 """
+NUMBERED = "#"
+"""Between a layer's name and the number of its product."""
 DOMAIN = "quantizer"
 """Of the marks."""
+_RECURRENT = ("LSTM", "GRU", "RNN", "Slice", "Split", "Squeeze", "Unsqueeze")
+"""Operators with a weight for several gates, and what torch.onnx puts before them to arrange it."""
 _CHANNELS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1}
 """Operators whose weights stay float in between, and the axis of the weight that their outputs lie along."""
 
@@ -60,9 +67,9 @@ def lower(
             model.graph.initializer.extend(emission.initializers)
             nodes += emission.nodes
     nodes = [node for node in nodes if not marked.is_cut(node)]
-    for node in nodes:
-        if node.op_type in MULTIPLYING:
-            node.name = marked.layer(node) or node.name
+    _name_products(nodes, marked)
+    nodes = quantized_again(nodes, {tensor.name: tensor for tensor in model.graph.initializer})
+    nodes = looked_up(model, nodes)
     _add_to_sums(model, nodes, biases)
     _keep_in_float(model, nodes, in_float)
     _replace(model, nodes)
@@ -75,13 +82,15 @@ class Marked:
         self, model: ModelProto, network: Network, wanted: Wanted, opset: int, *, packed: bool = False
     ) -> None:
         self.network, self.wanted, self.opset = network, wanted, opset
+        self.specs = {key: tensor.spec for key, tensor in wanted}
         self.straight = straighten(model, lambda node: self._is_weight(node))
         self.tensors = {tensor.name: tensor for tensor in model.graph.initializer}
         self.makers = {name: node for node in model.graph.node for name in node.output}
         self.readers = readers_of(model.graph.node)
         self.outputs = {value.name for value in model.graph.output}
         self.layers = {f"network.{module}.weight": layer for layer, module in network.module_names.items()}
-        self.layers |= {self._named(node): self._wanted(node)[0][0] for node in model.graph.node if _is_mark(node)}
+        named = (node for node in model.graph.node if _is_mark(node) and self._wanted(node)[0][1] != "input")
+        self.layers |= {self._named(node): self._wanted(node)[0][0] for node in named}
         self.ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values_of(model)}
         self.in_rows = self._rows(model.graph.node)
         self.in_packs = self._packs() if packed else set()
@@ -161,7 +170,8 @@ class Marked:
         (result,) = mark.output
         name, transposed = f"{layer}.{role}", result in self.straight
         values = self.network.layers[layer].get_parameter(parameter_name(role)).detach()
-        emission = quantize_weights(name, tensor, values, result, self.opset, transposed=transposed)
+        ahead = not transposed and all(self._is_float(reader, layer) for reader in self.readers[result])
+        emission = quantize_weights(name, tensor, values, result, self.opset, transposed=transposed, ahead=ahead)
         floats = values.T if transposed else values
         return emission or Emission(name, initializers=[float_tensor(result, floats)])
 
@@ -179,15 +189,30 @@ class Marked:
             self.cut.add(source)
             source = cut.input[0]
         apart = cut is not None and cut.op_type in APART
-        return quantize_activation(
-            name, tensor, source, result, self.opset, bounds, in_floats=grouped, rounded_before=apart
-        )
+        return quantize_activation(name, tensor, source, result, self.opset, bounds, in_floats=grouped, apart=apart)
+
+    def _is_float(self, node: NodeProto, layer: str) -> bool:
+        """Whether ONNX Runtime has no kernel that multiplies what a node reads, the codes of a layer's weight."""
+        if node.op_type in _RECURRENT:
+            return self.network.graph.by_name[layer].row.kind == "mac"
+        ends = (find(layer, self.network.graph, self.specs) for find in (input_spec, output_spec))
+        return node.op_type in ("Conv", "ConvTranspose") and None in ends
 
     def _has_groups(self, node: NodeProto) -> bool:
         """Whether it multiplies by codes with scales for groups, for which kernels exist that take floats alone."""
         if node.op_type != "MatMul" or node.input[1] not in self.straight:
             return False
         return self._wanted(self.makers[node.input[1]])[1].spec.qscheme == "per_group"
+
+
+def _name_products(nodes: Sequence[NodeProto], marked: Marked) -> None:
+    """Call what multiplies after its layer, with a number where that has several products."""
+    counts: Counter[str] = Counter()
+    for node in nodes:
+        layer = marked.layer(node) if node.op_type in MULTIPLYING else None
+        if layer is not None:
+            counts[layer] += 1
+            node.name = layer if counts[layer] == 1 else f"{layer}{NUMBERED}{counts[layer]}"
 
 
 def values_of(model: ModelProto) -> list[ValueInfoProto]:
@@ -224,8 +249,8 @@ def _bounds(node: NodeProto, tensors: Mapping[str, TensorProto]) -> tuple[float,
 
 
 def _add_to_sums(model: ModelProto, nodes: list[NodeProto], biases: Mapping[str, SumBias]) -> None:
-    """Give convolutions the biases that their kernels add, as codes."""
-    for node in [node for node in nodes if node.op_type == "Conv" and node.name in biases]:
+    """Give convolutions the biases that their kernels add, as codes; torch.onnx has dropped those of zeros."""
+    for node in [node for node in nodes if node.op_type == "Conv" and node.name in biases and len(node.input) == 3]:
         emission, bias = Emission(f"{node.name}.bias"), biases[node.name]
         inputs = emission.codes("codes", bias.codes, INT32), emission.constant("scale", bias.step)
         node.input[2] = emission.add("DequantizeLinear", *inputs, axis=0)

@@ -110,14 +110,15 @@ def quantize_activation(
     bounds: tuple[float, float] = UNBOUNDED,
     *,
     in_floats: bool = False,
-    rounded_before: bool = False,
+    apart: bool = False,
 ) -> Emission:
     """Nodes from value `x`, cut to `bounds`, to value `y`; `refusal` has nothing against it.
 
     Integers become QuantizeLinear and DequantizeLinear, with the codes clipped in between where they end before those
     of their integer type: as rounding is monotone, this is the same as before, and keeps no runtime from computing what
     makes `x` in integers. A rounding mode other than half_even is applied before, after which QuantizeLinear meets no
-    half-way point; `rounded_before` does so for half_even, too, and `in_floats` leaves the two out.
+    half-way point; `in_floats` leaves the two out. `apart` says that `x` is not negative and that no runtime may make
+    one kernel of its operator and this quantization.
     """
     spec, emission = tensor.spec, Emission(name)
     if not spec.is_scaled:
@@ -132,7 +133,7 @@ def quantize_activation(
     scale, zero_point = emission.constant("scale", tensor.scale), int(tensor.zero_point)
     ends = (torch.tensor(bounds) / tensor.scale).round().clamp(spec.quant_min - zero_point, spec.quant_max - zero_point)
     clip = None
-    if in_floats or rounded_before or spec.round_mode != "half_even":
+    if in_floats or spec.round_mode != "half_even":
         x = emission.add("Div", x, scale)
         x = emission.add("Clip", x, emission.constant("low", ends[0]), emission.constant("high", ends[1]))
         x = emission.add("Mul", rounded(emission, spec.round_mode, x), scale, output=y if in_floats else "")
@@ -143,6 +144,8 @@ def quantize_activation(
     if clip is not None and carrier.data_type not in CLIPPED:
         steps = ends * tensor.scale
         x, clip = emission.add("Clip", x, emission.constant("low", steps[0]), emission.constant("high", steps[1])), None
+    if apart and spec.round_mode == "half_even":
+        x = emission.add("Max", x, emission.constant("zero", 0.0))
     zero = emission.codes("zero_point", tensor.zero_point + offset, carrier)
     codes = emission.add("QuantizeLinear", x, scale, zero)
     if clip is not None:
@@ -189,10 +192,17 @@ def rounded(emission: Emission, mode: str, x: str) -> str:
 
 
 def quantize_weights(
-    name: str, tensor: QuantizedTensor, values: Tensor, y: str, opset: int, *, transposed: bool = False
+    name: str,
+    tensor: QuantizedTensor,
+    values: Tensor,
+    y: str,
+    opset: int,
+    *,
+    transposed: bool = False,
+    ahead: bool = False,
 ) -> Emission | None:
     """Codes, scale, zero point and the node that makes `values` of them as `y`, or of both the transpose; None where
-    floats have to stay.
+    floats have to stay. `ahead` writes nodes that runtimes compute once, when they load the file, where they can.
 
     Floats stay, exact as they are, in floating-point formats, in groups before operator set 21, and where float32
     cannot compute the value from the code, as of more than 24 bits. `values` are what the codes stand for.
@@ -216,6 +226,13 @@ def quantize_weights(
         if spec.qscheme == "per_group":
             scale, zero_point = scale.T, zero_point.T
         attributes |= {"axis": 1 - attributes["axis"]} if attributes else {}
+    if ahead and spec.qscheme != "per_group":
+        along = [-1 if axis == spec.ch_axis else 1 for axis in range(codes.dim())] if spec.ch_axis is not None else []
+        floats = emission.add("Cast", emission.codes("codes", codes, carrier), to=TensorProto.FLOAT)
+        if zero_point.any():
+            floats = emission.add("Sub", floats, emission.constant("zero_point", zero_point.reshape(along)))
+        emission.add("Mul", floats, emission.constant("scale", scale.reshape(along)), output=y)
+        return emission
     inputs = [emission.codes("codes", codes, carrier), emission.constant("scale", scale)]
     if carrier is not INT32:
         inputs.append(emission.codes("zero_point", zero_point, carrier))

@@ -32,9 +32,13 @@ def input_spec(layer: str, graph: Graph, specs: Specs) -> QuantizationSpec | Non
 
 
 def output_spec(layer: str, graph: Graph, specs: Specs) -> QuantizationSpec | None:
-    """How what a layer makes is quantized: at the layer, or after what alone reads it."""
-    keys = ((name, "activation") for name in _down(layer, graph))
-    return next((specs[key] for key in keys if key in specs), None)
+    """How what a layer makes is quantized: at the layer, after what alone reads it, or by all that read it, alike."""
+    for name in _down(layer, graph):
+        read = {specs.get((reader, "input")) for reader in graph.consumers[name]}
+        found = specs.get((name, "activation")) or (read.pop() if len(read) == 1 else None)
+        if found is not None:
+            return found
+    return None
 
 
 def is_narrow(spec: QuantizationSpec | None) -> bool:
@@ -95,10 +99,12 @@ def _up(layer: str, graph: Graph) -> Iterable[Key]:
 
 
 def _down(layer: str, graph: Graph) -> Iterable[str]:
-    """The layer, and what alone reads the one before, up to the next with a weight."""
+    """The layer, and what alone reads the one before, if ONNX Runtime makes one kernel of them: moves, then bounds."""
+    kinds = ["passthrough", "fusable"]
     while True:
         yield layer
-        readers = graph.consumers[layer]
-        if len(readers) != 1 or not readers[0] or graph.by_name[readers[0]].row.weight:
+        reader, *others = graph.consumers[layer] or ("",)
+        if others or not reader or graph.by_name[reader].row.kind not in kinds:
             return
-        layer = readers[0]
+        kinds = kinds[kinds.index(graph.by_name[reader].row.kind) :]
+        layer = reader

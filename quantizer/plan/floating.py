@@ -7,6 +7,7 @@ from quantizer.graph.ir import Graph, Node, references
 
 DERIVED = "computed from constants and integers alone"
 MASK = "may hold a mask's lowest values, which leave no resolution for the others"
+BOUNDED = "bounds what a float operator computes"
 FLOAT_READERS = "only float operators read it"
 UNREAD = "nothing reads it"
 OUTSIDE = "outside QuantStub … DeQuantStub"
@@ -23,6 +24,7 @@ def floating(graph: Graph) -> dict[str, str]:
     """The reason for each layer whose values stay float, unless a layer that multiplies reads them."""
     found = dict.fromkeys(derived(graph), DERIVED)
     found |= dict.fromkeys((name for name in _masks(graph) if name not in found), MASK)
+    found |= dict.fromkeys((name for name in _bounded(graph) if name not in found), BOUNDED)
     found |= dict.fromkeys((name for name, read_by in graph.consumers.items() if not read_by), UNREAD)
     for node in reversed(graph.nodes):
         if node.name not in found and _read_by_float_only(graph, node, found):
@@ -85,6 +87,16 @@ def _masks(graph: Graph) -> Iterator[str]:
         carried = references(node.inputs.get("input")) if node.op in _PRODUCTS_PLUS else moved
         if _is_mask_input(graph, node) or _fills_lowest(graph, node) or not found.isdisjoint(carried):
             found.add(node.name)
+            yield node.name
+
+
+def _bounded(graph: Graph) -> Iterator[str]:
+    """Layers that cut off what float operators compute: a norm that is kept from zero before something is divided by it
+    would be rounded to zero.
+    """
+    for node in graph.nodes:
+        source = graph.source(node)
+        if node.row.kind == "fusable" and source is not None and source.row.kind == "float":
             yield node.name
 
 

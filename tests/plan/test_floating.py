@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from toys import traced
 
 from quantizer.graph.trace import trace
-from quantizer.plan.floating import DERIVED, FLOAT_READERS, MASK, UNREAD
+from quantizer.plan.floating import BOUNDED, DERIVED, FLOAT_READERS, MASK, UNREAD
 from quantizer.plan.groups import layout
 
 
@@ -76,6 +76,10 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "a norm": (
         lambda n, x, i, g: n.a(x) * torch.rsqrt(n.a(x).pow(2).mean(-1, keepdim=True) + 1e-5),
         GIVEN | {"mean": FLOAT_READERS, "add": FLOAT_READERS},
+    ),
+    "a norm kept from zero": (
+        lambda n, x, i, g: n.a(x) / n.a(x).norm(dim=-1, keepdim=True).clamp_min(1e-12),
+        GIVEN | {"clamp_min": BOUNDED},
     ),
     "a layer before an exponential": (lambda n, x, i, g: n.a(x).exp(), GIVEN),
     "a scaled exponential": (lambda n, x, i, g: n.a(x) * n.factor.exp(), GIVEN),
