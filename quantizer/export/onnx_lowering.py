@@ -15,10 +15,10 @@ from quantizer.export.onnx_biases import SumBias
 from quantizer.export.onnx_dynamic import multiplies_integers, quantize_dynamic, quantize_rows, scale_rows
 from quantizer.export.onnx_linear import readers_of, straighten
 from quantizer.export.onnx_lookup import looked_up
-from quantizer.export.onnx_moves import quantized_again
+from quantizer.export.onnx_moves import MOVES, quantized_again
 from quantizer.export.onnx_nodes import UNBOUNDED, Emission, clips_codes, quantize_activation, quantize_weights
 from quantizer.export.onnx_profile import packed_product
-from quantizer.export.onnx_specs import BLOCKS, input_spec, output_spec
+from quantizer.export.onnx_specs import BLOCKS, input_spec
 from quantizer.export.onnx_tensors import INT32, float_tensor
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -195,8 +195,13 @@ class Marked:
         """Whether ONNX Runtime has no kernel that multiplies what a node reads, the codes of a layer's weight."""
         if node.op_type in _RECURRENT:
             return self.network.graph.by_name[layer].row.kind == "mac"
-        ends = (find(layer, self.network.graph, self.specs) for find in (input_spec, output_spec))
-        return node.op_type in ("Conv", "ConvTranspose") and None in ends
+        is_between = input_spec(layer, self.network.graph, self.specs) and self._is_rounded(node.output[0])
+        return node.op_type in ("Conv", "ConvTranspose") and not is_between
+
+    def _is_rounded(self, name: str) -> bool:
+        """Whether a value is quantized, if moved and cut off before: the optimizer then quantizes float weights."""
+        passed = ("Relu", "Clip", "LeakyRelu", *MOVES)
+        return any(_is_mark(r) or (r.op_type in passed and self._is_rounded(r.output[0])) for r in self.readers[name])
 
     def _has_groups(self, node: NodeProto) -> bool:
         """Whether it multiplies by codes with scales for groups, for which kernels exist that take floats alone."""

@@ -16,6 +16,7 @@ _STOPPING = (
     *("ReduceMax", "ReduceMin", "GlobalMaxPool"),
 )
 """What only moves or picks values, too, but for some forms of Pad and Resize."""
+MOVES = (*_PASSED, *_STOPPING)
 Makers = Mapping[str, NodeProto]
 Constants = Mapping[str, TensorProto]
 
@@ -67,4 +68,4 @@ def _moves(node: NodeProto, constants: Constants) -> bool:
         return attributes.get("mode", b"constant") != b"constant" or len(node.input) < 3 or is_zero
     if node.op_type == "Resize":
         return bool(attributes.get("mode", b"nearest") == b"nearest")
-    return node.op_type in (*_PASSED, *_STOPPING)
+    return node.op_type in MOVES

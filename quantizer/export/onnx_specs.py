@@ -99,12 +99,10 @@ def _up(layer: str, graph: Graph) -> Iterable[Key]:
 
 
 def _down(layer: str, graph: Graph) -> Iterable[str]:
-    """The layer, and what alone reads the one before, if ONNX Runtime makes one kernel of them: moves, then bounds."""
-    kinds = ["passthrough", "fusable"]
+    """The layer, and what alone reads the one before, as long as it moves values or cuts them off."""
     while True:
         yield layer
         reader, *others = graph.consumers[layer] or ("",)
-        if others or not reader or graph.by_name[reader].row.kind not in kinds:
+        if others or not reader or graph.by_name[reader].row.kind not in ("fusable", "passthrough"):
             return
-        kinds = kinds[kinds.index(graph.by_name[reader].row.kind) :]
         layer = reader
