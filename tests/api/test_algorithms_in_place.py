@@ -231,7 +231,7 @@ class Branching(nn.Module):
     [
         (net, None, DataError, "no dataloader, but gptq works on the values that data give"),
         (net, [], DataError, "gave no batches"),
-        (net, [IDS[0], torch.zeros(2, 5, dtype=torch.int64)], DataError, "batch 1: .*expected"),
+        (net, [IDS[0], torch.zeros(2, 5, 1, dtype=torch.int64)], DataError, "batch 1: .*expected"),
         (Broken, [torch.randn(4, 4)], DataError, "Linear\\[second\\]/linear has .* NaN"),
         (Branching, [torch.randn(4, 4)], ModelError, "algorithms, which work on a trace of the model"),
     ],
