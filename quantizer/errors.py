@@ -61,3 +61,9 @@ class ResultError(QuantizerError):
     """Calibration results are missing, incomplete, or of another model or config."""
 
     exit_code = 5
+
+
+class RankError(QuantizerError):
+    """Another rank of a run of several processes is lost, or does not do the same."""
+
+    exit_code = 40

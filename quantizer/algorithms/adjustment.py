@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.distributed import ALONE, Ranks
 from quantizer.graph.edits import Insertion, inserted, with_weights
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Structure
@@ -105,6 +106,7 @@ class Task:
         done: how many groups an interrupted run of this algorithm had done, all of them in the adjustment it is
             given: it runs through them with what was found and goes on after them.
         before: what this algorithm was given when it began, before the groups that are `done`.
+        ranks: who may share the batches; an algorithm that does not share them finds the same on each rank.
     """
 
     graph: Graph
@@ -114,6 +116,7 @@ class Task:
     after_group: Progress = lambda adjustment, done: None
     done: int = 0
     before: Adjustment = field(default_factory=Adjustment)
+    ranks: Ranks = ALONE
 
     @property
     def device(self) -> torch.device:

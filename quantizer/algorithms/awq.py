@@ -61,7 +61,8 @@ class _Search:
         for name in (name for names in self.own for name in names):
             layer_qparams(name, task.specs[name, "weights"], parameter(task.graph, found, name))
         self.before = task.before if task.done else found
-        self.runner = SequentialRunner(Network(adjusted(task.graph, self.before)), task.batches())
+        network = Network(adjusted(task.graph, self.before))
+        self.runner = SequentialRunner(network, task.batches(), ranks=task.ranks)
 
     def run(self) -> Adjustment:
         """All groups, but those that an interrupted run had done."""
@@ -89,6 +90,7 @@ class _Search:
         sums = GroupSums(self.runner.network, layers)
         source = input_name(group, self.before)
         self.runner.advance(source, {source: sums.add})
+        sums.merge(self.task.ranks)
         if sums.tokens == 0:
             self._remark(layers, UNREACHED)
             return None

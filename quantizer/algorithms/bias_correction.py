@@ -3,12 +3,15 @@
 Changes biases only, after their quantization, and never a layer that runs in float.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from quantizer.algorithms.sequential_runner import SequentialRunner
+from quantizer.distributed import in_turn
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
 
@@ -42,6 +45,11 @@ class ChannelMean:
         one = (x.sum(rest, dtype=dtype) if rest else x).double().cpu()
         after = batches + 1, count + x.numel() // max(len(one), 1), total + one
         self._before, self._now = self._now, after
+
+    def merge(self, other: ChannelMean) -> None:
+        """Take in what another saw. Those of single batches, merged in their order, make what one would have seen."""
+        now, more = self._now, other._now
+        self._now = self._before = now[0] + more[0], now[1] + more[1], now[2] + more[2]
 
     def mean(self) -> Tensor:
         """float64 [channels]; NaN if no value was observed."""
@@ -106,15 +114,18 @@ def correct_biases(
 
 def _correct(runner: SequentialRunner, node: Node, target: ChannelMean, as_codes: bool) -> Tensor:
     """Find one layer's correction and hand on its outputs with it, without computing them again."""
-    layer, found = runner.network.layers[node.name], ChannelMean(target.ch_axis)
+    layer, own = runner.network.layers[node.name], list[ChannelMean]()
     quantizer = layer.detach_output()
 
     def outputs() -> Iterator[Tensor]:
         for output in runner.compute(node):
-            found.observe(output)
+            own.append(ChannelMean(target.ch_axis))
+            own[-1].observe(output)
             yield output
 
-    kept = runner.keep(outputs())
+    kept, found = runner.keep(outputs()), ChannelMean(target.ch_axis)
+    for batch in in_turn(runner.ranks.gather(own, f"bias correction of {node.name}")):
+        found.merge(batch)
     weight = layer.get_parameter("weight")
     correction = (target.mean() - found.mean()).to(weight)
     if not correction.isfinite().all():

@@ -4,7 +4,7 @@ Knows no way of rounding; `round_layers` does. Where the three differ is in `gpt
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.algorithms import GPTAQConfig, GPTQConfig, QronosConfig
+from quantizer.distributed import Ranks
+from quantizer.graph.ir import Graph
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
 from quantizer.observers import ObservationError
@@ -66,6 +68,17 @@ class _Gathered:
     gram: Gram
     drift: Drift | None
 
+    def cost(self, network: Network) -> float:
+        """About how long it takes to round them: rows x depth^2."""
+        matrices = (weight_matrix(network.layers[n], network.layers[n].get_parameter("weight")) for n in self.names)
+        return float(sum(matrix.numel() * matrix.shape[2] for matrix in matrices))
+
+    def merge(self, ranks: Ranks, to: int) -> None:
+        """Add up the sums of all ranks, at rank `to`."""
+        self.gram.merge(ranks, to)
+        if self.drift is not None:
+            self.drift.merge(ranks, to)
+
 
 class _SequentialRounding:
     """The network as it is rounded so far, beside the float one where the target needs that."""
@@ -73,12 +86,14 @@ class _SequentialRounding:
     def __init__(self, task: Task, found: Adjustment, target: GptqTarget) -> None:
         self.task, self.found, self.target = task, found, target
         graph = adjusted(task.graph, found)
-        self.runner = SequentialRunner(Network(graph), task.batches())
-        self.float_runner = SequentialRunner(Network(graph), task.batches()) if target.needs_float else None
+        self.runner, self.float_runner = self._runner(graph), self._runner(graph) if target.needs_float else None
         own = {name for group in task.structure.groups for name in quantized_layers(self.task, group)}
         for name, rounded in found.rounded.items():
             if name not in own:
                 self._put(name, rounded.weight)
+
+    def _runner(self, graph: Graph) -> SequentialRunner:
+        return SequentialRunner(Network(graph), self.task.batches(), ranks=self.task.ranks)
 
     def process(self, chunk: Sequence[tuple[int, InputGroup]]) -> None:
         """Round the layers of these groups; those that an interrupted run has rounded get what it found."""
@@ -89,9 +104,9 @@ class _SequentialRounding:
                 if number != fresh[0]:
                     runner = self.runner.branch() if runner is self.runner else runner
                 gathered[number] = self._gather(runner, quantized_layers(self.task, group))
+        solved = self._shared_out(gathered)
         for number, group in chunk:
-            for each in gathered.pop(number, []):
-                rounded = self._solve(each)
+            for rounded in solved.pop(number, ()):
                 self.found = self.found.with_rounded(rounded.layers).with_remarks(*rounded.remarks)
             for name in quantized_layers(self.task, group):
                 self._put(name, self._weight(name))
@@ -133,10 +148,25 @@ class _SequentialRounding:
 
         return watch
 
+    def _shared_out(self, gathered: dict[int, list[_Gathered]]) -> dict[int, Iterable[RoundedLayers]]:
+        """What becomes of the layers of each group. Of several ranks each solves its share, and all get all."""
+        ranks, rows = self.task.ranks, dict(gathered)
+        gathered.clear()  # so that sums are freed as layers are solved
+        if ranks.is_alone:
+            return {number: map(self._solve, row) for number, row in rows.items()}
+        every = [each for row in rows.values() for each in row]
+        owners = ranks.by_cost([each.cost(self.runner.network) for each in every])
+        for each, owner in zip(every, owners, strict=True):
+            each.merge(ranks, owner)
+        pairs = list(zip(every, owners, strict=True))
+        own = [self._solve(each) if owner == ranks.rank else RoundedLayers() for each, owner in pairs]
+        places = [f"{each.names[0]}, rounded" for each in every]
+        found = iter([ranks.broadcast(*row) for row in zip(own, places, owners, strict=True)])
+        return {number: list(itertools.islice(found, len(row))) for number, row in rows.items()}
+
     def _solve(self, gathered: _Gathered) -> RoundedLayers:
         if gathered.gram.tokens == 0:
-            self._remark(gathered.names, UNREACHED)
-            return RoundedLayers()
+            return RoundedLayers({}, [Remark(name, UNREACHED) for name in gathered.names])
         layers, specs, given = self.runner.network.layers, self.task.specs, self.found.qparams
         members = [Member.of(n, layers[n], specs[n, "weights"], given.get(n)) for n in gathered.names]
         drift = gathered.drift.matrix if gathered.drift is not None else [None] * len(gathered.gram.matrix)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Task
 from quantizer.algorithms.patches import by_input, weight_matrix, windows
+from quantizer.distributed import Ranks
 from quantizer.errors import DataError
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
@@ -79,6 +80,18 @@ class Gram:
                 raise ObservationError(f"Values as large as {x.abs().max():g} have squares beyond float32.")
             raise NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
 
+    def merge(self, ranks: Ranks, to: int | None = None) -> None:
+        """Take in what the other ranks have summed up of their batches, at rank `to` or at all.
+
+        Each sum is one of float32; they are added in float64 and rounded once. A sum of n products has an error of at
+        most n u sum |x_i x_j| with u = 2^-24, in whatever order they come; so what N ranks find differs from what one
+        does by at most 2 n u sum |x_i x_j|, and is the same in every run of N. A rank that does not get the others'
+        sums has none afterwards.
+        """
+        if not ranks.is_alone:
+            self._sum = ranks.sum(self._sum, "a Gram matrix", to)
+            self.tokens = sum(ranks.gather(self.tokens, "the tokens of a Gram matrix"))
+
 
 class Drift:
     """The matrix sum of (f - x) x^T, with x as in `Gram`, and f the same in another network: [groups, depth, depth].
@@ -101,6 +114,10 @@ class Drift:
         """Take in one batch, of one shape."""
         for left, right in zip(_parts(self._layer, f.float() - x.float()), _parts(self._layer, x), strict=True):
             self.matrix.baddbmm_(left.mT, right)
+
+    def merge(self, ranks: Ranks, to: int | None = None) -> None:
+        """As `Gram.merge`."""
+        self.matrix = ranks.sum(self.matrix, "a drift", to)
 
 
 class GroupSums:
@@ -128,6 +145,11 @@ class GroupSums:
                 gram.add(x)
             except ObservationError as error:
                 raise not_finite(self._first[key], error) from error
+
+    def merge(self, ranks: Ranks) -> None:
+        """Take in what the other ranks have summed up; all have all afterwards."""
+        for gram in self._grams.values():
+            gram.merge(ranks)
 
     @cached_property
     def _matrices(self) -> dict[tuple[Any, ...], Tensor]:

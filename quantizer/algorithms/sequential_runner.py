@@ -6,12 +6,14 @@ Between segments it keeps what later nodes read, of every batch; within one it r
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from quantizer.algorithms.activation_store import ActivationStore
+from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
 from quantizer.nn.execution import NOBODY, Execution, Watchers, arguments
@@ -25,21 +27,25 @@ class SequentialRunner:
     Segment by segment: `advance` as far as a node, change layers that come after it, go on. Node by node, in order:
     `compute(node)` gives its value for each batch and `keep`s them, `release` goes on to the next node; `done` is all
     three. Memory holds the batches' inputs and what is alive: between two blocks, their common value and what all
-    blocks read.
+    blocks read. Of several ranks each runs its own share of the batches.
 
     Raises:
         DataError: there is no batch, or one does not fit the network; it is named by its number.
     """
 
-    def __init__(self, network: Network, batches: Iterable[Batch], store: ActivationStore | None = None) -> None:
-        self.network = network
+    def __init__(
+        self, network: Network, batches: Iterable[Batch], store: ActivationStore | None = None, ranks: Ranks = ALONE
+    ) -> None:
+        self.network, self.ranks = network, ranks
         self._store = store or ActivationStore()
         self._executions: list[Execution] = []
-        for number, batch in enumerate(batches):
-            with naming_batch(number):
-                inputs = network.inputs(batch.args, batch.kwargs)
-            self._executions.append(Execution(network, [self._store.keep(value) for value in inputs]))
-        if not self._executions:
+        count = 0
+        for count, batch in enumerate(batches, 1):
+            if ranks.owns(count - 1):
+                with naming_batch(count - 1):
+                    inputs = network.inputs(batch.args, batch.kwargs)
+                self._executions.append(Execution(network, [self._store.keep(value) for value in inputs]))
+        if not count:
             raise DataError("the calibration data has no batches", help="check --data and --subset_len")
 
     def value(self, name: str) -> list[Any]:
@@ -61,12 +67,12 @@ class SequentialRunner:
         """
         index = self.network.graph.index
         stop = None if upto is None else index[upto] + 1
-        earlier = [name for name in watch if index[name] < self._executions[0].position]
-        for number, execution in enumerate(self._executions):
-            before = dict(execution.values)
+        for number, execution in self._numbered():
+            before, position = dict(execution.values), execution.position
             with naming_batch(number), torch.no_grad():
-                for name in earlier:
-                    watch[name](execution.values[name])
+                for name in watch:
+                    if index[name] < position:
+                        watch[name](execution.values[name])
                 execution.advance(stop, watch)
             self._free(before, execution)
             for name, value in execution.values.items():
@@ -83,7 +89,7 @@ class SequentialRunner:
         Raises:
             DataError: its layer cannot run on a batch; both are named.
         """
-        for number, execution in enumerate(self._executions):
+        for number, execution in self._numbered():
             with naming_batch(number):
                 value = self.network.run_node(node, execution.values)
             yield value
@@ -106,6 +112,10 @@ class SequentialRunner:
     def outputs(self) -> Iterator[Any]:
         """What the network returns for each batch, once every node is done."""
         return (execution.output() for execution in self._executions)
+
+    def _numbered(self) -> Iterator[tuple[int, Execution]]:
+        """The executions of this rank with the numbers of their batches."""
+        return zip(itertools.count(self.ranks.rank, self.ranks.world_size), self._executions, strict=False)
 
     def _free(self, before: dict[str, Any], execution: Execution) -> None:
         for name, old in before.items():

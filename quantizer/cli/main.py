@@ -14,6 +14,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from quantizer import __version__
+from quantizer.cli import torchrun
 from quantizer.cli.options import (
     NAMES_WIDTH,
     QUANT_MODES,
@@ -47,7 +48,7 @@ MODES = "quantizer.cli.run:run"
 
 EPILOG = """\b
 Exit codes: 0 done, 1 check failed (a config has errors, a --gate is not met),
-2 wrong usage or unusable config, 3 model, 4 data, 5 results,
+2 wrong usage or unusable config, 3 model, 4 data, 5 results, 40 a lost rank,
 70 internal error, 130 interrupted, 143 terminated.
 
 Each option can be set by a variable: QUANTIZER_SEED=1, or for a command QUANTIZER_PLAN_MODEL=my_model.py."""
@@ -142,11 +143,21 @@ def main() -> NoReturn:
     signal.signal(signal.SIGTERM, _terminated)
     # numpy is optional here; without it torch would greet every user with a warning.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    sys.exit(run_command(sys.argv[1:]))
+    code = run_command(sys.argv[1:])
+    if code and torchrun.is_used():  # exchanges with a lost rank are pending, and would keep the interpreter waiting
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run_command(arguments: list[str]) -> int:
     """Run one command line and return its exit code; every error is printed on standard error."""
+    with torchrun.one_voice(arguments):
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     try:
         code = cli.main(arguments, prog_name="quantizer", standalone_mode=False)
     except click.ClickException as error:

@@ -219,6 +219,9 @@ class Options:
     json: bool = option("Print the result as JSON.", default=False, group="Output")
     quiet: bool = option("No progress and no notes.", "-q", default=False, group="Output")
     inspect: bool = option("Print the table of layers before the run.", default=False, group="Debugging")
+    rank_timeout: int = _count(
+        "Under torchrun: a rank without a sign of life for N seconds is lost.", default=60, group="Debugging"
+    )
     exact: bool = option(
         "Test mode also runs the DPU's integers and compares every code.", default=False, group="Debugging"
     )

@@ -2,14 +2,14 @@
 
 import logging
 import sys
-from collections.abc import Callable, Collection
-from contextlib import redirect_stdout
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import RenderableType
 
-from quantizer.cli import runlog, session
+from quantizer.cli import runlog, session, torchrun
 from quantizer.cli.exact_and_deploy import deploy, require_dpu, require_one, run_exact
 from quantizer.cli.follow import followed, progress
 from quantizer.cli.gates import MEASURED, failed, names_in_test, parse_gate, require_known
@@ -17,6 +17,7 @@ from quantizer.cli.options import Options
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import config_to_look, show_layers, table_view
 from quantizer.config.diagnostics import ConfigError
+from quantizer.distributed import ALONE, Ranks
 from quantizer.engine import pipeline, results
 from quantizer.engine.calibrated import reopened, window_length
 from quantizer.engine.checkpoint import Checkpoints
@@ -57,8 +58,14 @@ def run(options: Options) -> int:
     require_extras((*options.deploy, *options.for_))
     seed_everything(options.seed)
     # With --json, stdout is for the result alone: what the user's own code prints goes to stderr.
-    with session.notes_on_stderr(options.quiet), redirect_stdout(sys.stderr if options.json else sys.stdout):
-        outcome = MODES[options.quant_mode](options)
+    with (
+        torchrun.joined(options) as (ranks, own),
+        session.notes_on_stderr(own.quiet),
+        redirect_stdout(sys.stderr if options.json else sys.stdout),
+    ):
+        outcome = MODES[options.quant_mode](own, ranks)
+    if not ranks.is_first:
+        return 0
     session.show(outcome, options)
     if not_met := failed(gates, outcome.metrics):
         undeployed = "; nothing is deployed" if options.deploy and "deployed" not in outcome.content else ""
@@ -70,8 +77,10 @@ def run(options: Options) -> int:
     return 0
 
 
-def run_float(options: Options) -> Outcome:
-    """The float model alone: its metrics on the evaluation data."""
+def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
+    """The float model alone: its metrics on the evaluation data, by rank 0."""
+    if not ranks.is_first:
+        return Outcome({}, {})
     loaded = session.open_model(options)
     evaluator = _evaluate(options, loaded)
     if evaluator is None:
@@ -91,39 +100,42 @@ def run_float(options: Options) -> Outcome:
     return Outcome(metrics, {"metrics": metrics}, _lines(metrics))
 
 
-def run_calib(options: Options) -> Outcome:
+def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
     """Calibrate and write the result folder."""
     read = session.read_config(options.config_file)
     check_mode(options.fast_finetune, read.config)
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded)
     folder = Path(options.output_dir)
-    with locked(folder), runlog.recorded(folder, options):
+    with _opened(folder, options, ranks):
         original = session.trace_model(options, loaded, batches)
-        results.check_owner(folder, original.model, overwrite=options.overwrite)
-        checkpoints = Checkpoints(folder, resume=options.resume)
+        if ranks.is_first:
+            results.check_owner(folder, original.model, overwrite=options.overwrite)
+        checkpoints = Checkpoints(folder, resume=options.resume) if ranks.is_first else None
         job = Job(
             TracedTarget(original),
             read.config,
             batches,
-            Forked(followed(read.sources, quiet=options.quiet), checkpoints),
+            Forked(*filter(None, (followed(read.sources, quiet=options.quiet), checkpoints)), torchrun.Watched(ranks)),
             checkpoints,
             options.seed,
             options.fast_finetune,
             {"seed": options.seed, "batch_size": options.batch_size, "subset_len": options.subset_len},
             read.diagnostics,
             lambda job: _confirm(options, job),
+            ranks,
         )
         try:
             pipeline.run(job)
         except ConfigError as error:
             raise ConfigError(error.diagnostics, read.sources) from error
-        results.write_results(folder, original, read.config, job.calibration, job.solution, job.header)
-        checkpoints.remove()
+        if checkpoints:
+            results.write_results(folder, original, read.config, job.calibration, job.solution, job.header)
+            checkpoints.remove()
     return _outcome(job, folder)
 
 
-def run_test(options: Options) -> Outcome:
+def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
     """Compare the calibrated network with the float one and report."""
     folder = Path(options.output_dir)
     info = results.read_info(folder)
@@ -137,7 +149,7 @@ def run_test(options: Options) -> Outcome:
         require_known(gates, names_in_test(MEASURED, options))
     seq_len = window_length(info.header["inputs"])
     batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
-    with locked(folder), runlog.recorded(folder, options):
+    with _opened(folder, options, ranks):
         original = session.trace_model(options, loaded, batches)
         calibrated = reopened(loaded.module, next(iter(session.on_device(options, batches))), original, info)
         graph = calibrated.graph
@@ -153,8 +165,10 @@ def run_test(options: Options) -> Outcome:
             require_known(gates, names_in_test(metrics, options))
 
         calibrated = replace(calibrated, solution=as_run(options.deploy, graph, info.solution))
-        follower = progress(quiet=options.quiet)
-        scores = score(calibrated, loaded.module, batches, follower, evaluator, check)
+        follower = Forked(progress(quiet=options.quiet), torchrun.Watched(ranks))
+        scores = score(calibrated, loaded.module, batches, follower, evaluator, check, ranks)
+        if not ranks.is_first:
+            return Outcome(scores.metrics, {})
         outcome = _report(table_view(options, graph), folder, info, scores, batches.stamp)
         if options.exact:
             outcome = run_exact(options, outcome, graph, info, batches)
@@ -163,7 +177,17 @@ def run_test(options: Options) -> Outcome:
         return deploy(options, outcome, calibrated, loaded.module, batches)
 
 
-MODES: dict[str, Callable[[Options], Outcome]] = {"float": run_float, "calib": run_calib, "test": run_test}
+@contextmanager
+def _opened(folder: Path, options: Options, ranks: Ranks) -> Iterator[None]:
+    """The result folder, to write; of several ranks the first does that alone."""
+    if ranks.is_first:
+        with locked(folder), runlog.recorded(folder, options, ranks.world_size):
+            yield
+    else:
+        yield
+
+
+MODES: dict[str, Callable[[Options, Ranks], Outcome]] = {"float": run_float, "calib": run_calib, "test": run_test}
 
 
 def _confirm(options: Options, job: Job) -> None:

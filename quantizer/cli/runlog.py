@@ -20,7 +20,7 @@ from quantizer.errors import QuantizerError
 
 
 @contextmanager
-def recorded(folder: Path, options: Options) -> Iterator[None]:
+def recorded(folder: Path, options: Options, ranks: int = 1) -> Iterator[None]:
     """Write both files when the body ends, in whatever way it ends."""
     started = time.time()
     outcome, log = "done", ""
@@ -48,6 +48,7 @@ def recorded(folder: Path, options: Options) -> Iterator[None]:
             "python": platform.python_version(),
             "platform": platform.platform(),
             "threads": torch.get_num_threads(),
+            "ranks": ranks,
         }
         write_json(folder / "run.json", facts)
         lines = [f"{record.getMessage()}\n" for record in messages.buffer]

@@ -83,6 +83,13 @@ class Calibration:
         observers = {key: observer for key, observer in self.observers.items() if key in kept}
         return replace(self, plan=replace(self.plan, tensors=kept), observers=observers)
 
+    @property
+    def calibrated(self) -> dict[Key, Observer]:
+        """The observers of activations, each once."""
+        tensors = self.plan.tensors
+        found = {id(observer): key for key, observer in reversed(self.observers.items()) if tensors[key].is_calibrated}
+        return {key: self.observers[key] for key in reversed(found.values())}
+
     def _parts(self) -> dict[Key, Observer | ChannelMean]:
         """What has statistics to keep, each once; groups of weights have so many that they are found anew."""
         owners = {id(observer): key for key, observer in reversed(self.observers.items())}
@@ -149,16 +156,25 @@ def run(calibration: Calibration, network: Observable, batches: Iterable[Batch])
     Raises:
         DataError: no batch though the plan needs data, or NaN or Inf in a tensor (layer and batch are named).
     """
-    watchers = _watchers(calibration)
+    watching = watchers(calibration)
     for batch in batches:
         try:
-            network.observe(batch.args, batch.kwargs, watchers)
+            network.observe(batch.args, batch.kwargs, watching)
             calibration.batches += 1
         except BaseException as error:
             calibration.forget_after(calibration.batches)
             if isinstance(error, DataError):
                 raise DataError(f"batch {calibration.batches}: {error.message}", help=error.help) from error
             raise
+    require_batches(calibration)
+
+
+def require_batches(calibration: Calibration) -> None:
+    """Refuse a calibration without data where the plan needs some.
+
+    Raises:
+        DataError: so it is.
+    """
     if not calibration.batches and calibration.plan.needs_data:
         raise DataError("the calibration data has no batches", help="check --data and --subset_len")
 
@@ -176,7 +192,7 @@ def check_finite(value: Tensor) -> None:
         raise NonFiniteError(int(value.isnan().sum()), int(value.isinf().sum()), value.numel())
 
 
-def _watchers(calibration: Calibration) -> Watchers:
+def watchers(calibration: Calibration) -> Watchers:
     """Who looks at each node's value: every observer once, and where there is none, whether it is finite."""
     watched: dict[str, dict[int, tuple[TensorPlan, Watch]]] = {name: {} for name in calibration.means}
     for key, tensor in calibration.plan.tensors.items():

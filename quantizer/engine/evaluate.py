@@ -1,8 +1,11 @@
 """Float and quantized network on the same batches, node by node: what each tensor and the output lose."""
 
+from __future__ import annotations
+
+import copy
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quantizer.config.roles import base_role, is_parameter, parameter_name
+from quantizer.distributed import ALONE, Ranks, in_turn
 from quantizer.engine.perplexity import TokenLoss, next_tokens
 from quantizer.errors import DataError
 from quantizer.nn.network import Network
@@ -30,6 +34,12 @@ class Noise:
         self.signal += energy(x)
         self.other += energy(y)
         self.error += energy(x - y)
+
+    def merge(self, other: Noise) -> None:
+        """Take in other batches."""
+        self.signal += other.signal
+        self.other += other.other
+        self.error += other.error
 
     @property
     def sqnr_db(self) -> float:
@@ -52,6 +62,12 @@ class LayerNoise:
     local: Noise = field(default_factory=Noise)
     accumulated: Noise | None = None
 
+    def merge(self, other: LayerNoise) -> None:
+        """Take in other batches."""
+        self.local.merge(other.local)
+        if self.accumulated is not None and other.accumulated is not None:
+            self.accumulated.merge(other.accumulated)
+
 
 @dataclass
 class Score:
@@ -71,6 +87,13 @@ class Score:
         if following is not None and following.shape == output.shape[:2]:
             self.loss.add(output, following)
 
+    def merge(self, other: Score) -> None:
+        """Take in other batches."""
+        self.labelled += other.labelled
+        self.correct += other.correct
+        self.loss.nll += other.loss.nll
+        self.loss.tokens += other.loss.tokens
+
     def metrics(self) -> dict[str, float]:
         """Top-1 accuracy on labelled samples, perplexity on text."""
         found = {"top1": self.correct / self.labelled} if self.labelled else {}
@@ -87,6 +110,17 @@ class Comparison:
     agreeing: int = 0
     rankable: bool = True
     scores: tuple[Score, Score] = field(default_factory=lambda: (Score(), Score()))
+
+    def merge(self, other: Comparison) -> None:
+        """Take in other batches, in which the same tensors were compared."""
+        for mine, its in zip(self.layers, other.layers, strict=True):
+            mine.merge(its)
+        self.output.merge(other.output)
+        self.samples += other.samples
+        self.agreeing += other.agreeing
+        self.rankable &= other.rankable
+        for score, its_score in zip(self.scores, other.scores, strict=True):
+            score.merge(its_score)
 
     def metrics(self) -> dict[str, float]:
         """The figures that gates and reports use."""
@@ -111,8 +145,8 @@ def measure(model: Callable[..., Any], batches: Iterable[Batch]) -> dict[str, fl
     return score.metrics()
 
 
-def over_batches(batches: Iterable[Batch], run: Callable[[Batch], None]) -> None:
-    """Run something on each batch, without gradients.
+def over_batches(batches: Iterable[Batch], run: Callable[[Batch], None], ranks: Ranks = ALONE) -> int:
+    """Run something on each batch of this rank's share, without gradients; returns how many batches there are.
 
     Raises:
         DataError: there is no batch; or `run` says so, and the batch is named.
@@ -120,41 +154,50 @@ def over_batches(batches: Iterable[Batch], run: Callable[[Batch], None]) -> None
     count = 0
     with torch.no_grad():
         for count, batch in enumerate(batches, 1):
-            with naming_batch(count - 1):
-                run(batch)
+            if ranks.owns(count - 1):
+                with naming_batch(count - 1):
+                    run(batch)
     if not count:
         raise DataError("the evaluation data has no batches", help="check --data and --subset_len")
+    return count
 
 
-def compare(reference: Network, quantized: Network, batches: Iterable[Batch]) -> Comparison:
-    """Run both networks on each batch, once.
+def compare(reference: Network, quantized: Network, batches: Iterable[Batch], ranks: Ranks = ALONE) -> Comparison:
+    """Run both networks on each batch, once, on the rank that it belongs to.
+
+    What is found is added up batch by batch in their order, so the number of ranks cannot be seen.
 
     Raises:
         DataError: no batch at all, or an output that is not finite.
+        RankError: the ranks do not have the same batches.
     """
-    result = Comparison(_parameters(reference, quantized))
-    taps: dict[str, list[tuple[nn.Module, LayerNoise]]] = {}
+    activations, found = Comparison([]), list[Comparison]()
+    taps: dict[str, list[tuple[nn.Module, int]]] = {}
     for name, role, quantizer in quantized.quantizers():
         if not is_parameter(role):
-            node, noise = quantized.graph.by_name[name], LayerNoise(name, role, accumulated=Noise())
-            result.layers.append(noise)
+            node = quantized.graph.by_name[name]
             # A layer's input is quantized where the value is that it reads.
             source = name if role == "activation" or node.op == "input" else node.input_roles()[role]
-            taps.setdefault(source, []).append((quantizer, noise))
+            taps.setdefault(source, []).append((quantizer, len(activations.layers)))
+            activations.layers.append(LayerNoise(name, role, accumulated=Noise()))
 
     def one_batch(batch: Batch) -> None:
         """Both networks in step, so that each pair of values is compared while it exists."""
+        found.append(copy.deepcopy(activations))
         left, right = reference.start(batch.args, batch.kwargs), quantized.start(batch.args, batch.kwargs)
         for (name, x), (_, y) in zip(left.steps(), right.steps(), strict=True):
-            for quantizer, noise in taps.get(name, ()):
+            for quantizer, at in taps.get(name, ()):
+                noise = found[-1].layers[at]
                 noise.local.add(x, quantizer(x.clone()))  # which it may overwrite
                 assert noise.accumulated is not None  # only parameters have none
                 # What the quantizer hands on: a layer quantizes its own input after the value that both networks made.
                 noise.accumulated.add(x, y if noise.layer == name else quantizer(y.clone()))
-        _outputs(left.float_outputs(), right.float_outputs(), batch, result)
+        _outputs(left.float_outputs(), right.float_outputs(), batch, found[-1])
 
-    over_batches(batches, one_batch)
-    return result
+    count = over_batches(batches, one_batch, ranks)
+    for batch in in_turn(ranks.gather(found, f"the comparison of {count} batches")):
+        activations.merge(batch)
+    return replace(activations, layers=[*_parameters(reference, quantized), *activations.layers])
 
 
 def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:

@@ -10,6 +10,7 @@ from typing import Any
 from quantizer.algorithms.adjustment import Adjustment
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import Config
+from quantizer.distributed import ALONE, Ranks
 from quantizer.engine import fingerprint
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.checkpoint import Checkpoints
@@ -36,6 +37,7 @@ class Job:
         fast_finetune: "adaround", "adaquant" or None.
         facts: what else the results depend on, for checkpoints.
         findings: on the config, from reading it.
+        ranks: the processes that share the work.
         confirm: called when the plan is made and nothing is changed yet; it may raise.
         plan, adjustment, calibration, solution, is_finetuned: found by the steps.
     """
@@ -50,6 +52,7 @@ class Job:
     facts: Mapping[str, Any] = field(default_factory=dict)
     findings: tuple[Diagnostic, ...] = ()
     confirm: Callable[[Job], None] = lambda job: None
+    ranks: Ranks = ALONE
     plan: Plan = field(init=False)
     adjustment: Adjustment | None = None
     calibration: Calibration = field(init=False)
@@ -96,7 +99,8 @@ class Job:
         Raises:
             ResultError: it is damaged, or belongs to another run.
         """
-        return self.checkpoints.restore(saved_as, {**self.key, **more}) if self.checkpoints else None
+        found = self.checkpoints.restore(saved_as, {**self.key, **more}) if self.checkpoints else None
+        return self.ranks.broadcast(found, f"the checkpoint of {saved_as}")
 
     def first_batch(self) -> Batch:
         """On the target's device.
@@ -110,6 +114,20 @@ class Job:
         """A pass over the calibration data, on the target's device."""
         device = self.target.original.device
         return (batch.to(device) for batch in self.batches)
+
+    def require_same_data(self) -> None:
+        """Refuse ranks that have read other batches than rank 0, once a pass is complete.
+
+        Raises:
+            DataError: one has; it is named.
+        """
+        prints = self.ranks.gather(self.batches.fingerprint, "the end of the calibration data")
+        other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
+        if other is not None:
+            raise DataError(
+                f"{self.batches.label} gives rank {other} other batches than rank 0",
+                help="every rank reads all batches, in the same order: give no DistributedSampler, and a fixed seed",
+            )
 
     def read_again(self, step: str, remedy: str) -> Iterator[Batch]:
         """Another pass for a step that needs the same batches.

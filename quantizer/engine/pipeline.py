@@ -16,7 +16,8 @@ from quantizer.algorithms.dpu_alignment import Move, align
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Settings
-from quantizer.engine import calibrate
+from quantizer.distributed import ALONE
+from quantizer.engine import calibrate, shards
 from quantizer.engine.checkpoint import other_run
 from quantizer.engine.events import Snapshot
 from quantizer.engine.finetune import finetune_weights
@@ -89,7 +90,8 @@ def observe(job: Job) -> None:
         for count, batch in enumerate(job.read(), 1):
             if count > done:
                 yield batch
-                seen = batches.seen
+                if calibration.batches == count:  # several ranks exchange what they have seen now and then
+                    seen = batches.seen
                 stage.advance()
             elif count == done and batches.seen != seen:
                 raise other_run("the data differ")
@@ -98,7 +100,13 @@ def observe(job: Job) -> None:
 
     saved: dict[str, Any] = {"saved_as": "calibration", "snapshot": snapshot}
     with job.stage("calib", batches.total, done=done, **saved) as stage, job.target.observed() as model:
-        calibrate.run(calibration, model, unseen())
+        if job.ranks.is_alone:
+            calibrate.run(calibration, model, unseen())
+        else:
+            shards.observe(calibration, model, unseen(), job.ranks)
+            calibrate.require_batches(calibration)
+            job.require_same_data()
+        seen = batches.seen
         if job.fast_finetune:
             stage.advance(stage.done, at_boundary=True)
     unreached = job.target.unreached()
@@ -151,7 +159,7 @@ def correct_biases(job: Job) -> None:
     """
     data = job.read_again("bias correction", "set include_bias_corr to false")
     graph, as_codes = job.plan.graph, job.plan.settings.target_device == "DPU"
-    runner = SequentialRunner(quantized_network(graph, job.solution).to(graph.device), data)
+    runner = SequentialRunner(quantized_network(graph, job.solution).to(graph.device), data, ranks=job.ranks)
     with job.stage("bias correction", len(graph.nodes), "layers") as stage:
         means, advance = job.calibration.means, stage.advance
         found = bias_correction.correct_biases(runner, means, as_codes=as_codes, after_layer=advance)
@@ -160,6 +168,16 @@ def correct_biases(job: Job) -> None:
     text = f"biases of {len(found)} layers corrected, by at most {sizes[largest]:.3g} in {largest}"
     job.events.message(logging.INFO, text)
     job.solution = dataclasses.replace(job.solution, corrections=found)
+
+
+def finetune(job: Job) -> None:
+    """Fast finetuning, which one rank does on all batches while the others wait for what it finds."""
+    ranks = job.ranks
+    if ranks.is_first:
+        job.ranks = ALONE
+        finetune_weights(job)
+        job.ranks = ranks
+    job.solution, job.is_finetuned = ranks.broadcast((job.solution, job.is_finetuned), "fast finetuning")
 
 
 def finish(job: Job) -> None:
@@ -176,7 +194,7 @@ STEPS: tuple[Step, ...] = (
     Step(observe, when=lambda job: job.plan.needs_data or bool(job.fast_finetune)),
     Step(find_scales),
     Step(align_to_dpu, when=lambda job: job.plan.settings.target_device == "DPU"),
-    Step(finetune_weights, when=lambda job: bool(job.fast_finetune)),
+    Step(finetune, when=lambda job: bool(job.fast_finetune)),
     Step(correct_biases, when=lambda job: bool(job.calibration.means)),
     Step(finish),
 )

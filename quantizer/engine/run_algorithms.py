@@ -19,6 +19,7 @@ from quantizer.config.algorithm_words import written
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.model import Algorithm
 from quantizer.config.wording import shortened
+from quantizer.engine import fingerprint
 from quantizer.engine.calibrate import check_finite
 from quantizer.engine.checkpoint import other_run, register, snapshot_of, value_of
 from quantizer.engine.events import Snapshot
@@ -120,11 +121,21 @@ def _run(job: Job, scope: AlgorithmScope, algorithm: Algorithm, structure: Struc
     saved: dict[str, Any] = {"saved_as": "algorithms", "snapshot": snapshot, "needs_same_data": True}
     with job.stage(algorithm.name, len(groups), "groups", done=start.done, **saved) as stage:
         batches = partial(_read_again, job)
-        task = Task(scope.graph, scope.specs, structure, batches, after_group, start.done, start.before)
-        found = load_run(algorithm.name)(task, algorithm.settings, start.found)
+        task = Task(scope.graph, scope.specs, structure, batches, after_group, start.done, start.before, job.ranks)
+        found = _agreed(job, load_run(algorithm.name)(task, algorithm.settings, start.found))
         progress = Progress(start.index + 1, 0, found, found)
         stage.advance(len(groups), at_boundary=True)
     return progress
+
+
+def _agreed(job: Job, found: Adjustment) -> Adjustment:
+    """What rank 0 has found, where machines that compute otherwise have found something else."""
+    if job.ranks.is_alone:
+        return found
+    snapshot = snapshot_of(found)
+    tensors = {name: fingerprint.tensor_digest(tensor) for name, tensor in snapshot.tensors.items()}
+    digests = job.ranks.gather(fingerprint.digest([tensors, snapshot.state]), "the end of an algorithm")
+    return found if len(set(digests)) == 1 else job.ranks.broadcast(found, "what an algorithm has found")
 
 
 def load_run(name: str) -> Run:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantizer.distributed import ALONE, Ranks
 from quantizer.engine import evaluate
 from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.evaluate import Comparison
@@ -49,6 +50,7 @@ def score(
     events: Events,
     function: Evaluate | None = None,
     check: Callable[[Collection[str]], None] = lambda metrics: None,
+    ranks: Ranks = ALONE,
 ) -> Scores:
     """Run both networks on all batches.
 
@@ -56,18 +58,20 @@ def score(
         module: the float model, for `function`.
         function: the user's `evaluate(model, data)`; without it, what targets allow is measured: top-1 or perplexity.
         check: called with the names of the user's metrics before the networks are compared; it may raise.
+        ranks: who share the batches; `function` is for one process, so rank 0 runs it on all data.
 
     Raises:
         DataError: no batch, or an output that is not finite.
     """
     device, quantized = calibrated.original.device, calibrated.network()
     before: Mapping[str, float] = {}
+    function = function if ranks.is_first else None
     if function is not None:
         before = measure(module, batches, device, events, "evaluate float", function)
         check(before.keys())
     with Stage(events, "test", batches.total) as stage:
         on_device = stage.counted(batch.to(device) for batch in batches)
-        compared = evaluate.compare(Network(calibrated.float_graph), quantized, on_device)
+        compared = evaluate.compare(Network(calibrated.float_graph), quantized, on_device, ranks)
     if function is None:
         return Scores(compared, compared.pairs())
     after = measure(quantized, batches, device, events, "evaluate quantized", function)

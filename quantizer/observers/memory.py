@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import POOLED, QuantizationSpec
+from quantizer.distributed import in_turn
 from quantizer.numerics.histogram import Histogram
 from quantizer.numerics.registry import lookup
 from quantizer.observers.methods import METHODS
@@ -56,8 +57,8 @@ class Memory(ABC):
         """Drop what came after the first `batches` batches."""
 
     @abstractmethod
-    def merge(self, other: Memory) -> None:
-        """Take in what another memory of this kind has."""
+    def merge(self, *others: Memory) -> None:
+        """Take in what others of this kind have; batches of several in turn, one of each."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
@@ -96,9 +97,8 @@ class RangeMemory(Memory):
     def forget_after(self, batches: int) -> None:
         del self._batches[batches:]
 
-    def merge(self, other: Memory) -> None:
-        assert isinstance(other, RangeMemory)
-        self._batches += other._batches
+    def merge(self, *others: Memory) -> None:
+        self._batches += in_turn(other._batches for other in others if isinstance(other, RangeMemory))
 
     def state_dict(self) -> dict[str, Tensor]:
         """One tensor "batches", float64 (B, 4, R), 32 bytes per batch and row; (0, 4, 0) if new."""
@@ -148,11 +148,12 @@ class PooledMemory(Memory):
             self._last = None
             self._batches -= 1
 
-    def merge(self, other: Memory) -> None:
-        assert isinstance(other, PooledMemory)
-        found, self._batches = other._all(), self._batches + other._batches
-        if found is not None:
-            self._pool, self._last = self._all(), found
+    def merge(self, *others: Memory) -> None:
+        for other in others:
+            assert isinstance(other, PooledMemory)
+            found, self._batches = other._all(), self._batches + other._batches
+            if found is not None:
+                self._pool, self._last = self._all(), found
 
     def state_dict(self) -> dict[str, Tensor]:
         """The tensors of the histogram, and how many "batches" it is of; that alone if new."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,15 +122,21 @@ class Observer:
         """Drop what came after the first `batches` batches, so that one broken off leaves no trace."""
         self._memory.forget_after(batches)
 
-    def merge(self, other: Observer) -> None:
-        """Take in what `other` saw, as if its batches had come here.
+    def merge(self, *others: Observer) -> None:
+        """Take in what others saw, as if their batches had come here: those of several in turn, one of each.
 
         Raises:
-            ValueError: it watched another spec.
+            ValueError: one watched another spec.
         """
-        if other.spec != self.spec:
-            raise ValueError(f"Only observers of one spec can be merged, not of {self.spec} and {other.spec}.")
-        self._memory.merge(other._memory)
+        for other in others:
+            if other.spec != self.spec:
+                raise ValueError(f"Only observers of one spec can be merged, not of {self.spec} and {other.spec}.")
+            self._shape = other._shape if self._shape is None else self._shape
+        self._memory.merge(*(other._memory for other in others))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it is sent to another process: as its state."""
+        return _restored, (self.spec, self._shape, self.state_dict())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all there is to keep: a range for each batch, or a histogram."""
@@ -168,3 +175,10 @@ class Observer:
 
     def _shaped(self, row: Tensor) -> Tensor:
         return row if self._shape is None else row.view(self._shape)
+
+
+def _restored(spec: QuantizationSpec, shape: tuple[int, ...] | None, state: Mapping[str, Tensor]) -> Observer:
+    observer = Observer(spec)
+    observer._shape = shape
+    observer.load_state_dict(state)
+    return observer

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "quantizer"
 LAYERS = (
     ("atomic", "errors", "seeding"),
-    ("config", "numerics"),
+    ("config", "numerics", "distributed"),
     ("observers", "graph"),
     ("nn", "plan"),
     ("sources",),
