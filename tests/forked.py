@@ -31,17 +31,19 @@ def run_ranks(
     folder: Path,
     *,
     before: Callable[[int], None] = lambda rank: None,
-    after: Callable[[list[int]], None] = lambda pids: None,
 ) -> list[Rank]:
     """Run one command line on `count` ranks that meet in `folder`.
 
-    `before` is called in each rank with its number, `after` here with all process ids.
+    `before` is called in each rank with its number.
     """
     folder.mkdir(parents=True, exist_ok=True)
     meeting = folder / f"meeting{time.monotonic_ns()}"
     pids = [_fork(rank, count, arguments, meeting, before) for rank in range(count)]
-    after(pids)
     codes = [_ended(pid) for pid in pids]
+    for pid, code in zip(pids, codes, strict=True):
+        if code == -signal.SIGSTOP:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     texts = [[meeting.with_name(f"{meeting.name}.{rank}.{kind}") for kind in ("out", "err")] for rank in range(count)]
     return [Rank(code, *(path.read_text("utf-8") for path in paths)) for code, paths in zip(codes, texts, strict=True)]
 
@@ -67,12 +69,12 @@ def _fork(rank: int, count: int, arguments: Sequence[str], meeting: Path, before
 
 
 def _ended(pid: int) -> int:
-    """Its exit code; a rank that does not end within a minute is killed."""
+    """Its exit code, negative for the signal that ended or stopped it; after a minute it is killed."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
-        done, status = os.waitpid(pid, os.WNOHANG)
+        done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
         if done:
-            return os.waitstatus_to_exitcode(status)
+            return -os.WSTOPSIG(status) if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -149,6 +149,7 @@ class ProcessGroup(Ranks):
 
     def _explain(self, error: RuntimeError) -> None:
         """Raise what is behind a broken connection: soon it shows whose number stands still."""
+        time.sleep(2 * self._beat_s)
         began = {rank: count for rank, (count, _) in self._seen.items()}
         time.sleep(3 * self._beat_s)
         self.check()

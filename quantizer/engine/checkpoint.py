@@ -140,15 +140,17 @@ class Checkpoints(Events):
             return
         if isinstance(error, DataError) and stage.needs_same_data:
             return
-        self._save(stage)
+        done = self._save(stage).state.get("batches", stage.done)  # which several ranks exchange now and then only
         of_all = f" of {stage.total}" if stage.total and stage.unit != "batches" else ""
-        text = f"{stage.name} stopped after {stage.done}{of_all} {stage.unit}; --resume goes on from there"
+        text = f"{stage.name} stopped after {done}{of_all} {stage.unit}; --resume goes on from there"
         stage.events.message(logging.WARNING, text)
 
-    def _save(self, stage: Stage) -> None:
+    def _save(self, stage: Stage) -> Snapshot:
         assert stage.snapshot is not None
-        self._open[stage.saved_as].save(stage.snapshot())
+        snapshot = stage.snapshot()
+        self._open[stage.saved_as].save(snapshot)
         self._saved = time.monotonic()
+        return snapshot
 
 
 def snapshot_of(value: Any, data: Mapping[str, Any] | None = None) -> Snapshot:

@@ -1,0 +1,252 @@
+"""Several ranks of one run: the bytes of one process, one voice, and an end when a rank fails or is lost."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import Rank, run_ranks
+from safetensors.torch import load_file
+
+from configs import document
+from quantizer.cli.main import run_command
+from quantizer.observers import Observer
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.bn(self.conv(x))).mean((2, 3))
+        return self.head(x + self.down(torch.relu(self.up(x))))
+
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+def calibration_data():
+    g = torch.Generator().manual_seed(1)
+    return [(torch.randn(4, 3, 6, 6, generator=g) * (1 + i), torch.arange(4)) for i in range(7)]
+
+def overflowing():
+    data = calibration_data()
+    data[5][0][0] = 3e38
+    return data
+
+def other_for_each_rank():
+    import os
+    return calibration_data()[int(os.environ.get("RANK", 0)) :]
+
+def shuffled_by_rank():
+    import os
+    data = calibration_data()
+    return data[::-1] if os.environ.get("RANK") == "1" else data
+
+def evaluate(model, data):
+    with torch.no_grad():
+        return {"seen": float(sum(len(x) for x, _ in data))}
+"""
+METHODS = ("maxmin", "percentile", "entropy", "mse")
+BIT_EQUAL = [*METHODS, "hierarchical", "bias correction"]
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    (tmp_path / "net.py").write_text(MODEL)
+    return str(tmp_path / "net.py")
+
+
+def config_file(tmp_path: Path, kind: str) -> str:
+    """A config of this kind: a method, the hierarchical form, or an algorithm."""
+    spec = {"dtype": "int8", "observer_cls": "PerTensorMSEObserver"}
+    content: dict[str, Any] = {"global_quant_config": {"input_tensors": spec, "weight": spec}}
+    if kind != "hierarchical":
+        method = kind if kind in METHODS else "maxmin"
+        content = document(tensor={"activation": {"method": method}})
+        content |= {"include_bias_corr": kind == "bias correction"}
+    if kind in ("gptq", "awq", "gptaq"):
+        content |= {"algorithms": [{"name": kind}]}
+    path = tmp_path / f"{kind.replace(' ', '_')}.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def calib(net: str, config: str, folder: Path, *more: str) -> list[str]:
+    return ["--quant_mode", "calib", "--model", net, "--config_file", config, "--output_dir", str(folder), *more]
+
+
+def differing(one: Path, other: Path) -> set[str]:
+    """Files that are not the same, but for those that say how a run was."""
+    names = {path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()}
+    _, mismatch, missing = filecmp.cmpfiles(one, other, names, shallow=False)
+    return (set(mismatch) | set(missing)) - {"run.json", "run.log"}
+
+
+def stopping(number: int, batches: int, act: Callable[[], Any]) -> Callable[[int], None]:
+    """What makes rank `number` do something when it observes a batch after so many."""
+
+    def before(rank: int) -> None:
+        plain, seen = Observer.observe, 0
+
+        def observe(self: Observer, x: torch.Tensor) -> None:
+            nonlocal seen
+            plain(self, x)
+            if rank == number and x.dim() == 4 and x.shape[:2] == (4, 3):
+                seen += 1
+                if seen > batches:
+                    act()
+
+        Observer.observe = observe  # type: ignore[method-assign]
+
+    return before
+
+
+@pytest.mark.parametrize("kind", BIT_EQUAL)
+def test_any_number_of_ranks_writes_the_same_bytes(kind: str, net: str, tmp_path: Path) -> None:
+    config = config_file(tmp_path, kind)
+    assert run_command(calib(net, config, tmp_path / "one", "-q")) == 0
+    for count in (2, 3):
+        found = run_ranks(count, calib(net, config, tmp_path / str(count)), tmp_path / "ranks")
+        assert [rank.code for rank in found] == [0] * count, found[0].err
+        assert differing(tmp_path / "one", tmp_path / str(count)) == set()
+        assert "calibrated on 7 batches" in found[0].out
+        assert {(rank.out, rank.err) for rank in found[1:]} == {("", "")}
+        assert json.loads((tmp_path / str(count) / "run.json").read_text())["ranks"] == count
+    assert json.loads((tmp_path / "one" / "run.json").read_text())["ranks"] == 1
+
+
+def test_more_ranks_than_batches(net: str, tmp_path: Path) -> None:
+    config = config_file(tmp_path, "bias correction")
+    assert run_command(calib(net, config, tmp_path / "one", "-q", "--subset_len", "8")) == 0
+    found = run_ranks(3, calib(net, config, tmp_path / "3", "--subset_len", "8"), tmp_path / "ranks")
+    assert [rank.code for rank in found] == [0] * 3, found[0].err
+    assert differing(tmp_path / "one", tmp_path / "3") == set()
+
+
+@pytest.mark.parametrize("kind", ["gptq", "gptaq", "awq"])
+def test_sums_over_tokens_are_the_same_in_every_run_and_near_those_of_one_process(
+    kind: str, net: str, tmp_path: Path
+) -> None:
+    config = config_file(tmp_path, kind)
+    assert run_command(calib(net, config, tmp_path / "one", "-q")) == 0
+    for name in ("first", "second"):
+        found = run_ranks(3, calib(net, config, tmp_path / name), tmp_path / "ranks")
+        assert [rank.code for rank in found] == [0] * 3, found[0].err
+    assert differing(tmp_path / "first", tmp_path / "second") == set()
+    one, three = (json.loads((tmp_path / name / "algorithms.json").read_text()) for name in ("one", "first"))
+    assert one["rounded"].keys() == three["rounded"].keys()
+    for layer, errors in one["rounded"].items():
+        assert three["rounded"][layer]["error"] == pytest.approx(errors["error"], rel=1e-3)
+
+
+def test_test_mode_finds_the_same_and_the_users_metric_sees_all_data(net: str, tmp_path: Path) -> None:
+    config = config_file(tmp_path, "maxmin")
+    assert run_command(calib(net, config, tmp_path / "one", "-q")) == 0
+    command = ["--quant_mode", "test", "--model", net, "--output_dir", str(tmp_path / "one")]
+    assert run_command([*command, "-q"]) == 0
+    names = ("report.json", "layers.csv")
+    expected = {name: (tmp_path / "one" / name).read_bytes() for name in names}
+    for count in (2, 3):
+        found = run_ranks(count, [*command, "--gate", "seen>=28"], tmp_path / "ranks")
+        assert [rank.code for rank in found] == [0] * count, found[0].err
+        assert {name: (tmp_path / "one" / name).read_bytes() for name in names} == expected
+        assert {rank.out for rank in found[1:]} == {""}
+    assert run_ranks(2, [*command, "--gate", "seen>=29"], tmp_path / "ranks")[0].code == 1
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_one_message_names_rank_batch_and_layer_of_a_value_that_is_not_finite(
+    count: int, net: str, tmp_path: Path
+) -> None:
+    command = calib(net, config_file(tmp_path, "maxmin"), tmp_path / "q", "--data", f"{net}:overflowing", "-q")
+    found = run_ranks(count, [*command, "--rank_timeout", "5"], tmp_path / "ranks")
+    assert [rank.code for rank in found] == [4] * count
+    assert f"error: rank {5 % count}: batch 5: " in found[0].err
+    assert "activation of Net::Net/mean: 0 NaN and " in found[0].err
+    assert found[0].err.count("error:") == 1
+    assert {(rank.out, rank.err) for rank in found[1:]} == {("", "")}
+    assert not (tmp_path / "q" / "quant_info.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("count", "number", "sign"), [(2, 1, signal.SIGKILL), (3, 1, signal.SIGKILL), (2, 1, signal.SIGSTOP)]
+)
+def test_a_rank_that_is_lost_ends_the_others(count: int, number: int, sign: int, net: str, tmp_path: Path) -> None:
+    command = calib(net, config_file(tmp_path, "maxmin"), tmp_path / "q", "--rank_timeout", "2")
+    began = time.monotonic()
+    found = run_ranks(
+        count, command, tmp_path / "ranks", before=stopping(number, 1, lambda: os.kill(os.getpid(), sign))
+    )
+    assert time.monotonic() - began < 40  # a busy machine is slow; by default it would take 60 seconds
+    assert [rank.code for rank in found] == [-sign if rank == number else 40 for rank in range(count)]
+    assert f"error: rank {number} " in found[0].err
+    assert found[0].err.count("error:") == 1
+
+
+def test_an_unexpected_error_of_one_rank_is_told_by_the_first(net: str, tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("made up")
+
+    command = calib(net, config_file(tmp_path, "maxmin"), tmp_path / "q", "-q")
+    found = run_ranks(2, command, tmp_path / "ranks", before=stopping(1, 1, fail))
+    assert [rank.code for rank in found] == [70, 70]
+    assert "error: rank 1: ZeroDivisionError: made up" in found[0].err
+
+
+@pytest.mark.parametrize(
+    ("factory", "code", "said"),
+    [
+        ("other_for_each_rank", 40, "the ranks do not do the same: rank 0 is at "),
+        ("shuffled_by_rank", 4, "gives rank 1 other batches than rank 0"),
+    ],
+)
+def test_ranks_that_read_other_data_are_refused(factory: str, code: int, said: str, net: str, tmp_path: Path) -> None:
+    command = calib(net, config_file(tmp_path, "maxmin"), tmp_path / "q", "--data", f"{net}:{factory}")
+    found = run_ranks(2, command, tmp_path / "ranks")
+    assert [rank.code for rank in found] == [code] * 2
+    assert said in found[0].err
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for(net: str, tmp_path: Path) -> None:
+    command = calib(net, config_file(tmp_path, "maxmin"), tmp_path / "q", "--rank_timeout", "1")
+    found = run_ranks(2, command, tmp_path / "ranks", before=lambda rank: os._exit(9) if rank else None)
+    assert [rank.code for rank in found] == [40, 9]
+    assert "error: the ranks did not find each other within 1 s: 1 of 2 have come" in found[0].err
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3)])
+@pytest.mark.parametrize("kind", ["hierarchical", "bias correction"])
+def test_a_stopped_run_goes_on_with_another_number_of_ranks(
+    kind: str, before: int, after: int, net: str, tmp_path: Path
+) -> None:
+    config = config_file(tmp_path, kind)
+    assert run_command(calib(net, config, tmp_path / "whole", "-q")) == 0
+    stopped = calib(net, config, tmp_path / "q", "--data", f"{net}:calibration_data")
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def stop(rank: int) -> None:
+        stopping(rank, 1 if before > 1 else 3, interrupt)(rank)
+
+    found = run_ranks(before, stopped, tmp_path / "ranks", before=stop)
+    assert [rank.code for rank in found] == [130] * before, found[0].err
+    assert f"calib stopped after {max(before, 3) if before != 2 else 2} batches; --resume goes on from" in found[0].err
+    found = run_ranks(after, [*stopped, "--resume"], tmp_path / "ranks")
+    assert [rank.code for rank in found] == [0] * after, found[0].err
+    assert differing(tmp_path / "whole", tmp_path / "q") == set()
