@@ -19,6 +19,7 @@ from quantizer.algorithms.patches import by_input, channel_rows, patches, weight
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, sampled_rows
 from quantizer.config.algorithms import SmoothQuantConfig
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
+from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError
 from quantizer.graph.edits import by_channel, rescaled
 from quantizer.graph.structure import InputGroup
@@ -96,11 +97,15 @@ def _observed(
 
     watch = {name: adding(those) for name, those in readers.items()}
     number = -1
+    ranks = ALONE if with_sample else task.ranks  # a sample is evenly over the batches of one rank
     for number, batch in enumerate(task.batches()):
-        with naming_batch(number), torch.no_grad():
-            network.observe(batch.args, batch.kwargs, watch)
+        if ranks.owns(number):
+            with naming_batch(number), torch.no_grad():
+                network.observe(batch.args, batch.kwargs, watch)
     if number < 0:
         raise DataError("the calibration data has no batches", help="check --data and --subset_len")
+    for group, each in ranges:
+        each.merge(ranks, f"the ranges that {group.layers[0]} reads")
     return ranges
 
 
@@ -215,6 +220,11 @@ class ChannelRanges:
         self.tokens += x.numel() // self._group.channels
         for sample in self._samples.values():
             sample.add(x)
+
+    def merge(self, ranks: Ranks, place: str) -> None:
+        """Take in the ranges that the other ranks have seen."""
+        lows, highs, tokens = zip(*ranks.gather((self.low, self.high, self.tokens), place), strict=True)
+        self.low, self.high, self.tokens = torch.stack(lows).amin(0), torch.stack(highs).amax(0), sum(tokens)
 
 
 def _extremes(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:

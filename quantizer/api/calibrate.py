@@ -11,17 +11,13 @@ from quantizer.api.config import AnyConfig, read_config
 from quantizer.api.notebook import follower
 from quantizer.api.result import Result
 from quantizer.config.diagnostics import ConfigError
-from quantizer.config.document import Document
-from quantizer.config.load import check_document, default_config
-from quantizer.config.resolved import resolved_document
 from quantizer.engine import pipeline, results
-from quantizer.engine.calibrated import Calibrated, example_batch, reopened, traced
+from quantizer.engine.calibrated import Calibrated, example_batch, reopened, stored_config, traced
 from quantizer.engine.checkpoint import Checkpoints
 from quantizer.engine.events import Events, Forked
 from quantizer.engine.finetune import check_mode
 from quantizer.engine.job import Job
 from quantizer.engine.module_target import evaluating
-from quantizer.engine.result_files import read_json
 from quantizer.engine.results import QuantInfo
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import DataError
@@ -112,10 +108,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = N
     original, batch = _traced(model, batches)
     with evaluating(model), without_cache(model):
         calibrated = reopened(model, batch, original, info)
-    # The built-in default is none that a file could state.
-    stored, rules = read_json(place / "config.resolved.json"), default_config()
-    if stored != resolved_document(rules):
-        rules = check_document(Document.of(stored, str(place / "config.resolved.json"))).require()
+    rules = stored_config(place)
     plan = resolve(rules, calibrated.graph, original)
     results.check_plan(info, rules, plan.tensors)
     return Result(model, calibrated, plan, batches, follower(), folder=place)

@@ -40,6 +40,7 @@ COMMANDS = {
     "inspect": ("quantizer.cli.inspect:inspect", "List the layers of a model and what can be quantized."),
     "plan": ("quantizer.cli.plan:plan", "Show what a config does to a model, without data."),
     "analyze": ("quantizer.cli.analyze:analyze", "Find how few bits each layer tolerates, for a given size."),
+    "merge": ("quantizer.cli.merge:merge", "Make one calibration of result folders calibrated apart."),
     "schema": ("quantizer.cli.schema:schema", "Print the JSON Schema of the config, for editors."),
 }
 """Each subcommand: where it is, and its help, so that `--help` imports none of them."""

@@ -68,7 +68,24 @@ class Calibration:
         if set(parts) - set(known):
             raise ResultError("the checkpoint is of another model or config", help="run without --resume")
         for where, tensors in parts.items():
-            known[where].load_state_dict(tensors)
+            found, shape = known[where], self._shape_of(where)
+            found.load_state_dict(tensors)
+            if isinstance(found, Observer) and shape is not None:
+                found.expect(shape)
+
+    def merge(self, other: Calibration) -> None:
+        """Take in what another calibration of this plan has seen after it."""
+        for key, observer in self.calibrated.items():
+            observer.merge(other.observers[key])
+        for layer, mean in self.means.items():
+            mean.merge(other.means[layer])
+        self.batches += other.batches
+
+    def fresh(self) -> Calibration:
+        """Another one of activations and means alone, which has seen nothing."""
+        observers = {id(each): Observer(each.spec) for each in self.calibrated.values()}
+        shared = {key: observers[id(each)] for key, each in self.observers.items() if id(each) in observers}
+        return Calibration(self.plan, shared, {layer: ChannelMean(mean.ch_axis) for layer, mean in self.means.items()})
 
     def forget_after(self, batches: int) -> None:
         """Drop what was seen of a batch that broke off after the first `batches`."""
@@ -82,6 +99,12 @@ class Calibration:
         kept = {key: tensor for key, tensor in tensors.items() if key[0] not in layers or not tensor.is_calibrated}
         observers = {key: observer for key, observer in self.observers.items() if key in kept}
         return replace(self, plan=replace(self.plan, tensors=kept), observers=observers)
+
+    def _shape_of(self, key: Key) -> tuple[int, ...] | None:
+        """The shape of the value that is observed, as far as the graph has one; the batch counts as 1."""
+        tensor = self.plan.tensors.get(key)
+        node = self.plan.graph.by_name[tensor.source] if tensor is not None and tensor.is_calibrated else None
+        return None if node is None or node.shape is None else tuple(1 if size is None else size for size in node.shape)
 
     @property
     def calibrated(self) -> dict[Key, Observer]:

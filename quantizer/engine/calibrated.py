@@ -3,16 +3,21 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from quantizer.config.model import Settings
+from quantizer.config.document import Document
+from quantizer.config.load import check_document, default_config
+from quantizer.config.model import Config, Settings
+from quantizer.config.resolved import resolved_document
 from quantizer.config.roles import is_parameter
 from quantizer.engine import results
 from quantizer.engine.fingerprint import input_shapes
+from quantizer.engine.result_files import read_json
 from quantizer.engine.results import QuantInfo
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import DataError, ModelError, ResultError
@@ -89,6 +94,18 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
     if calibrated is not original:
         check_sizes(calibrated, original, info.solution)
     return Calibrated(original, info.settings, info.solution)
+
+
+def stored_config(folder: Path) -> Config:
+    """The config that a folder was calibrated with.
+
+    Raises:
+        ResultError: it is missing.
+    """
+    stored, rules = read_json(folder / "config.resolved.json"), default_config()
+    if stored == resolved_document(rules):  # the built-in default is none that a file could state
+        return rules
+    return check_document(Document.of(stored, str(folder / "config.resolved.json"))).require()
 
 
 def window_length(shapes: Shapes) -> int | None:

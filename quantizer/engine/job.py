@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
 from quantizer.algorithms.adjustment import Adjustment
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import Config
@@ -21,6 +23,14 @@ from quantizer.errors import DataError
 from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The state of a calibration that has seen so many `batches`."""
+
+    state: Mapping[str, Tensor]
+    batches: int
 
 
 @dataclass
@@ -38,6 +48,7 @@ class Job:
         facts: what else the results depend on, for checkpoints.
         findings: on the config, from reading it.
         ranks: the processes that share the work.
+        statistics: what calibrations before have seen, in their order, instead of data.
         confirm: called when the plan is made and nothing is changed yet; it may raise.
         plan, adjustment, calibration, solution, is_finetuned: found by the steps.
     """
@@ -53,6 +64,7 @@ class Job:
     findings: tuple[Diagnostic, ...] = ()
     confirm: Callable[[Job], None] = lambda job: None
     ranks: Ranks = ALONE
+    statistics: tuple[Statistics, ...] = ()
     plan: Plan = field(init=False)
     adjustment: Adjustment | None = None
     calibration: Calibration = field(init=False)

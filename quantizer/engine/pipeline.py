@@ -25,6 +25,7 @@ from quantizer.engine.job import Job
 from quantizer.engine.run_algorithms import report, run_algorithms
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.graph.ir import Graph
+from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
 
 
@@ -117,6 +118,20 @@ def observe(job: Job) -> None:
     job.calibration = calibration.without(unreached)
 
 
+def take_up(job: Job) -> None:
+    """Merge what calibrations before have seen, instead of reading data."""
+    for part in job.statistics:
+        other = job.calibration.fresh()
+        other.load_state_dict({name: each for name, each in part.state.items() if _owner(name) in other.calibrated})
+        other.batches = part.batches
+        job.calibration.merge(other)
+
+
+def _owner(name: str) -> Key:
+    layer, role, _ = name.rsplit("|", 2)
+    return layer, role
+
+
 def find_scales(job: Job) -> None:
     """Scales and zero points, of what was observed or what algorithms have found."""
     if job.algorithms_need_data and not job.calibration.batches and job.batches.fingerprint is not None:
@@ -191,7 +206,8 @@ STEPS: tuple[Step, ...] = (
     Step(run_algorithms, when=lambda job: bool(job.config.algorithms)),
     Step(plan_again, when=lambda job: bool(job.config.algorithms)),
     Step(start_observers),
-    Step(observe, when=lambda job: job.plan.needs_data or bool(job.fast_finetune)),
+    Step(take_up, when=lambda job: bool(job.statistics)),
+    Step(observe, when=lambda job: (job.plan.needs_data or bool(job.fast_finetune)) and not job.statistics),
     Step(find_scales),
     Step(align_to_dpu, when=lambda job: job.plan.settings.target_device == "DPU"),
     Step(finetune, when=lambda job: bool(job.fast_finetune)),

@@ -11,8 +11,6 @@ from quantizer.algorithms.bias_correction import ChannelMean
 from quantizer.distributed import Ranks, in_turn
 from quantizer.engine.calibrate import Calibration, Observable, watchers
 from quantizer.nn.execution import Watchers
-from quantizer.observers import Observer
-from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch, naming_batch
 
 APART_S = 15.0
@@ -52,14 +50,14 @@ class _Shard:
     def observe(self, network: Observable, batch: Batch) -> None:
         """One batch of this rank's share."""
         network.observe(batch.args, batch.kwargs, self._watchers)
-        self._means.append(dict(self._own.means))
-        self._forget_means()
+        self._means.append(self._own.means)
+        self._means_of_one_batch()
 
     def exchange(self, ranks: Ranks, batches: int) -> None:
         """Take up what all ranks have seen of so many batches."""
         whole = self.whole
         place = f"calibration after {whole.batches + batches} batches"
-        shards = ranks.gather((self._observers, self._means), place)
+        shards = ranks.gather((self._own.calibrated, self._means), place)
         for key, observer in whole.calibrated.items():
             observer.merge(*(observers[key] for observers, _ in shards))
         for means in in_turn(means for _, means in shards):
@@ -69,13 +67,9 @@ class _Shard:
         self._clear()
 
     def _clear(self) -> None:
-        whole = self.whole
-        self._observers: dict[Key, Observer] = {key: Observer(each.spec) for key, each in whole.calibrated.items()}
-        by_identity = {id(whole.observers[key]): fresh for key, fresh in self._observers.items()}
-        shared = {key: by_identity[id(each)] for key, each in whole.observers.items() if id(each) in by_identity}
-        self._own, self._means = Calibration(whole.plan, shared), list[dict[str, ChannelMean]]()
-        self._forget_means()
+        self._own, self._means = self.whole.fresh(), list[dict[str, ChannelMean]]()
+        self._means_of_one_batch()
 
-    def _forget_means(self) -> None:
-        self._own.means = {layer: ChannelMean(mean.ch_axis) for layer, mean in self.whole.means.items()}
+    def _means_of_one_batch(self) -> None:
+        self._own.means = self.whole.fresh().means
         self._watchers: Watchers = watchers(self._own)

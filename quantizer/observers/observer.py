@@ -150,6 +150,10 @@ class Observer:
         """
         self._memory.load_state_dict(state)
 
+    def expect(self, shape: tuple[int, ...]) -> None:
+        """Say what shape values have that only a state tells of."""
+        self._shape = scale_shape(shape, *self.spec.cut)
+
     def _batch(self, x: Tensor) -> ObservedBatch:
         """Return `x` with its extremes, read once; NaN and infinity show in them."""
         if not x.is_floating_point():

@@ -6,6 +6,8 @@ import filecmp
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from forked import Rank, run_ranks
-from safetensors.torch import load_file
+from forked import run_ranks
 
-from configs import document
+from configs import document, layer
 from quantizer.cli.main import run_command
 from quantizer.observers import Observer
 
@@ -61,8 +62,7 @@ def evaluate(model, data):
     with torch.no_grad():
         return {"seen": float(sum(len(x) for x, _ in data))}
 """
-METHODS = ("maxmin", "percentile", "entropy", "mse")
-BIT_EQUAL = [*METHODS, "hierarchical", "bias correction"]
+METHODS = ("maxmin", "percentile", "mse")
 
 
 @pytest.fixture
@@ -72,13 +72,24 @@ def net(tmp_path: Path) -> str:
 
 
 def config_file(tmp_path: Path, kind: str) -> str:
-    """A config of this kind: a method, the hierarchical form, or an algorithm."""
+    """A config of this kind: a method, the hierarchical form, an algorithm, a device."""
     spec = {"dtype": "int8", "observer_cls": "PerTensorMSEObserver"}
     content: dict[str, Any] = {"global_quant_config": {"input_tensors": spec, "weight": spec}}
     if kind != "hierarchical":
         method = kind if kind in METHODS else "maxmin"
         content = document(tensor={"activation": {"method": method}})
         content |= {"include_bias_corr": kind == "bias correction"}
+    if kind == "statistics":
+        activation = {"method": "entropy", "symmetry": False, "calib_statistic_method": "mean"}
+        conv = layer(
+            type="torch.nn.Conv2d", tensor={"activation": {"method": "mse", "calib_statistic_method": "modal"}}
+        )
+        content = document(conv, tensor={"activation": activation, "input": {"calib_statistic_method": "median"}})
+    if kind == "dpu":
+        content = json.loads((Path(__file__).parents[2] / "configs" / "dpu.json").read_text("utf-8"))
+        content |= {"include_bias_corr": False}
+    if kind == "weights":
+        content = {"global_quant_config": {"weight": spec}}
     if kind in ("gptq", "awq", "gptaq"):
         content |= {"algorithms": [{"name": kind}]}
     path = tmp_path / f"{kind.replace(' ', '_')}.json"
@@ -116,7 +127,7 @@ def stopping(number: int, batches: int, act: Callable[[], Any]) -> Callable[[int
     return before
 
 
-@pytest.mark.parametrize("kind", BIT_EQUAL)
+@pytest.mark.parametrize("kind", ["statistics", "hierarchical", "bias correction"])
 def test_any_number_of_ranks_writes_the_same_bytes(kind: str, net: str, tmp_path: Path) -> None:
     config = config_file(tmp_path, kind)
     assert run_command(calib(net, config, tmp_path / "one", "-q")) == 0
@@ -150,8 +161,8 @@ def test_sums_over_tokens_are_the_same_in_every_run_and_near_those_of_one_proces
     assert differing(tmp_path / "first", tmp_path / "second") == set()
     one, three = (json.loads((tmp_path / name / "algorithms.json").read_text()) for name in ("one", "first"))
     assert one["rounded"].keys() == three["rounded"].keys()
-    for layer, errors in one["rounded"].items():
-        assert three["rounded"][layer]["error"] == pytest.approx(errors["error"], rel=1e-3)
+    for name, errors in one["rounded"].items():
+        assert three["rounded"][name]["error"] == pytest.approx(errors["error"], rel=1e-3)
 
 
 def test_test_mode_finds_the_same_and_the_users_metric_sees_all_data(net: str, tmp_path: Path) -> None:
@@ -227,6 +238,19 @@ def test_a_rank_that_does_not_come_is_not_waited_for(net: str, tmp_path: Path) -
     found = run_ranks(2, command, tmp_path / "ranks", before=lambda rank: os._exit(9) if rank else None)
     assert [rank.code for rank in found] == [40, 9]
     assert "error: the ranks did not find each other within 1 s: 1 of 2 have come" in found[0].err
+
+
+@pytest.mark.slow
+def test_torchrun_starts_them(net: str, tmp_path: Path) -> None:
+    config = config_file(tmp_path, "maxmin")
+    assert run_command(calib(net, config, tmp_path / "one", "-q")) == 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "quantizer"]
+    done = subprocess.run(
+        [*launch, *calib(net, config, tmp_path / "2")], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("calibrated on 7 batches") == 1
+    assert differing(tmp_path / "one", tmp_path / "2") == set()
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3)])

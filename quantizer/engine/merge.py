@@ -1,0 +1,88 @@
+"""Calibrations apart become one, as if a single run had seen all their batches, in the order of the folders."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quantizer.config.model import Config
+from quantizer.engine import fingerprint, results
+from quantizer.engine.job import Statistics
+from quantizer.engine.result_files import read_tensors
+from quantizer.engine.results import STATISTICS, QuantInfo
+from quantizer.errors import ResultError
+
+APART = "calibrate once on all data instead: several ranks can share it"
+
+
+def statistics_of(folder: Path, info: QuantInfo) -> Statistics:
+    """What a calibration has seen.
+
+    Raises:
+        ResultError: the file is missing or damaged.
+    """
+    return Statistics(read_tensors(folder / STATISTICS), int(info.header["batches"]))
+
+
+def require_mergeable(folders: Sequence[Path], infos: Sequence[QuantInfo], config: Config) -> None:
+    """Refuse folders whose statistics do not make one calibration.
+
+    Raises:
+        ResultError: they are of different models or configs, or what was found needs values that are gone.
+    """
+    for folder, info in zip(folders[1:], infos[1:], strict=True):
+        for what in _differences(infos[0].header, info.header):
+            raise ResultError(f"{folder} cannot be merged with {folders[0]}: {what}", help="calibrate both alike")
+    for why in _insufficient(infos[0].header, config):
+        raise ResultError(f"{folders[0]} cannot be merged: {why}", help=APART)
+
+
+def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """What keeps two calibrations from being of one model and config, in sentences."""
+    if first["model"] != other["model"]:
+        yield f"it is of {other['model']}, not of {first['model']}"
+    for key, what in {"layers": "layer", "weights": "the weight"}.items():
+        name = fingerprint.first_difference(first[key], other[key])
+        if name is not None:
+            yield f"{what} {name} differs"
+    for key, what in {
+        "config": "the configs decide otherwise",
+        "algorithms": "the algorithms differ",
+        "inputs": "the shapes of the inputs differ",
+        "fast_finetune": "only one is finetuned",
+        "seed": "the seeds differ",
+    }.items():
+        if first.get(key) != other.get(key):
+            yield what
+
+
+def _insufficient(header: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Why statistics are not enough to find again what calibration found, in sentences."""
+    for algorithm in config.algorithms:
+        if algorithm.needs_data:
+            yield f"{algorithm.name} needs the values that layers read, and statistics do not hold them"
+    if header.get("fast_finetune"):
+        yield "fast finetuning needs the values that layers read, and statistics do not hold them"
+    if config.settings.include_bias_corr:
+        yield "bias correction needs the outputs of the quantized network, whose scales change"
+    if not header["batches"]:
+        yield "it was quantized without data, so there is nothing to merge"
+
+
+def merged_data(infos: Sequence[QuantInfo]) -> dict[str, Any]:
+    """The fingerprint of all data; its digest is one of the digests."""
+    prints = [info.header["data"] for info in infos]
+    names = sorted({name for each in prints for name in each["inputs"]})
+    inputs = {name: sorted({kind for each in prints for kind in each["inputs"].get(name, ())}) for name in names}
+    digest = hashlib.blake2b("".join(each["digest"] for each in prints).encode(), digest_size=16).hexdigest()
+    samples, batches = (sum(each[key] for each in prints) for key in ("samples", "batches"))
+    return {"samples": samples, "batches": batches, "inputs": inputs, "digest": digest}
+
+
+def read_infos(folders: Sequence[Path]) -> list[QuantInfo]:
+    """The calibrations in these folders.
+
+    Raises:
+        ResultError: one is incomplete, or was changed.
+    """
+    return [results.read_info(folder) for folder in folders]
