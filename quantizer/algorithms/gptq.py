@@ -149,7 +149,7 @@ class _SequentialRounding:
         return watch
 
     def _shared_out(self, gathered: dict[int, list[_Gathered]]) -> dict[int, Iterable[RoundedLayers]]:
-        """What becomes of the layers of each group. Of several ranks each solves its share, and all get all."""
+        """What becomes of the layers of each group. Of several ranks each solves its share."""
         ranks, rows = self.task.ranks, dict(gathered)
         gathered.clear()  # so that sums are freed as layers are solved
         if ranks.is_alone:

