@@ -48,11 +48,11 @@ def joined(options: Options) -> Iterator[tuple[Ranks, Options]]:
         return
     from quantizer.distributed.process_group import ProcessGroup
 
-    on_gpu = options.device.startswith("cuda")
-    group = ProcessGroup(URL, "cpu:gloo,cuda:nccl" if on_gpu else "gloo", options.rank_timeout)
-    _joined.append(group)
     if options.device == "cuda":
         options = replace(options, device=f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
+    backend = "cpu:gloo,cuda:nccl" if options.device.startswith("cuda") else "gloo"
+    group = ProcessGroup(URL, backend, options.rank_timeout, options.device)
+    _joined.append(group)
     try:
         yield group, options if group.is_first else replace(options, quiet=True)
     except BaseException as error:

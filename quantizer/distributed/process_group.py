@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import json
 import pickle
 import threading
@@ -39,13 +40,14 @@ class ProcessGroup(Ranks):
         url: where ranks meet: "env://", as torchrun says, or "file://…?rank=0&world_size=2".
         backend: of torch.distributed.
         timeout: seconds, to join and without a sign of life.
+        device: where this rank keeps what others have on their GPUs.
 
     Raises:
         RankError: not all ranks have come within the timeout.
     """
 
-    def __init__(self, url: str, backend: str, timeout: float) -> None:
-        self.timeout, self._beat_s = timeout, min(1.0, timeout / 10)
+    def __init__(self, url: str, backend: str, timeout: float, device: str = "cpu") -> None:
+        self.timeout, self._device, self._beat_s = timeout, device, min(1.0, timeout / 10)
         limit = timedelta(seconds=timeout)
         try:
             store, self.rank, self.world_size = next(rendezvous(url, timeout=limit))
@@ -68,25 +70,24 @@ class ProcessGroup(Ranks):
             raise self._error
 
     def gather(self, value: T, place: str) -> list[T]:
-        content = torch.frombuffer(bytearray(pickle.dumps((place, value))), dtype=torch.uint8)
+        content = _packed((place, value))
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         self._run(dist.all_gather, sizes, torch.tensor([len(content)]))
         longest = max(int(size) for size in sizes)
         padded = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         self._run(dist.all_gather, padded, torch.nn.functional.pad(content, (0, longest - len(content))))
-        found = [pickle.loads(_bytes(row, int(size))) for row, size in zip(padded, sizes, strict=True)]
+        found = [self._unpacked(row, int(size)) for row, size in zip(padded, sizes, strict=True)]
         self._compare([there for there, _ in found])
         return [given for _, given in found]
 
     def broadcast(self, value: T, place: str, source: int = 0) -> T:
-        given = (place, value if self.rank == source else None)
-        content = torch.frombuffer(bytearray(pickle.dumps(given)), dtype=torch.uint8)
-        places = self.gather((place, len(content)), place)
+        content = _packed(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
+        length = self.gather(len(content), place)[source]
         if self.rank != source:
-            content = torch.empty(places[source][1], dtype=torch.uint8)
+            content = torch.empty(length, dtype=torch.uint8)
         self._run(dist.broadcast, content, source)
-        found: T = pickle.loads(_bytes(content, len(content)))[1]
-        return value if self.rank == source else found
+        found: T = value if self.rank == source else self._unpacked(content, length)
+        return found
 
     def sum(self, tensor: Tensor, place: str, to: int | None = None) -> Tensor:
         self.gather((), f"{place}, {tuple(tensor.shape)}")
@@ -135,6 +136,9 @@ class ProcessGroup(Ranks):
         self._thread.join()
         if self.failed is None:  # else exchanges may be pending, which cannot be broken off
             dist.destroy_process_group()
+
+    def _unpacked(self, content: Tensor, length: int) -> Any:
+        return _Unpickler(ctypes.string_at(content.data_ptr(), length), self._device).load()  # without numpy
 
     def _run(self, collective: Callable[..., Any], *given: Any) -> None:
         """A collective that ends when another rank has stopped, and on Ctrl-C."""
@@ -209,8 +213,28 @@ def _error_of(said: dict[str, Any], rank: int) -> QuantizerError | None:
     return error
 
 
-def _bytes(content: Tensor, length: int) -> bytes:
-    return ctypes.string_at(content.data_ptr(), length)  # without numpy
+def _packed(value: Any) -> Tensor:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors on a GPU are sent as those on the CPU, and marked."""
+
+    def persistent_id(self, value: Any) -> Tensor | None:
+        return value.detach().cpu() if isinstance(value, Tensor) and value.device.type != "cpu" else None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Marked tensors go to the device of this rank."""
+
+    def __init__(self, content: bytes, device: str) -> None:
+        super().__init__(io.BytesIO(content))
+        self._device = device
+
+    def persistent_load(self, tensor: Any) -> Any:
+        return tensor.to(self._device)
 
 
 def _line(error: Exception) -> str:

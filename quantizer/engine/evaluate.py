@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,9 @@ from quantizer.errors import DataError
 from quantizer.nn.network import Network
 from quantizer.numerics.metrics import decibel, energy
 from quantizer.sources.batches import Batch, naming_batch
+
+APART = 16
+"""Batches of a rank between two exchanges."""
 
 
 @dataclass
@@ -145,8 +147,15 @@ def measure(model: Callable[..., Any], batches: Iterable[Batch]) -> dict[str, fl
     return score.metrics()
 
 
-def over_batches(batches: Iterable[Batch], run: Callable[[Batch], None], ranks: Ranks = ALONE) -> int:
-    """Run something on each batch of this rank's share, without gradients; returns how many batches there are.
+def over_batches(
+    batches: Iterable[Batch],
+    run: Callable[[Batch], None],
+    ranks: Ranks = ALONE,
+    exchange: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Run something on each batch of this rank's share, without gradients.
+
+    `exchange` is called on all ranks alike, now and then and at the end, with the number of batches that are done.
 
     Raises:
         DataError: there is no batch; or `run` says so, and the batch is named.
@@ -157,9 +166,11 @@ def over_batches(batches: Iterable[Batch], run: Callable[[Batch], None], ranks: 
             if ranks.owns(count - 1):
                 with naming_batch(count - 1):
                     run(batch)
+            if count % (APART * ranks.world_size) == 0:
+                exchange(count)
     if not count:
         raise DataError("the evaluation data has no batches", help="check --data and --subset_len")
-    return count
+    exchange(count)
 
 
 def compare(reference: Network, quantized: Network, batches: Iterable[Batch], ranks: Ranks = ALONE) -> Comparison:
@@ -171,19 +182,22 @@ def compare(reference: Network, quantized: Network, batches: Iterable[Batch], ra
         DataError: no batch at all, or an output that is not finite.
         RankError: the ranks do not have the same batches.
     """
-    activations, found = Comparison([]), list[Comparison]()
+    activations, found = list[tuple[str, str]](), list[Comparison]()
     taps: dict[str, list[tuple[nn.Module, int]]] = {}
     for name, role, quantizer in quantized.quantizers():
         if not is_parameter(role):
             node = quantized.graph.by_name[name]
             # A layer's input is quantized where the value is that it reads.
             source = name if role == "activation" or node.op == "input" else node.input_roles()[role]
-            taps.setdefault(source, []).append((quantizer, len(activations.layers)))
-            activations.layers.append(LayerNoise(name, role, accumulated=Noise()))
+            taps.setdefault(source, []).append((quantizer, len(activations)))
+            activations.append((name, role))
+
+    def nothing() -> Comparison:
+        return Comparison([LayerNoise(*key, accumulated=Noise()) for key in activations])
 
     def one_batch(batch: Batch) -> None:
         """Both networks in step, so that each pair of values is compared while it exists."""
-        found.append(copy.deepcopy(activations))
+        found.append(nothing())
         left, right = reference.start(batch.args, batch.kwargs), quantized.start(batch.args, batch.kwargs)
         for (name, x), (_, y) in zip(left.steps(), right.steps(), strict=True):
             for quantizer, at in taps.get(name, ()):
@@ -194,10 +208,15 @@ def compare(reference: Network, quantized: Network, batches: Iterable[Batch], ra
                 noise.accumulated.add(x, y if noise.layer == name else quantizer(y.clone()))
         _outputs(left.float_outputs(), right.float_outputs(), batch, found[-1])
 
-    count = over_batches(batches, one_batch, ranks)
-    for batch in in_turn(ranks.gather(found, f"the comparison of {count} batches")):
-        activations.merge(batch)
-    return replace(activations, layers=[*_parameters(reference, quantized), *activations.layers])
+    result = nothing()
+
+    def exchange(count: int) -> None:
+        for batch in in_turn(ranks.gather(found, f"the comparison of {count} batches")):
+            result.merge(batch)
+        found.clear()
+
+    over_batches(batches, one_batch, ranks, exchange)
+    return replace(result, layers=[*_parameters(reference, quantized), *result.layers])
 
 
 def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
