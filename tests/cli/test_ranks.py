@@ -25,16 +25,26 @@ MODEL = """
 import torch
 from torch import nn
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv, self.bn = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)
-        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(6, 5)
 
     def forward(self, x):
         x = torch.relu(self.bn(self.conv(x))).mean((2, 3))
-        return self.head(x + self.down(torch.relu(self.up(x))))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 def model():
     torch.manual_seed(0)
@@ -91,7 +101,7 @@ def config_file(tmp_path: Path, kind: str) -> str:
     if kind == "weights":
         content = {"global_quant_config": {"weight": spec}}
     if kind in ("gptq", "awq", "gptaq"):
-        content |= {"algorithms": [{"name": kind}]}
+        content |= {"algorithms": [{"name": kind} | ({"true_sequential": False} if kind == "gptaq" else {})]}
     path = tmp_path / f"{kind.replace(' ', '_')}.json"
     path.write_text(json.dumps(content))
     return str(path)
@@ -254,8 +264,9 @@ def test_torchrun_starts_them(net: str, tmp_path: Path) -> None:
     assert differing(tmp_path / "one", tmp_path / "2") == set()
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3)])
-@pytest.mark.parametrize("kind", ["hierarchical", "bias correction"])
+@pytest.mark.parametrize(
+    ("kind", "before", "after"), [("hierarchical", 1, 3), ("hierarchical", 3, 1), ("bias correction", 2, 3)]
+)
 def test_a_stopped_run_goes_on_with_another_number_of_ranks(
     kind: str, before: int, after: int, net: str, tmp_path: Path
 ) -> None:
