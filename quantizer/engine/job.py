@@ -127,20 +127,6 @@ class Job:
         device = self.target.original.device
         return (batch.to(device) for batch in self.batches)
 
-    def require_same_data(self) -> None:
-        """Refuse ranks that have read other batches than rank 0, once a pass is complete.
-
-        Raises:
-            DataError: one has; it is named.
-        """
-        prints = self.ranks.gather(self.batches.fingerprint, "the end of the calibration data")
-        other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
-        if other is not None:
-            raise DataError(
-                f"{self.batches.label} gives rank {other} other batches than rank 0",
-                help="every rank reads all batches, in the same order: give no DistributedSampler, and a fixed seed",
-            )
-
     def read_again(self, step: str, remedy: str) -> Iterator[Batch]:
         """Another pass for a step that needs the same batches.
 

@@ -106,7 +106,7 @@ def observe(job: Job) -> None:
         else:
             shards.observe(calibration, model, unseen(), job.ranks)
             calibrate.require_batches(calibration)
-            job.require_same_data()
+            batches.require_same(job.ranks)
         seen = batches.seen
         if job.fast_finetune:
             stage.advance(stage.done, at_boundary=True)

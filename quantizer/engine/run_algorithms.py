@@ -132,6 +132,7 @@ def _agreed(job: Job, found: Adjustment) -> Adjustment:
     """What rank 0 has found, where machines that compute otherwise have found something else."""
     if job.ranks.is_alone:
         return found
+    job.batches.require_same(job.ranks)
     snapshot = snapshot_of(found)
     tensors = {name: fingerprint.tensor_digest(tensor) for name, tensor in snapshot.tensors.items()}
     digests = job.ranks.gather(fingerprint.digest([tensors, snapshot.state]), "the end of an algorithm")

@@ -72,6 +72,7 @@ def score(
     with Stage(events, "test", batches.total) as stage:
         on_device = stage.counted(batch.to(device) for batch in batches)
         compared = evaluate.compare(Network(calibrated.float_graph), quantized, on_device, ranks)
+    batches.require_same(ranks)
     if function is None:
         return Scores(compared, compared.pairs())
     after = measure(quantized, batches, device, events, "evaluate quantized", function)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from quantizer.config.wording import a_kind
+from quantizer.distributed import Ranks
 from quantizer.errors import DataError, UsageError
 from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch, Fingerprint, as_batch, naming, not_finite, positional_inputs
@@ -74,6 +75,18 @@ class Batches:
         asked = math.ceil(self.subset_len / self.first_size) if self.subset_len and self.first_size else None
         known = [count for count in (self.length, asked) if count is not None]
         return min(known, default=None)
+
+    def require_same(self, ranks: Ranks) -> None:
+        """Refuse ranks that have read other batches than rank 0, once a pass is complete.
+
+        Raises:
+            DataError: one has; it is named.
+        """
+        prints = ranks.gather(self.fingerprint, f"the end of {self.label}")
+        other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
+        if other is not None:
+            remedy = "every rank reads all batches, in the same order: give no DistributedSampler, and a fixed seed"
+            raise DataError(f"{self.label} gives rank {other} other batches than rank 0", help=remedy)
 
     def note_length(self, items: object) -> None:
         """Take the length of the user's data, if they tell one; a wrong one makes only the progress wrong."""

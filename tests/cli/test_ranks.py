@@ -244,6 +244,15 @@ def test_ranks_that_read_other_data_are_refused(factory: str, code: int, said: s
     assert said in found[0].err
 
 
+def test_test_mode_refuses_ranks_that_read_other_data(net: str, tmp_path: Path) -> None:
+    assert run_command(calib(net, config_file(tmp_path, "maxmin"), tmp_path / "q", "-q")) == 0
+    command = ["--quant_mode", "test", "--model", net, "--output_dir", str(tmp_path / "q")]
+    found = run_ranks(2, [*command, "--data", f"{net}:shuffled_by_rank"], tmp_path / "ranks")
+    assert [rank.code for rank in found] == [4, 4]
+    assert "gives rank 1 other batches than rank 0" in found[0].err
+    assert not (tmp_path / "q" / "report.json").exists()
+
+
 def test_a_rank_that_does_not_come_is_not_waited_for(net: str, tmp_path: Path) -> None:
     command = calib(net, config_file(tmp_path, "maxmin"), tmp_path / "q", "--rank_timeout", "1")
     found = run_ranks(2, command, tmp_path / "ranks", before=lambda rank: os._exit(9) if rank else None)
