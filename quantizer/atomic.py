@@ -3,12 +3,12 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write `content` to `path`; a crash leaves the old file or the new one, and an old file's rights are kept.
+def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
+    """Write `content`, also part by part, to `path`; a crash leaves the old file or the new one, which gets its rights.
 
     Raises:
         OSError: the folder cannot be written or the disk is full; then no temporary file stays.
@@ -18,7 +18,7 @@ def replace_file(path: Path, content: bytes) -> None:
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, mode)

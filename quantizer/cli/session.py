@@ -23,6 +23,7 @@ from quantizer.engine.calibrated import traced
 from quantizer.errors import QuantizerError, UsageError
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
+from quantizer.graph.parameters import placed
 from quantizer.graph.passes import run_passes
 from quantizer.graph.structure import Structure
 from quantizer.plan.model import Plan
@@ -70,7 +71,7 @@ def open_model(options: Options) -> LoadedModel:
         remedy = "give FILE.py with a function model(), or package.module:factory"
         raise UsageError("Missing option '--model'", help=remedy)
     loaded = load_model(options.model, options.weights, trust=options.trust)
-    loaded.module.to(device_of(options))
+    placed(loaded.module, device_of(options))
     return loaded
 
 

@@ -20,6 +20,7 @@ from quantizer.nn.execution import Watchers
 from quantizer.nn.inplace import ModuleTree
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.numerics.deferred import Spool
 from quantizer.numerics.formats import format_named
 from quantizer.observers import NegativeValuesError, NonFiniteError, ObservationError, Observer
 from quantizer.plan.model import Key, Plan, TensorPlan
@@ -131,13 +132,15 @@ def start(plan: Plan) -> Calibration:
     nodes = plan.graph.by_name
     calibration = Calibration(plan, means={name: ChannelMean(channel_axis(nodes[name])) for name in plan.corrected})
     shared: dict[tuple[str, QuantizationSpec], Observer] = {}
+    spool = Spool()
     for key, tensor in plan.tensors.items():
         if is_parameter(tensor.role):
-            parameter = plan.graph.tensors[nodes[tensor.layer].params[parameter_name(tensor.role)]].detach()
+            parameter = plan.parameter(key).detach()
             with _located(tensor, ModelError):
                 if tensor.spec.is_scaled:
                     calibration.observers[key] = Observer(tensor.spec)
                     calibration.observers[key].observe(parameter)  # refuses NaN and infinity itself
+                    calibration.observers[key].set_aside(partial(spool.beside, parameter))
                 else:
                     check_finite(parameter)
         elif tensor.is_calibrated:
@@ -150,7 +153,7 @@ def _warn_of_saturation(plan: Plan) -> None:
     """Of parameters with values that a cast without a scale cuts to the largest of its format."""
     for tensor in plan.tensors.values():
         if is_parameter(tensor.role) and not tensor.spec.is_scaled:
-            value = plan.graph.tensors[plan.graph.by_name[tensor.layer].params[parameter_name(tensor.role)]]
+            value = plan.parameter((tensor.layer, tensor.role))
             largest, dtype = format_named(tensor.spec.dtype).largest, tensor.spec.dtype
             if count := int((value.isfinite() & (value.abs() > largest)).sum()):
                 logger.warning(
@@ -249,9 +252,11 @@ def _located(tensor: TensorPlan, error: type[QuantizerError]) -> Iterator[None]:
 
 def solution(calibration: Calibration) -> Solution:
     """Scale and zero point of every planned tensor; 1 and 0 for those that have none."""
-    tensors = {}
+    tensors, spool = {}, Spool()
     for key, planned in calibration.plan.tensors.items():
         observer = calibration.observers.get(key)
         tensor = QuantizedTensor(planned.spec)
         tensors[key] = tensor if observer is None else tensor.at(observer.qparams())
+        if is_parameter(key[1]) and planned.spec.qscheme == "per_group":
+            tensors[key] = tensors[key].set_aside(partial(spool.beside, calibration.plan.parameter(key)))
     return Solution(tensors)

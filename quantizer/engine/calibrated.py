@@ -23,6 +23,7 @@ from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.edits import inserted, with_weights
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.parameters import placed
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
@@ -55,7 +56,7 @@ class Calibrated:
 
     def network(self) -> Network:
         """The quantized network, a new one."""
-        return quantized_network(self.graph, self.solution).to(self.original.device)
+        return placed(quantized_network(self.graph, self.solution), self.original.device)
 
 
 def traced(module: nn.Module, batch: Batch) -> Graph:

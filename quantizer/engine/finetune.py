@@ -22,6 +22,7 @@ from quantizer.engine.job import Job
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import ResultError, UsageError
 from quantizer.graph.ir import Graph
+from quantizer.graph.parameters import placed
 from quantizer.nn.execution import float_leaves
 from quantizer.nn.network import Network
 from quantizer.numerics.qparams import QParams
@@ -163,7 +164,7 @@ def finetune(
     interrupted run had found. The errors are those of `fast_finetune`.
     """
     store, outputs = ActivationStore(), list[Any]()
-    plain = quantized_network(graph, found).to(graph.device)
+    plain = placed(quantized_network(graph, found), graph.device)
 
     def with_outputs() -> Iterator[Batch]:
         """Each batch, after keeping what the network returns for it."""
@@ -173,7 +174,7 @@ def finetune(
 
     with torch.no_grad():
         reference = SequentialRunner(Network(graph), with_outputs(), store)
-        quantized = SequentialRunner(quantized_network(graph, found).to(graph.device), batches(), store)
+        quantized = SequentialRunner(placed(quantized_network(graph, found), graph.device), batches(), store)
     layers = fast_finetune(reference, quantized, mode, seed=seed, done=done, after_layer=after_layer)
     targets = list(reference.outputs())
     before, after = _noise(targets, outputs), _noise(targets, quantized.outputs())

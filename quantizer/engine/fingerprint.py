@@ -1,6 +1,5 @@
 """What a calibration was made of, so that results are never used with something else. Hashes contents, not files."""
 
-import ctypes
 import hashlib
 import json
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from torch import Tensor
 from quantizer.config.model import Config
 from quantizer.config.resolved import resolved_document
 from quantizer.graph.ir import Graph
+from quantizer.numerics.deferred import bytes_of
 from quantizer.plan.model import Plan
 
 
@@ -64,10 +64,8 @@ def first_difference(stored: Mapping[str, str], current: Mapping[str, str]) -> s
 
 def tensor_digest(tensor: Tensor) -> str:
     """A digest over dtype, shape and bytes."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-    if flat.numel():
-        digest.update((ctypes.c_char * flat.numel()).from_address(flat.data_ptr()))  # its memory, without numpy
+    digest.update(bytes_of(tensor))
     return digest.hexdigest()[:16]
 
 

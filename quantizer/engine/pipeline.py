@@ -25,6 +25,7 @@ from quantizer.engine.job import Job
 from quantizer.engine.run_algorithms import report, run_algorithms
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.graph.ir import Graph
+from quantizer.graph.parameters import placed
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
 
@@ -174,7 +175,8 @@ def correct_biases(job: Job) -> None:
     """
     data = job.read_again("bias correction", "set include_bias_corr to false")
     graph, as_codes = job.plan.graph, job.plan.settings.target_device == "DPU"
-    runner = SequentialRunner(quantized_network(graph, job.solution).to(graph.device), data, ranks=job.ranks)
+    network = placed(quantized_network(graph, job.solution), graph.device)
+    runner = SequentialRunner(network, data, ranks=job.ranks)
     with job.stage("bias correction", len(graph.nodes), "layers") as stage:
         means, advance = job.calibration.means, stage.advance
         found = bias_correction.correct_biases(runner, means, as_codes=as_codes, after_layer=advance)

@@ -5,32 +5,40 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import TensorSpec, serialize
 from safetensors.torch import load
 from torch import Tensor
 
 from quantizer.atomic import replace_file
 from quantizer.errors import ResultError
+from quantizer.numerics.deferred import STORED, bytes_of
 
 
-def write_bytes(path: Path, content: bytes) -> str:
-    """Write atomically and return the content's sha256; a crash leaves the old file or the new one.
+def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> str:
+    """Write atomically, part by part if there are several, and return the sha256; a crash leaves the old file or the
+    new one.
 
     Raises:
         ResultError: the folder cannot be written or the disk is full.
     """
+    digest = hashlib.sha256()
+
+    def counted() -> Iterator[bytes]:
+        for part in [content] if isinstance(content, bytes) else content:
+            digest.update(part)
+            yield part
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, content)
+        replace_file(path, counted())
     except OSError as error:
         raise ResultError(
             f"cannot write {path}: {error.strerror or error}", help="choose another --output_dir or free some space"
         ) from error
-    return hashlib.sha256(content).hexdigest()
+    return digest.hexdigest()
 
 
 def write_json(path: Path, value: Any) -> str:
@@ -39,19 +47,34 @@ def write_json(path: Path, value: Any) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
-    """A safetensors file; its bytes depend on the tensors alone."""
-    contents = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
-    # safetensors.torch.save would do the same, but only where numpy is installed.
-    specs = {
-        name: TensorSpec(
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tensor.shape,
-            data_ptr=tensor.data_ptr(),
-            data_len=tensor.numel() * tensor.element_size(),
-        )
-        for name, tensor in contents.items()
-    }
-    return write_bytes(path, serialize(specs, metadata=dict(metadata) if metadata else None))
+    """A safetensors file, written tensor by tensor; its bytes depend on the tensors alone."""
+    return write_bytes(path, _safetensors(tensors, metadata))
+
+
+def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Iterator[bytes]:
+    """The parts of a file: a header of JSON, then the values, the widest first, so that all are aligned.
+
+    Source: the format's description in the README of safetensors, which itself writes only what is all in memory.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        yield bytes_of(tensors[name])
+
+
+_NAMES = {dtype: name for name, dtype in STORED.items()}
 
 
 def read_json(path: Path) -> Any:
@@ -71,6 +94,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = _parsed(path, load, "safetensors")
     return tensors
+
+
+def sha256(path: Path) -> str:
+    """Of a file of any size."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(CHUNK):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+CHUNK = 1 << 20
 
 
 def _parsed(path: Path, parse: Callable[[bytes], Any], kind: str) -> Any:

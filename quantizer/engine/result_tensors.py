@@ -4,15 +4,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_name
 from quantizer.engine.result_files import read_tensors
 from quantizer.engine.solution import Solution
 from quantizer.graph.edits import Insertion
 from quantizer.nn.load import CORRECTIONS, GROUP_SCALES, WEIGHTS, quantized_tensor
 from quantizer.nn.network import Network
-from quantizer.numerics.codes import pack
+from quantizer.numerics.codes import pack, packed_shape
+from quantizer.numerics.deferred import DeferredTensor
 from quantizer.numerics.two_level import pack_scales
 
 RESCALED = "rescaled.safetensors"
@@ -27,7 +30,7 @@ def tensors_of(network: Network, found: Solution) -> dict[str, dict[str, Tensor]
     for (layer, role), tensor in found.tensors.items():
         spec, name = tensor.spec, f"{modules[layer]}.{role}"
         if tensor.codes is not None:
-            weights[f"{modules[layer]}.{parameter_name(role)}"] = pack(tensor.codes, spec)
+            weights[f"{modules[layer]}.{parameter_name(role)}"] = _packed(tensor.codes, spec)
         if spec.qscheme == "per_group" and not spec.is_dynamic:  # too much for quant_info.json
             parts = pack_scales(tensor.scale, spec.scale_type)
             scales |= {f"{name}.{part}": stored for part, stored in parts.items()}
@@ -41,6 +44,14 @@ def tensors_of(network: Network, found: Solution) -> dict[str, dict[str, Tensor]
     }
     others = {CORRECTIONS: dict(found.corrections), GROUP_SCALES: scales, RESCALED: rescaled}
     return {WEIGHTS: weights, **{name: tensors for name, tensors in others.items() if tensors}}
+
+
+def _packed(codes: Tensor, spec: QuantizationSpec) -> Tensor:
+    """Codes as a file holds them, made when they are written if they are not in memory."""
+    if not isinstance(codes, DeferredTensor):
+        return pack(codes, spec)
+    shape = packed_shape(codes.shape, spec)
+    return DeferredTensor(shape, codes.dtype if shape == codes.shape else torch.uint8, lambda: pack(codes.load(), spec))
 
 
 def header_of(network: Network, found: Solution) -> dict[str, Any]:

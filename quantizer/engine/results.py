@@ -15,7 +15,7 @@ from quantizer.config.model import Config, Settings
 from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
 from quantizer.engine.calibrate import Calibration
-from quantizer.engine.result_files import read_json, write_bytes, write_json, write_tensors
+from quantizer.engine.result_files import read_json, sha256, write_bytes, write_json, write_tensors
 from quantizer.engine.result_tensors import TENSORS, header_of, solution_of, tensors_of
 from quantizer.engine.solution import Solution, encoded, writes_inplace
 from quantizer.errors import ResultError
@@ -172,7 +172,7 @@ def read_info(folder: Path) -> QuantInfo:
     for name, digest in header.get("files", {}).items():
         if "/" in name or not (folder / name).is_file():
             raise _useless(f"{folder / name} is missing")
-        if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
+        if sha256(folder / name) != digest:
             raise _useless(f"{folder / name} was changed after calibration")
     if content.get("checksum") != _checksum({key: content.get(key) for key in ("header", "tensors")}):
         raise _useless(f"{path} was changed after calibration")

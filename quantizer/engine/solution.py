@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from quantizer.nn.load import attach
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.numerics.deferred import Spool, loaded
 from quantizer.numerics.qparams import QParams
 from quantizer.plan.model import Key
 
@@ -57,7 +59,7 @@ class Solution:
         found = {name: dict(own) for name, own in self.weights.items()}
         for (name, role), tensor in self.tensors.items():
             if tensor.codes is not None:
-                found.setdefault(name, {})[parameter_name(role)] = tensor.decoded()
+                found.setdefault(name, {})[parameter_name(role)] = tensor.parameter()
         return found
 
     def with_weights(self, layers: Mapping[str, Mapping[str, Tensor]]) -> Solution:
@@ -90,14 +92,18 @@ def quantized_network(graph: Graph, solution: Solution) -> Network:
 
 
 def encoded(graph: Graph, solution: Solution) -> Solution:
-    """The solution with the codes of all quantized parameters, as far as codes give them back bit for bit."""
+    """The solution with the codes of all quantized parameters, as far as codes give them back bit for bit.
+
+    Those of deferred parameters are out of memory.
+    """
     graph = with_weights(graph, solution.parameters())
-    tensors = dict(solution.tensors)
+    tensors, spool = dict(solution.tensors), Spool()
     weights = {name: dict(own) for name, own in solution.weights.items()}
     for (name, role), tensor in solution.tensors.items():
         if is_parameter(role) and tensor.codes is None:
             value = graph.tensors[graph.by_name[name].params[parameter_name(role)]]
-            tensors[name, role] = tensor.encoded(TensorQuantizer.of(tensor)(value))
+            found = tensor.encoded(TensorQuantizer.of(tensor)(loaded(value)))
+            tensors[name, role] = found.set_aside(partial(spool.beside, value))
             if tensors[name, role].codes is not None:
                 weights.get(name, {}).pop(parameter_name(role), None)
     return replace(solution, tensors=tensors, weights={name: own for name, own in weights.items() if own})

@@ -21,6 +21,7 @@ from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Graph
 from quantizer.graph.lengths import length_axes, open_lengths, shortened
 from quantizer.graph.names import check_names
+from quantizer.graph.parameters import without_values
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,13 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | 
         ModelError: a name is unsafe, the module raises, or its control flow depends on tensor values.
     """
     check_names(module)
+    with without_values(module) as deferred:
+        graph = _traced(module, args, kwargs)
+    tensors = {path: deferred[path].detach() if path in deferred else own for path, own in graph.tensors.items()}
+    return graph.replaced(tensors=tensors)
+
+
+def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Graph:
     given = (tuple(args), dict(kwargs or {}))
     sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()}
     size = sizes.pop() if len(sizes) == 1 else None  # where they disagree, nothing is taken for a batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.codes import decode, encode
+from quantizer.numerics.deferred import DeferredTensor
 from quantizer.numerics.qparams import QParams
 
 
@@ -45,6 +47,21 @@ class QuantizedTensor:
         if self.codes is None:
             raise ValueError("Only a parameter that was encoded has codes.")
         return decode(self.codes, self.spec, self.scale, self.zero_point, self.dtype)
+
+    def parameter(self) -> Tensor:
+        """What the codes stand for; deferred, if they are.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if not isinstance(self.codes, DeferredTensor):
+            return self.decoded()
+        return DeferredTensor(self.codes.shape, self.dtype, self.decoded)
+
+    def set_aside(self, keep: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        """With its tensors as `keep` gives them back: out of memory."""
+        codes = None if self.codes is None else keep(self.codes)
+        return replace(self, scale=keep(self.scale), zero_point=keep(self.zero_point), codes=codes)
 
     @property
     def position(self) -> int | None:

@@ -93,6 +93,12 @@ def pack(codes: Tensor, spec: Spec) -> Tensor:
     return pack_bits(flat + _offset(codes.dtype, bits), bits)
 
 
+def packed_shape(shape: torch.Size, spec: Spec) -> torch.Size:
+    """Return the shape of what `pack` makes of codes."""
+    bits = bits_of(spec)
+    return shape if bits >= BYTE else torch.Size([-(-shape.numel() * bits // BYTE)])
+
+
 def unpack(stored: Tensor, spec: Spec, shape: torch.Size | tuple[int, ...]) -> Tensor:
     """Return the codes of a tensor of `shape` that `pack` was given."""
     bits = bits_of(spec)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +68,9 @@ class Memory(ABC):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace what was seen; ValueError if it is something else."""
 
+    def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
+        """Hold what was seen as `keep` gives it back, for as long as nothing is asked for."""
+
 
 class RangeMemory(Memory):
     """Of each batch the method's low and high, the least and the greatest value, each (R,)."""
@@ -99,6 +102,10 @@ class RangeMemory(Memory):
 
     def merge(self, *others: Memory) -> None:
         self._batches += in_turn(other._batches for other in others if isinstance(other, RangeMemory))
+
+    def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
+        kept = {id(tensor): keep(tensor) for batch in self._batches for tensor in batch}
+        self._batches = [(kept[id(a)], kept[id(b)], kept[id(c)], kept[id(d)]) for a, b, c, d in self._batches]
 
     def state_dict(self) -> dict[str, Tensor]:
         """One tensor "batches", float64 (B, 4, R), 32 bytes per batch and row; (0, 4, 0) if new."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -137,6 +137,10 @@ class Observer:
     def __reduce__(self) -> tuple[Any, ...]:
         """How it is sent to another process: as its state."""
         return _restored, (self.spec, self._shape, self.state_dict())
+
+    def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
+        """Hold what was seen as `keep` gives it back: out of memory, for as long as nothing is asked for."""
+        self._memory.set_aside(keep)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all there is to keep: a range for each batch, or a histogram."""

@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import QuantizationSpec, Settings
-from quantizer.config.roles import is_parameter
+from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.graph.ir import Graph
 
 Key = tuple[str, str]
@@ -72,6 +74,11 @@ class Plan:
     def of_layer(self, layer: str) -> dict[str, TensorPlan]:
         """The layer's tensors by role."""
         return {role: tensor for (name, role), tensor in self.tensors.items() if name == layer}
+
+    def parameter(self, key: Key) -> Tensor:
+        """The float value of a layer's weight, bias or other parameter."""
+        layer, role = key
+        return self.graph.tensors[self.graph.by_name[layer].params[parameter_name(role)]]
 
     @property
     def needs_data(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.errors import DataError, ModelError, pip_line
+from quantizer.sources.deferred_checkpoint import deferred_model
 from quantizer.sources.text import longest_window
 from quantizer.sources.user_code import user_errors
 
@@ -32,7 +33,8 @@ def load_hugging_face(folder: Path) -> nn.Module:
     with user_errors(f"transformers, loading {folder},", ModelError):
         architectures = json.loads((folder / CONFIG).read_text("utf-8")).get("architectures") or ["AutoModel"]
         logger.info("loading %s from %s", architectures[0], folder)
-        return read_checkpoint(folder, architectures[0])[0]
+        module = deferred_model(folder, architectures[0])
+        return _for_windows(module) if module is not None else read_checkpoint(folder, architectures[0])[0]
 
 
 def read_checkpoint(folder: Path, architecture: str, **settings: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -44,10 +46,16 @@ def read_checkpoint(folder: Path, architecture: str, **settings: Any) -> tuple[n
     module, report = getattr(transformers, architecture).from_pretrained(
         folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **({"dtype": "auto"} | settings)
     )
-    # One call runs a whole window: there are no earlier keys and values to keep, and a trace could not.
+    return _for_windows(module), report
+
+
+def _for_windows(module: nn.Module) -> nn.Module:
+    """In eval mode; one call runs a whole window: there are no earlier keys and values, and a trace could not keep
+    them.
+    """
     for config in _caching(module):
         config.use_cache = False
-    return module.eval(), report
+    return module.eval()
 
 
 @contextmanager

@@ -1,0 +1,46 @@
+"""Parameters of a module, put in the place of others wherever they stand."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from quantizer.numerics.deferred import DeferredTensor
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def replace_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put other tensors where a module has its parameters; one that stands in several places is replaced in all."""
+    given = {id(module.get_parameter(name)): nn.Parameter(own, requires_grad=False) for name, own in tensors.items()}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if id(parameter) in given:
+                part._parameters[name] = given[id(parameter)]
+
+
+def placed(module: Module, device: torch.device) -> Module:
+    """The module with its tensors on a device. Deferred ones are where they are needed on the CPU, and are read for any
+    other.
+    """
+    deferred = {name: each for name, each in module.named_parameters() if isinstance(each, DeferredTensor)}
+    if deferred and device.type == "cpu":
+        return module
+    replace_parameters(module, {name: each.load() for name, each in deferred.items()})
+    return module.to(device)
+
+
+@contextmanager
+def without_values(module: nn.Module) -> Iterator[Mapping[str, DeferredTensor]]:
+    """A module whose deferred parameters are, for a while, tensors of one value, so that it can be traced; gives them.
+
+    They have the shapes and nothing more, as a trace reads nothing else.
+    """
+    deferred = {name: each for name, each in module.named_parameters() if isinstance(each, DeferredTensor)}
+    replace_parameters(module, {n: torch.zeros((), dtype=each.dtype).expand(each.shape) for n, each in deferred.items()})
+    try:
+        yield deferred
+    finally:
+        replace_parameters(module, deferred)

@@ -1,0 +1,169 @@
+"""Tensors that are somewhere else and come into memory for one operator: weights in files, codes that are decoded."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class DeferredTensor(Tensor):
+    """A tensor that `load` gives whenever an operator needs its values; in between it has a shape and a dtype alone.
+
+    Any function of torch takes one and gives an ordinary tensor; detaching one and asking for its shape read nothing.
+    It cannot be changed in place.
+
+    Args:
+        shape, dtype: of what `load` gives, on the CPU.
+        load: gives the same values each time.
+
+    >>> ones = DeferredTensor((2, 3), torch.float32, lambda: torch.ones(2, 3))
+    >>> ones.shape, (ones + 1).sum()
+    (torch.Size([2, 3]), tensor(12.))
+    """
+
+    load: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, load: Callable[[], Tensor]) -> DeferredTensor:
+        made: DeferredTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)  # type: ignore[attr-defined]
+        made.load = load
+        return made
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, load: Callable[[], Tensor]) -> None: ...
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"DeferredTensor({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first, kwargs = args[0] if args else None, kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _FACTS:
+                return func(*args, **kwargs)
+            if func in _SAME and isinstance(first, DeferredTensor):
+                return cls(first.shape, first.dtype, first.load)
+            if isinstance(first, DeferredTensor) and func in _CHANGES:
+                raise RuntimeError("A deferred tensor cannot be changed in place.")
+            return func(*loaded(args), **loaded(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """For operators that are called from C++."""
+        return func(*loaded(args), **loaded(kwargs or {}))
+
+
+def loaded(value: Any) -> Any:
+    """A nested value with ordinary tensors in place of deferred ones."""
+    return pytree.tree_map_only(DeferredTensor, lambda tensor: tensor.load(), value)
+
+
+STORED: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
+    "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}
+"""The dtypes of safetensors files by their names there."""
+
+
+def deferred_file(path: Path) -> dict[str, DeferredTensor]:
+    """The tensors of a safetensors file, each mapped into memory when it is needed.
+
+    Raises:
+        OSError, SafetensorError: it cannot be read.
+        KeyError: it has a dtype that torch has not.
+    """
+    with safe_open(path, "pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+        found = {name: (each.get_shape(), STORED[each.get_dtype()]) for name, each in slices.items()}
+    return {name: DeferredTensor(shape, dtype, partial(_read, path, name)) for name, (shape, dtype) in found.items()}
+
+
+def _read(path: Path, name: str) -> Tensor:
+    with safe_open(path, "pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+class Spool:
+    """A file without a name for tensors that are not needed for a while; it is gone with the last of them."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="quantizer-", buffering=0)
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """The same values, out of memory.
+
+        Raises:
+            OSError: there is no room for them.
+        """
+        if isinstance(tensor, DeferredTensor) or not tensor.numel():
+            return tensor
+        start, content = self._file.seek(0, os.SEEK_END), memoryview(bytes_of(tensor))
+        while content:
+            content = content[self._file.write(content) :]
+        give_back()
+        return DeferredTensor(tensor.shape, tensor.dtype, partial(self._read, start, tensor.dtype, tensor.shape))
+
+    def beside(self, source: Tensor, tensor: Tensor) -> Tensor:
+        """What was made of `source`, out of memory if that is."""
+        return self.put(tensor) if isinstance(source, DeferredTensor) else tensor
+
+    def _read(self, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        content = bytearray(torch.Size(shape).numel() * dtype.itemsize)
+        rest = memoryview(content)
+        while rest:
+            count = os.preadv(self._file.fileno(), [rest], start + len(content) - len(rest))
+            rest = rest[count:]
+        return torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(*shape)
+
+
+def give_back() -> None:
+    """Have the C library return freed memory to the system: between large tensors that come and go it keeps as much again
+    as a network has. Does nothing where there is no such function.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """What a tensor holds, as an object with these bytes; without a copy where they lie in order on the CPU."""
+    flat = loaded(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+    if not flat.numel():
+        return b""
+    found: Any = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())  # its memory, without numpy
+    found.tensor = flat  # as long as someone reads it
+    return found  # type: ignore[no-any-return]  # a buffer is as good as bytes to files and digests
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+_FACTS = {
+    *map(_getter, ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn")),
+    *map(_getter, ("is_meta", "is_sparse", "is_quantized", "is_cuda", "nbytes", "itemsize")),
+    *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_floating_point),
+    *(Tensor.is_complex, Tensor.requires_grad_, Tensor.stride, Tensor.is_contiguous, Tensor.__len__, Tensor.__hash__),
+}
+"""What is known without the values."""
+_SAME = {Tensor.detach, Tensor.cpu, _getter("data")}
+_CHANGES = {
+    *(method for name, method in vars(torch._C.TensorBase).items() if name.endswith("_") and name[0] != "_"),
+    *(Tensor.__setitem__, Tensor.data.__set__),  # type: ignore[attr-defined]
+} - _FACTS
