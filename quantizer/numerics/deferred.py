@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,14 @@ class Spool:
     """A file without a name for tensors that are not needed for a while; it is gone with the last of them."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="quantizer-", buffering=0)
+        self._end = 0
+
+    @cached_property
+    def _file(self) -> int:
+        handle, name = tempfile.mkstemp(prefix="quantizer-")
+        os.unlink(name)
+        weakref.finalize(self, os.close, handle)
+        return handle
 
     def put(self, tensor: Tensor) -> Tensor:
         """The same values, out of memory.
@@ -113,9 +121,10 @@ class Spool:
         """
         if isinstance(tensor, DeferredTensor) or not tensor.numel():
             return tensor
-        start, content = self._file.seek(0, os.SEEK_END), memoryview(bytes_of(tensor))
+        start, content = self._end, memoryview(bytes_of(tensor))
         while content:
-            content = content[self._file.write(content) :]
+            count = os.pwrite(self._file, content, self._end)
+            content, self._end = content[count:], self._end + count
         give_back()
         return DeferredTensor(tensor.shape, tensor.dtype, partial(self._read, start, tensor.dtype, tensor.shape))
 
@@ -127,7 +136,7 @@ class Spool:
         content = bytearray(torch.Size(shape).numel() * dtype.itemsize)
         rest = memoryview(content)
         while rest:
-            count = os.preadv(self._file.fileno(), [rest], start + len(content) - len(rest))
+            count = os.preadv(self._file, [rest], start + len(content) - len(rest))
             rest = rest[count:]
         return torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(*shape)
 
