@@ -14,6 +14,7 @@ from quantizer.distributed import ALONE, Ranks
 from quantizer.graph.edits import Insertion, inserted, with_weights
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Structure
+from quantizer.numerics.deferred import beside
 from quantizer.numerics.qparams import QParams
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
@@ -35,6 +36,11 @@ class Rounded:
     qparams: QParams
     before: float
     after: float
+
+    def beside(self, source: Tensor) -> Rounded:
+        """The same, out of memory if the float weight is."""
+        qparams = QParams(beside(source, self.qparams.scale), beside(source, self.qparams.zero_point))
+        return replace(self, weight=beside(source, self.weight), qparams=qparams)
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ class _Search:
             before = rescaled(self.task.graph.by_name[name], weight, inputs=1 / factors)
             plain = self._error(sums, name, before, layer_qparams(name, spec, before), factors)
         energy = output_error(sums.matrix(name), weight_matrix(layer, weight)) or 1.0
-        return Rounded(nearest(stored, spec, qparams), qparams, plain / energy, error / energy)
+        return Rounded(nearest(stored, spec, qparams), qparams, plain / energy, error / energy).beside(stored)
 
     def _remark(self, names: Sequence[str], text: str) -> None:
         self.found = self.found.with_remarks(*(Remark(name, text) for name in names))

@@ -16,6 +16,7 @@ from quantizer.algorithms.rounding_problem import RoundingProblem, adaquant, ada
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.errors import DataError
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.parameters import set_parameter
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.qparams import uncut
@@ -218,6 +219,5 @@ def weight_quantizer(layer: Layer) -> TensorQuantizer:
 
 def _put(layer: Layer, weight: Tensor, scale: Tensor) -> None:
     """Give a quantized layer a weight that is rounded to this scale."""
-    parameter = layer.get_parameter("weight")
-    parameter.data = weight.to(parameter.device)
-    weight_quantizer(layer).scale = scale.to(parameter.device)
+    set_parameter(layer, "weight", weight)
+    weight_quantizer(layer).scale = scale.to(layer.get_parameter("weight").device)

@@ -13,6 +13,7 @@ from quantizer.algorithms.adjustment import Adjustment
 from quantizer.graph.edits import Insertion, by_channel, rescaled
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Fold, InputGroup
+from quantizer.numerics.deferred import beside
 
 SCALE_OP = "input_scale"
 
@@ -29,7 +30,8 @@ def folded(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) 
     fold = _fold(group, found)
     for layer in (*group.layers, *(fold.extra if fold else ())):
         weight = parameter(graph, found, layer)
-        found = found.with_parameters(layer, weight=rescaled(graph.by_name[layer], weight, inputs=factors))
+        value = rescaled(graph.by_name[layer], weight, inputs=factors)
+        found = found.with_parameters(layer, weight=beside(weight, value))
     return _inserted(group, factors, found) if fold is None else _divided(graph, fold, factors, found)
 
 
@@ -113,7 +115,7 @@ def _divided(graph: Graph, fold: Fold, factors: Tensor, found: Adjustment) -> Ad
         is_weight = key == "weight"
         if is_weight and node.is_multiplying:
             inverse = 1 / _by_origin(fold, factors, by_channel(node, value).shape[:2].numel())
-            values[key] = rescaled(node, value, outputs=inverse)
+            values[key] = beside(value, rescaled(node, value, outputs=inverse))
         else:
             inverse = 1 / _by_origin(fold, factors, value.numel()).view(value.shape)
             offset = fold.offset if is_weight else 0.0

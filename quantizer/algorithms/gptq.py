@@ -20,6 +20,7 @@ from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.algorithms import GPTAQConfig, GPTQConfig, QronosConfig
 from quantizer.distributed import Ranks
 from quantizer.graph.ir import Graph
+from quantizer.graph.parameters import set_parameter
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
 from quantizer.observers import ObservationError
@@ -182,8 +183,7 @@ class _SequentialRounding:
         return nearest(weight, spec, self.found.qparams.get(name) or nearest_qparams(spec, weight))
 
     def _put(self, name: str, weight: Tensor) -> None:
-        parameter = self.runner.network.layers[name].get_parameter("weight")
-        parameter.data = weight.to(parameter.device)
+        set_parameter(self.runner.network.layers[name], "weight", weight)
 
     def _remark(self, names: Sequence[str], text: str) -> None:
         self.found = self.found.with_remarks(*(Remark(name, text) for name in names))

@@ -173,7 +173,8 @@ def _judge(member: Member, solution: GptqSolution, gram: Tensor, optimism: float
                 rounded.remarks.append(Remark(member.name, NO_GAIN, is_warning=False))
     if torch.equal(nearest(weight, member.spec, qparams), weight):
         energy = output_error(gram, member.weight) or 1.0
-        rounded.layers[member.name] = Rounded(weight, qparams, before / energy, max(error, 0.0) / energy)
+        found = Rounded(weight, qparams, before / energy, max(error, 0.0) / energy)
+        rounded.layers[member.name] = found.beside(member.layer.get_parameter("weight"))
 
 
 def _search(

@@ -21,6 +21,7 @@ from quantizer.graph.axis_rules import ATTENTION, MATRIX_PRODUCT, PLAIN_MATRIX_P
 from quantizer.graph.edits import Insertion
 from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.structure import InputGroup
+from quantizer.numerics.deferred import beside
 from quantizer.numerics.hadamard import factors, rotated
 
 Turn = Callable[[Tensor], Tensor]
@@ -72,8 +73,8 @@ class _Work:
     def put(self, layer: str, key: str, value: Tensor) -> None:
         """Another value for a parameter, in its dtype; a new bias has that of the weight."""
         params = self.graph.by_name[layer].params
-        dtype = self.graph.tensors[params.get(key, params.get("weight", ""))].dtype
-        self.found = self.found.with_parameters(layer, **{key: value.to(dtype)})
+        before = self.graph.tensors[params.get(key, params.get("weight", ""))]
+        self.found = self.found.with_parameters(layer, **{key: beside(before, value.to(before.dtype))})
 
     def is_quantized(self, layers: Iterable[str]) -> bool:
         """Whether the plan quantizes the weight of one of these layers."""

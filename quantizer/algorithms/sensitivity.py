@@ -16,6 +16,7 @@ from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.hierarchical_spec import usual_symmetric_scale
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
+from quantizer.graph.parameters import set_parameter
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
@@ -179,12 +180,11 @@ def _distance(reference: Sequence[Tensor], other: Sequence[Tensor]) -> float:
 @contextlib.contextmanager
 def _replaced(network: Network, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """The network with other weights, for a while."""
-    parameters = {name: network.layers[name].get_parameter("weight") for name in weights}
-    kept = {name: parameter.data for name, parameter in parameters.items()}
+    kept = {name: network.layers[name].get_parameter("weight") for name in weights}
     try:
-        for name, parameter in parameters.items():
-            parameter.data = weights[name].to(parameter.dtype)
+        for name, parameter in kept.items():
+            set_parameter(network.layers[name], "weight", weights[name].to(parameter.dtype))
         yield
     finally:
-        for name, parameter in parameters.items():
-            parameter.data = kept[name]
+        for name, parameter in kept.items():
+            set_parameter(network.layers[name], "weight", parameter)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantizer.algorithms.bias_correction import ChannelMean, channel_axis
 from quantizer.config.model import QuantizationSpec
-from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.config.roles import is_parameter
 from quantizer.config.wording import shortened
 from quantizer.engine.solution import Solution
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
@@ -20,7 +20,7 @@ from quantizer.nn.execution import Watchers
 from quantizer.nn.inplace import ModuleTree
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.numerics.deferred import Spool
+from quantizer.numerics.deferred import beside
 from quantizer.numerics.formats import format_named
 from quantizer.observers import NegativeValuesError, NonFiniteError, ObservationError, Observer
 from quantizer.plan.model import Key, Plan, TensorPlan
@@ -132,7 +132,6 @@ def start(plan: Plan) -> Calibration:
     nodes = plan.graph.by_name
     calibration = Calibration(plan, means={name: ChannelMean(channel_axis(nodes[name])) for name in plan.corrected})
     shared: dict[tuple[str, QuantizationSpec], Observer] = {}
-    spool = Spool()
     for key, tensor in plan.tensors.items():
         if is_parameter(tensor.role):
             parameter = plan.parameter(key).detach()
@@ -140,7 +139,7 @@ def start(plan: Plan) -> Calibration:
                 if tensor.spec.is_scaled:
                     calibration.observers[key] = Observer(tensor.spec)
                     calibration.observers[key].observe(parameter)  # refuses NaN and infinity itself
-                    calibration.observers[key].set_aside(partial(spool.beside, parameter))
+                    calibration.observers[key].set_aside(partial(beside, parameter))
                 else:
                     check_finite(parameter)
         elif tensor.is_calibrated:
@@ -252,11 +251,11 @@ def _located(tensor: TensorPlan, error: type[QuantizerError]) -> Iterator[None]:
 
 def solution(calibration: Calibration) -> Solution:
     """Scale and zero point of every planned tensor; 1 and 0 for those that have none."""
-    tensors, spool = {}, Spool()
+    tensors = {}
     for key, planned in calibration.plan.tensors.items():
         observer = calibration.observers.get(key)
         tensor = QuantizedTensor(planned.spec)
         tensors[key] = tensor if observer is None else tensor.at(observer.qparams())
         if is_parameter(key[1]) and planned.spec.qscheme == "per_group":
-            tensors[key] = tensors[key].set_aside(partial(spool.beside, calibration.plan.parameter(key)))
+            tensors[key] = tensors[key].mapped(partial(beside, calibration.plan.parameter(key)))
     return Solution(tensors)

@@ -94,7 +94,7 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
     results.check_model(info, calibrated)
     if calibrated is not original:
         check_sizes(calibrated, original, info.solution)
-    return Calibrated(original, info.settings, info.solution)
+    return Calibrated(original, info.settings, info.solution if original.is_deferred else info.solution.in_memory())
 
 
 def stored_config(folder: Path) -> Config:

@@ -1,6 +1,5 @@
 """What interrupted stages of a run need to go on: files of one folder, consistent after a stop at any write."""
 
-import hashlib
 import logging
 import time
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.engine.events import Events, Snapshot, Stage
-from quantizer.engine.result_files import read_json, read_tensors, write_json, write_tensors
+from quantizer.engine.result_files import read_json, read_tensors, sha256, write_json, write_tensors
 from quantizer.errors import DataError, QuantizerError, ResultError
 
 EVERY_S = 30.0  # seconds of work that a kill may cost
@@ -70,7 +69,7 @@ class Checkpoint:
         parts = {}
         for number, digest in self._files.items():
             path = self._path(number)
-            if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            if not path.is_file() or sha256(path) != digest:
                 raise ResultError(f"{path} is damaged", help=AGAIN)
             parts[number] = read_tensors(path)
         tensors: dict[str, Tensor] = {}

@@ -16,6 +16,7 @@ from quantizer.distributed import ALONE, Ranks, in_turn
 from quantizer.engine.perplexity import TokenLoss, next_tokens
 from quantizer.errors import DataError
 from quantizer.nn.network import Network
+from quantizer.numerics.deferred import loaded
 from quantizer.numerics.metrics import decibel, energy
 from quantizer.sources.batches import Batch, naming_batch
 
@@ -225,9 +226,10 @@ def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
     for name, role, quantizer in quantized.quantizers():
         if is_parameter(role):
             key = parameter_name(role)
-            row, exact = LayerNoise(name, role), reference.layers[name].get_parameter(key)
+            row, exact = LayerNoise(name, role), loaded(reference.layers[name].get_parameter(key))
             is_bias = base_role(role) == "bias"
-            row.local.add(exact, quantizer(exact.clone()) if is_bias else quantized.layers[name].get_parameter(key))
+            other = quantizer(exact.clone()) if is_bias else loaded(quantized.layers[name].get_parameter(key))
+            row.local.add(exact, other)
             rows.append(row)
     return rows
 

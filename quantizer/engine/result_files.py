@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantizer.atomic import replace_file
 from quantizer.errors import ResultError
-from quantizer.numerics.deferred import STORED, bytes_of
+from quantizer.numerics.deferred import STORED, DeferredTensor, bytes_of, deferred_file
 
 
 def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> str:
@@ -83,7 +83,7 @@ def read_json(path: Path) -> Any:
     Raises:
         ResultError: missing or not JSON.
     """
-    return _parsed(path, lambda content: json.loads(content.decode()), "JSON")
+    return _parsed(path, lambda file: json.loads(file.read_bytes().decode()), "JSON")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -92,7 +92,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Raises:
         ResultError: missing or damaged.
     """
-    tensors: dict[str, Tensor] = _parsed(path, load, "safetensors")
+    tensors: dict[str, Tensor] = _parsed(path, lambda file: load(file.read_bytes()), "safetensors")
+    return tensors
+
+
+def deferred_tensors(path: Path) -> dict[str, DeferredTensor]:
+    """The tensors of a safetensors file, each read when it is needed.
+
+    Raises:
+        ResultError: missing or damaged.
+    """
+    tensors: dict[str, DeferredTensor] = _parsed(path, deferred_file, "safetensors")
     return tensors
 
 
@@ -108,9 +118,9 @@ def sha256(path: Path) -> str:
 CHUNK = 1 << 20
 
 
-def _parsed(path: Path, parse: Callable[[bytes], Any], kind: str) -> Any:
+def _parsed(path: Path, parse: Callable[[Path], Any], kind: str) -> Any:
     try:
-        return parse(path.read_bytes())
+        return parse(path)
     except FileNotFoundError:
         raise ResultError(
             f"{path} does not exist", help="run --quant_mode calib first, with the same --output_dir"

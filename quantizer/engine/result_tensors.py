@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_name
-from quantizer.engine.result_files import read_tensors
+from quantizer.engine.result_files import deferred_tensors
 from quantizer.engine.solution import Solution
 from quantizer.graph.edits import Insertion
 from quantizer.nn.load import CORRECTIONS, GROUP_SCALES, WEIGHTS, quantized_tensor
@@ -75,12 +75,12 @@ def header_of(network: Network, found: Solution) -> dict[str, Any]:
 
 
 def solution_of(folder: Path, header: Mapping[str, Any], entries: Mapping[str, Any]) -> Solution:
-    """The inverse of `tensors_of` and `header_of`; `entries` are the tensors of quant_info.json.
+    """The inverse of `tensors_of` and `header_of`, its tensors deferred; `entries` are those of quant_info.json.
 
     Raises:
         KeyError, TypeError, ValueError: something is not there.
     """
-    files = {name: read_tensors(folder / name) if name in header["files"] else {} for name in TENSORS}
+    files = {name: deferred_tensors(folder / name) if name in header["files"] else {} for name in TENSORS}
     stored = files[WEIGHTS]
 
     def replaced(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -20,7 +20,7 @@ from quantizer.nn.load import attach
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.numerics.deferred import Spool, loaded
+from quantizer.numerics.deferred import beside, loaded
 from quantizer.numerics.qparams import QParams
 from quantizer.plan.model import Key
 
@@ -47,6 +47,17 @@ class Solution:
     def specs(self) -> dict[Key, QuantizationSpec]:
         """The spec of each tensor."""
         return {key: tensor.spec for key, tensor in self.tensors.items()}
+
+    def in_memory(self) -> Solution:
+        """The same with ordinary tensors in place of deferred ones."""
+        return replace(
+            self,
+            tensors={key: tensor.mapped(loaded) for key, tensor in self.tensors.items()},
+            weights=loaded(dict(self.weights)),
+            corrections=loaded(dict(self.corrections)),
+            insertions=tuple(replace(row, weight=loaded(row.weight)) for row in self.insertions),
+            rescaled=loaded(dict(self.rescaled)),
+        )
 
     @property
     def positions(self) -> dict[Key, int]:
@@ -97,13 +108,13 @@ def encoded(graph: Graph, solution: Solution) -> Solution:
     Those of deferred parameters are out of memory.
     """
     graph = with_weights(graph, solution.parameters())
-    tensors, spool = dict(solution.tensors), Spool()
+    tensors = dict(solution.tensors)
     weights = {name: dict(own) for name, own in solution.weights.items()}
     for (name, role), tensor in solution.tensors.items():
         if is_parameter(role) and tensor.codes is None:
             value = graph.tensors[graph.by_name[name].params[parameter_name(role)]]
             found = tensor.encoded(TensorQuantizer.of(tensor)(loaded(value)))
-            tensors[name, role] = found.set_aside(partial(spool.beside, value))
+            tensors[name, role] = found.mapped(partial(beside, value))
             if tensors[name, role].codes is not None:
                 weights.get(name, {}).pop(parameter_name(role), None)
     return replace(solution, tensors=tensors, weights={name: own for name, own in weights.items() if own})

@@ -53,8 +53,8 @@ class Deployment:
     ) -> Deployment:
         """What is given to exporters of a calibrated model, verified on all batches."""
         first, opset = next(iter(batches)).to("cpu"), calibrated.settings.onnx_opset_version
-        solution = calibrated.solution
-        return cls(calibrated.graph, solution, first.args, first.kwargs, opset, batches, sqnr_db, model, choices)
+        graph, solution = calibrated.graph.in_memory(), calibrated.solution.in_memory()
+        return cls(graph, solution, first.args, first.kwargs, opset, batches, sqnr_db, model, choices)
 
     def choice(self, name: str) -> str:
         """What was chosen where a target leaves something open."""

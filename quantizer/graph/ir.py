@@ -15,6 +15,7 @@ from torch import Tensor
 from quantizer.graph.lengths import Length
 from quantizer.graph.op_row import Op
 from quantizer.graph.ops import OPS, unknown
+from quantizer.numerics.deferred import DeferredTensor, loaded
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,15 @@ class Graph:
     def device(self) -> torch.device:
         """Where the tensors are."""
         return next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether there are tensors that are read only when they are needed."""
+        return any(isinstance(tensor, DeferredTensor) for tensor in self.tensors.values())
+
+    def in_memory(self) -> Graph:
+        """The same with all tensors read."""
+        return self.replaced(tensors=loaded(dict(self.tensors))) if self.is_deferred else self
 
     def source(self, node: Node) -> Node | None:
         """The node whose value is the first argument."""

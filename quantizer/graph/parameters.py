@@ -21,6 +21,13 @@ def replace_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None
                 part._parameters[name] = given[id(parameter)]
 
 
+def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
+    """Give a module another parameter, on the device of the one before; a deferred one stays where it is."""
+    before = module.get_parameter(name)
+    moved = value if value.device == before.device else value.to(before.device)
+    module._parameters[name] = nn.Parameter(moved.detach(), requires_grad=before.requires_grad)
+
+
 def placed(module: Module, device: torch.device) -> Module:
     """The module with its tensors on a device. Deferred ones are where they are needed on the CPU, and are read for any
     other.
@@ -39,7 +46,8 @@ def without_values(module: nn.Module) -> Iterator[Mapping[str, DeferredTensor]]:
     They have the shapes and nothing more, as a trace reads nothing else.
     """
     deferred = {name: each for name, each in module.named_parameters() if isinstance(each, DeferredTensor)}
-    replace_parameters(module, {n: torch.zeros((), dtype=each.dtype).expand(each.shape) for n, each in deferred.items()})
+    blank = {name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in deferred.items()}
+    replace_parameters(module, blank)
     try:
         yield deferred
     finally:

@@ -5,6 +5,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.graph.parameters import set_parameter
 from quantizer.nn.quantizer import TensorQuantizer
 
 
@@ -22,8 +23,8 @@ class Layer(nn.Module):
         """Put a quantizer in a role; weights and bias take effect at once, on the parameter itself."""
         self.quantizers[role] = quantizer
         if is_parameter(role):
-            parameter = self.get_parameter(parameter_name(role))
-            parameter.data = quantizer(parameter.data)
+            name = parameter_name(role)
+            set_parameter(self, name, quantizer(self.get_parameter(name).detach()))
 
     def detach_output(self) -> TensorQuantizer | None:
         """Take the output's quantizer off, if there is one; the layer then gives what it computes."""

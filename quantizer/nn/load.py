@@ -1,7 +1,7 @@
 """Fills a generated network from weights.safetensors and quant_info.json beside it. Reads data, never code."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from quantizer.errors import ResultError
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.numerics.codes import unpack
+from quantizer.numerics.codes import storage_dtype, unpack
+from quantizer.numerics.deferred import DeferredTensor
 from quantizer.numerics.two_level import unpack_scales
 
 WEIGHTS, CORRECTIONS = "weights.safetensors", "bias_corr.safetensors"
@@ -72,8 +73,15 @@ def quantized_tensor(entry: Mapping[str, Any], role: str, stored: Mapping[str, T
     found = QuantizedTensor(spec, scale, zero_point)
     if "codes" not in entry:
         return found
-    codes = unpack(stored[f"{module}.{parameter_name(role)}"], spec, entry["codes"]["shape"])
+    codes = _unpacked(stored[f"{module}.{parameter_name(role)}"], spec, entry["codes"]["shape"])
     return replace(found, codes=codes, dtype=getattr(torch, entry["codes"]["dtype"]))
+
+
+def _unpacked(stored: Tensor, spec: QuantizationSpec, shape: Sequence[int]) -> Tensor:
+    """Codes as a file holds them, unpacked when they are needed if they are not in memory."""
+    if not isinstance(stored, DeferredTensor):
+        return unpack(stored, spec, torch.Size(shape))
+    return DeferredTensor(shape, storage_dtype(spec), lambda: unpack(stored.load(), spec, torch.Size(shape)))
 
 
 def attach(layer: Layer, role: str, tensor: QuantizedTensor, *, inplace: bool) -> None:

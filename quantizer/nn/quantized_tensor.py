@@ -58,10 +58,10 @@ class QuantizedTensor:
             return self.decoded()
         return DeferredTensor(self.codes.shape, self.dtype, self.decoded)
 
-    def set_aside(self, keep: Callable[[Tensor], Tensor]) -> QuantizedTensor:
-        """With its tensors as `keep` gives them back: out of memory."""
-        codes = None if self.codes is None else keep(self.codes)
-        return replace(self, scale=keep(self.scale), zero_point=keep(self.zero_point), codes=codes)
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        """With its tensors as `change` gives them, out of memory or into it."""
+        codes = None if self.codes is None else change(self.codes)
+        return replace(self, scale=change(self.scale), zero_point=change(self.zero_point), codes=codes)
 
     @property
     def position(self) -> int | None:

@@ -45,7 +45,7 @@ def encode(value: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor) -> Tens
         scale: float32, of `granularity.scale_shape`; not read for formats without a scale, nor is the next.
         zero_point: int32, same shape.
     """
-    storage = _storage(spec)
+    storage = storage_dtype(spec)
     if not spec.is_scaled:
         codes = value.to(storage)
         return codes if torch.equal(codes.to(value.dtype), value) else None
@@ -105,7 +105,7 @@ def unpack(stored: Tensor, spec: Spec, shape: torch.Size | tuple[int, ...]) -> T
     if bits >= BYTE:
         return stored
     flat = unpack_bits(stored, bits, torch.Size(shape).numel())
-    dtype = _storage(spec)
+    dtype = storage_dtype(spec)
     if dtype.is_floating_point:
         return _looked_up(_patterns(format_named(spec.dtype)).view(torch.uint8), flat).view(dtype).view(shape)
     return (flat - _offset(dtype, bits)).view(dtype).view(shape)
@@ -174,7 +174,8 @@ def _factor(spec: Spec) -> float:
     return 0.0 if spec.dtype == "int" else format_named(spec.dtype).factor
 
 
-def _storage(spec: Spec) -> torch.dtype:
+def storage_dtype(spec: Spec) -> torch.dtype:
+    """Return the dtype of codes that are not packed."""
     return code_dtype(spec.quant_min, spec.quant_max) if spec.dtype == "int" else format_named(spec.dtype).storage
 
 

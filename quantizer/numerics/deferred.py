@@ -36,13 +36,13 @@ class DeferredTensor(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, load: Callable[[], Tensor]) -> DeferredTensor:
-        made: DeferredTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)  # type: ignore[attr-defined]
+        made: DeferredTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         made.load = load
         return made
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, load: Callable[[], Tensor]) -> None: ...
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeferredTensor({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
@@ -60,7 +60,7 @@ class DeferredTensor(Tensor):
             return func(*loaded(args), **loaded(kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """For operators that are called from C++."""
@@ -73,10 +73,22 @@ def loaded(value: Any) -> Any:
 
 
 STORED: dict[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
-    "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 """The dtypes of safetensors files by their names there."""
 
@@ -100,50 +112,61 @@ def _read(path: Path, name: str) -> Tensor:
     return tensor
 
 
-class Spool:
-    """A file without a name for tensors that are not needed for a while; it is gone with the last of them."""
+def beside(source: Tensor, made: Tensor) -> Tensor:
+    """What was made of `source`: out of memory, in a temporary file, if that is deferred.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    global _spool
+    if not isinstance(source, DeferredTensor) or isinstance(made, DeferredTensor) or not made.numel():
+        return made
+    if _spool.end > SPOOL_BYTES:
+        _spool = _Spool()
+    found = _spool.put(made)
+    give_back()
+    return found
+
+
+SPOOL_BYTES = 1 << 28
+"""From here on another file is begun, so that disk space is given back as tensors go."""
+
+
+class _Spool:
+    """A file without a name, which is gone with the last of its tensors."""
 
     def __init__(self) -> None:
-        self._end = 0
+        self.end = 0
 
     @cached_property
-    def _file(self) -> int:
+    def file(self) -> int:
         handle, name = tempfile.mkstemp(prefix="quantizer-")
         os.unlink(name)
         weakref.finalize(self, os.close, handle)
         return handle
 
-    def put(self, tensor: Tensor) -> Tensor:
-        """The same values, out of memory.
-
-        Raises:
-            OSError: there is no room for them.
-        """
-        if isinstance(tensor, DeferredTensor) or not tensor.numel():
-            return tensor
-        start, content = self._end, memoryview(bytes_of(tensor))
+    def put(self, tensor: Tensor) -> DeferredTensor:
+        start, content = self.end, memoryview(bytes_of(tensor))
         while content:
-            count = os.pwrite(self._file, content, self._end)
-            content, self._end = content[count:], self._end + count
-        give_back()
+            count = os.pwrite(self.file, content, self.end)
+            content, self.end = content[count:], self.end + count
         return DeferredTensor(tensor.shape, tensor.dtype, partial(self._read, start, tensor.dtype, tensor.shape))
-
-    def beside(self, source: Tensor, tensor: Tensor) -> Tensor:
-        """What was made of `source`, out of memory if that is."""
-        return self.put(tensor) if isinstance(source, DeferredTensor) else tensor
 
     def _read(self, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         content = bytearray(torch.Size(shape).numel() * dtype.itemsize)
         rest = memoryview(content)
         while rest:
-            count = os.preadv(self._file, [rest], start + len(content) - len(rest))
+            count = os.preadv(self.file, [rest], start + len(content) - len(rest))
             rest = rest[count:]
         return torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(*shape)
 
 
+_spool = _Spool()
+
+
 def give_back() -> None:
-    """Have the C library return freed memory to the system: between large tensors that come and go it keeps as much again
-    as a network has. Does nothing where there is no such function.
+    """Have the C library return freed memory to the system: where large tensors come and go among small ones that stay,
+    it keeps as much as a network has. Does nothing where there is no such function.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

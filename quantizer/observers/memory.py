@@ -68,8 +68,9 @@ class Memory(ABC):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace what was seen; ValueError if it is something else."""
 
+    @abstractmethod
     def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
-        """Hold what was seen as `keep` gives it back, for as long as nothing is asked for."""
+        """Hold what grows with the rows as `keep` gives it back, for as long as nothing is asked for."""
 
 
 class RangeMemory(Memory):
@@ -161,6 +162,9 @@ class PooledMemory(Memory):
             found, self._batches = other._all(), self._batches + other._batches
             if found is not None:
                 self._pool, self._last = self._all(), found
+
+    def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
+        """Histograms stay where they are."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """The tensors of the histogram, and how many "batches" it is of; that alone if new."""

@@ -15,7 +15,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
     """The model as `from_pretrained` makes it, its parameters deferred; None where that has more to do than to read.
 
-    It has where names, shapes or dtypes in the files are not those of the model: it renames, splits, fuses and converts.
+    It has where names, shapes or dtypes in the files are not those of the model: it renames, fuses and converts.
 
     Raises:
         Exception: as transformers and safetensors say; so does the usual way.
