@@ -1,6 +1,6 @@
 """Hugging Face folders of LLaMAs of any size with random bfloat16 weights, made without ever holding one in memory.
 
-`python benchmarks/large_llama.py FOLDER [layers] [width] [intermediate]`: 28, 3072 and 8192 have 3.2 billion parameters.
+`python benchmarks/large_llama.py FOLDER [layers] [width] [intermediate]`: 28, 3072, 8192: 3.2 billion parameters.
 """
 
 from __future__ import annotations

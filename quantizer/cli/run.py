@@ -164,7 +164,7 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         def check(metrics: Collection[str]) -> None:
             require_known(gates, names_in_test(metrics, options))
 
-        calibrated = replace(calibrated, solution=as_run(options.deploy, graph, info.solution))
+        calibrated = replace(calibrated, solution=as_run(options.deploy, graph, calibrated.solution))
         follower = Forked(progress(quiet=options.quiet), torchrun.Watched(ranks))
         scores = score(calibrated, loaded.module, batches, follower, evaluator, check, ranks)
         if not ranks.is_first:

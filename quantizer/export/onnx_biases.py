@@ -9,8 +9,10 @@ from torch import Tensor
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.export.onnx_specs import input_key, is_narrow, output_spec
 from quantizer.graph.ir import Graph
+from quantizer.graph.parameters import placed
 from quantizer.nn.network import Network
 
+CPU = torch.device("cpu")
 ROOM = 1 << 30
 """The largest bias in units of a channel's sums: as much is left for the sum itself."""
 
@@ -37,8 +39,8 @@ def as_run(graph: Graph, solution: Solution) -> Solution:
     steps = sum_steps(graph, solution)
     if not steps:
         return solution
-    solution = _with_room(solution, steps, quantized_network(graph, solution).cpu())
-    steps, network = sum_steps(graph, solution), quantized_network(graph, solution).cpu()
+    solution = _with_room(solution, steps, placed(quantized_network(graph, solution), CPU))
+    steps, network = sum_steps(graph, solution), placed(quantized_network(graph, solution), CPU)
     corrections = dict(solution.corrections)
     for layer, bias in sum_biases(network, steps).items():
         change = bias.value - network.layers[layer].get_parameter("bias").detach()
