@@ -152,6 +152,7 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
     with _opened(folder, options, ranks):
         original = session.trace_model(options, loaded, batches)
         calibrated = reopened(loaded.module, next(iter(session.on_device(options, batches))), original, info)
+        info = replace(info, solution=calibrated.solution)
         graph = calibrated.graph
         if read is not None:
             results.check_plan(info, read.config, session.make_plan(read, original, quiet=True, graph=graph).tensors)

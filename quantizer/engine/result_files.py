@@ -14,7 +14,8 @@ from torch import Tensor
 
 from quantizer.atomic import replace_file
 from quantizer.errors import ResultError
-from quantizer.numerics.deferred import STORED, DeferredTensor, bytes_of, deferred_file
+from quantizer.numerics.deferred import DeferredTensor, bytes_of
+from quantizer.sources.deferred_file import STORED, deferred_file
 
 
 def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> str:

@@ -8,11 +8,9 @@ import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -72,46 +70,6 @@ def loaded(value: Any) -> Any:
     return pytree.tree_map_only(DeferredTensor, lambda tensor: tensor.load(), value)
 
 
-STORED: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
-"""The dtypes of safetensors files by their names there."""
-
-
-def deferred_file(path: Path) -> dict[str, DeferredTensor]:
-    """The tensors of a safetensors file, each mapped into memory when it is needed.
-
-    Raises:
-        OSError, SafetensorError: it cannot be read.
-        KeyError: it has a dtype that torch has not.
-    """
-    with safe_open(path, "pt") as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-        found = {name: (each.get_shape(), STORED[each.get_dtype()]) for name, each in slices.items()}
-    return {name: DeferredTensor(shape, dtype, partial(_read, path, name)) for name, (shape, dtype) in found.items()}
-
-
-def _read(path: Path, name: str) -> Tensor:
-    with safe_open(path, "pt") as file:
-        tensor: Tensor = file.get_tensor(name)
-    return tensor
-
-
 def beside(source: Tensor, made: Tensor) -> Tensor:
     """What was made of `source`: out of memory, in a temporary file, if that is deferred.
 
@@ -158,7 +116,7 @@ class _Spool:
         while rest:
             count = os.preadv(self.file, [rest], start + len(content) - len(rest))
             rest = rest[count:]
-        return torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(*shape)
+        return torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(torch.Size(shape))
 
 
 _spool = _Spool()

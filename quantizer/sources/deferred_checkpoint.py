@@ -7,7 +7,8 @@ from pathlib import Path
 from torch import nn
 
 from quantizer.graph.parameters import replace_parameters
-from quantizer.numerics.deferred import DeferredTensor, deferred_file
+from quantizer.numerics.deferred import DeferredTensor
+from quantizer.sources.deferred_file import deferred_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -31,6 +32,7 @@ def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
         return None
     with accelerate.init_empty_weights(include_buffers=False):
         module: nn.Module = model._from_config(config, dtype=config.dtype or next(iter(stored.values())).dtype)
+    module.tie_weights()  # type: ignore[operator]  # which making them empty has undone
     if not _fits(module, stored):
         return None
     replace_parameters(module, {name: stored[name] for name, _ in module.named_parameters()})

@@ -1,0 +1,142 @@
+"""Models whose weights stay in their files: the results are those of the same model in memory, at a bounded cost."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llamas import llama, saved, tokens
+from torch import Tensor
+
+from quantizer.cli.main import run_command
+from quantizer.numerics.deferred import DeferredTensor
+from quantizer.sources.hugging_face import load_hugging_face, read_checkpoint
+
+GROUPS = {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 32, "symmetric": True}
+ROWS = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "weight-only": {"global_quant_config": {"weight": GROUPS}},
+    "fp8": {"global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
+    "bfloat16": {"global_quant_config": {"weight": {"dtype": "bfloat16"}}},
+    "static": {"global_quant_config": {"weight": ROWS, "input_tensors": {"dtype": "int8", "qscheme": "per_tensor"}}},
+    "gptq": {"global_quant_config": {"weight": GROUPS}, "algo_config": {"name": "gptq"}},
+    "awq": {"global_quant_config": {"weight": GROUPS}, "algo_config": {"name": "awq"}},
+    "smooth": {"global_quant_config": {"weight": ROWS}, "pre_quant_opt_config": {"name": "smooth"}},
+    "rotation": {"global_quant_config": {"weight": GROUPS}, "pre_quant_opt_config": {"name": "rotation"}},
+}
+IN_MEMORY = """
+from transformers import LlamaForCausalLM
+
+def model():
+    network = LlamaForCausalLM.from_pretrained("model")
+    network.config.use_cache = False
+    return network
+"""
+DATA = """
+import torch
+
+def data():
+    return [{"input_ids": torch.arange(16).view(2, 8) * step % 64} for step in (1, 3)]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    saved(tmp_path / "model", llama())
+    (tmp_path / "in_memory.py").write_text(IN_MEMORY, encoding="utf-8")
+    (tmp_path / "data.py").write_text(DATA, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_it_is_the_model_that_transformers_loads(folder: Path) -> None:
+    ours, theirs = load_hugging_face(folder / "model"), read_checkpoint(folder / "model", "LlamaForCausalLM")[0]
+    assert all(isinstance(parameter, DeferredTensor) for parameter in ours.parameters())
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for (name, x), (other, y) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
+        assert (name, x.dtype) == (other, y.dtype)
+        assert torch.equal(x, y)
+    assert ours.config.to_dict() == theirs.config.to_dict()
+    assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
+    (batch,) = tokens(1)
+    with torch.no_grad():
+        assert torch.equal(ours(**batch).logits, theirs(**batch).logits)
+
+
+@pytest.mark.parametrize("settings", [{"tie_word_embeddings": True}, {"dtype": torch.bfloat16}])
+def test_tied_and_narrow_weights(settings: dict[str, Any], tmp_path: Path) -> None:
+    saved(tmp_path, llama(**settings).to(settings.get("dtype")))
+    model = load_hugging_face(tmp_path)
+    assert isinstance(model.lm_head.weight, DeferredTensor)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == ("tie_word_embeddings" in settings)
+    assert model.lm_head.weight.dtype == settings.get("dtype", torch.float32)
+
+
+def test_what_is_not_simply_stored_is_read_by_transformers(folder: Path) -> None:
+    """A folder whose files have another dtype than the config."""
+    settings = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat16"}))
+    model = load_hugging_face(folder / "model")
+    assert not any(isinstance(parameter, DeferredTensor) for parameter in model.parameters())
+    assert next(model.parameters()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_results_are_those_in_memory(name: str, folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name] | {"exclude": ["kind:head", "kind:embedding"]}))
+    made = {}
+    for model in ("model", "in_memory.py"):
+        out = ["--model", model, "--output_dir", f"out_{model}", "--data", "data.py:data", "-q"]
+        assert run_command(["--quant_mode", "calib", "--config_file", "config.json", *out]) == 0
+        assert run_command(["--quant_mode", "test", *out]) == 0
+        files = sorted((folder / f"out_{model}").iterdir())
+        made[model] = {file.name: file.read_bytes() for file in files if not file.name.startswith("run.")}
+    assert made["model"].keys() == made["in_memory.py"].keys()
+    assert [name for name, content in made["model"].items() if content != made["in_memory.py"][name]] == []
+
+
+@pytest.fixture
+def most_alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """The most bytes of loaded tensors that are in memory at once."""
+    alive: dict[int, int] = {}
+    found, keys = {"bytes": 0}, count()
+    make = DeferredTensor.__new__
+
+    def counted(cls: type[DeferredTensor], shape: Any, dtype: torch.dtype, load: Any) -> DeferredTensor:
+        if getattr(load, "__name__", "") == "watched":  # of a tensor that was detached
+            return make(cls, shape, dtype, load)
+
+        def watched() -> Tensor:
+            tensor: Tensor = load()
+            key = next(keys)
+            alive[key] = tensor.nbytes
+            weakref.finalize(tensor, alive.pop, key)
+            found["bytes"] = max(found["bytes"], sum(alive.values()))
+            return tensor
+
+        return make(cls, shape, dtype, watched)
+
+    monkeypatch.setattr(DeferredTensor, "__new__", counted)
+    yield found
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("name", ["weight-only", "gptq"])
+def test_few_weights_are_in_memory_at_once(
+    name: str, layers: int, most_alive: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "model", llama(num_hidden_layers=layers))
+    (tmp_path / "data.py").write_text(DATA, encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    out = ["--model", "model", "--data", "data.py:data", "-q"]
+    assert run_command(["--quant_mode", "calib", "--config_file", "config.json", *out]) == 0
+    assert run_command(["--quant_mode", "test", *out]) == 0
+    largest = 96 * 64 * 4
+    assert most_alive["bytes"] <= 3 * largest

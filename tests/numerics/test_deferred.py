@@ -1,0 +1,112 @@
+"""Deferred tensors: computed with like any other, read when that happens, and out of memory in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+from quantizer.engine.result_files import write_tensors
+from quantizer.numerics.deferred import DeferredTensor, beside, loaded
+from quantizer.sources.deferred_file import STORED, deferred_file
+
+
+class Counted:
+    """Gives 0, 1, 2, … in the shape [2, 3], and counts how often."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> torch.Tensor:
+        self.count += 1
+        return torch.arange(6.0).view(2, 3)
+
+
+@pytest.fixture
+def load() -> Counted:
+    return Counted()
+
+
+def deferred(load: Counted) -> DeferredTensor:
+    return DeferredTensor((2, 3), torch.float32, load)
+
+
+def test_facts_read_nothing(load: Counted) -> None:
+    x = deferred(load)
+    assert (x.shape, x.dtype, x.dim(), len(x), x.numel(), x.nbytes) == ((2, 3), torch.float32, 2, 2, 6, 24)
+    assert x.device.type == "cpu"
+    assert isinstance(x.detach(), DeferredTensor)
+    assert isinstance(nn.Parameter(x, requires_grad=False), nn.Parameter)
+    assert "DeferredTensor" in repr(x)
+    assert load.count == 0
+
+
+def test_functions_take_it_for_its_values(load: Counted) -> None:
+    x, values = deferred(load), torch.arange(6.0).view(2, 3)
+    for function in (
+        torch.sum,
+        torch.Tensor.abs,
+        torch.t,
+        lambda y: y[1:],
+        lambda y: y @ torch.ones(3),
+        torch.isfinite,
+    ):
+        found = function(x)
+        assert torch.equal(found, function(values))
+        assert type(found) is torch.Tensor
+    assert torch.equal(torch.cat([x, x]), torch.cat([values, values]))
+    assert type(loaded({"a": [x]})["a"][0]) is torch.Tensor
+
+
+def test_a_layer_computes_with_it(load: Counted) -> None:
+    layer, x = nn.Linear(3, 2, bias=False), torch.randn(4, 3)
+    layer.weight = nn.Parameter(deferred(load), requires_grad=False)
+    assert torch.equal(layer(x), nn.functional.linear(x, load()))
+    assert load.count == 2
+
+
+@pytest.mark.parametrize("change", [lambda x: x.add_(1), lambda x: x.zero_(), lambda x: x.__setitem__(0, 1.0)])
+def test_it_is_not_changed_in_place(change: object, load: Counted) -> None:
+    assert callable(change)
+    with pytest.raises(RuntimeError, match="cannot be changed"):
+        change(deferred(load))
+
+
+def test_what_is_made_of_it_is_out_of_memory(load: Counted) -> None:
+    made = torch.randn(5, 7).to(torch.bfloat16)
+    kept = beside(deferred(load), made)
+    assert isinstance(kept, DeferredTensor)
+    assert torch.equal(loaded(kept), made)
+    assert beside(torch.ones(1), made) is made
+    assert beside(deferred(load), kept) is kept
+
+
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=5).filter(lambda s: s != "__metadata__"),
+        st.tuples(st.sampled_from(list(STORED.values())), st.lists(st.integers(0, 3), max_size=3)),
+        max_size=4,
+    )
+)
+def test_files_are_those_of_safetensors(tensors: dict[str, tuple[torch.dtype, list[int]]]) -> None:
+    """Of every dtype and shape, with any names: written part by part, read by the package and tensor by tensor."""
+    from tempfile import TemporaryDirectory
+
+    written = {
+        name: torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).view(shape)
+        for name, (dtype, shape) in tensors.items()
+    }
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "x.safetensors")
+        write_tensors(path, written, {"of": "a test"})
+        read, mapped = load_file(path), deferred_file(path)
+        assert read.keys() == mapped.keys() == written.keys()
+        for name, tensor in written.items():
+            for found in (read[name], loaded(mapped[name])):
+                assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+                assert torch.equal(found.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
