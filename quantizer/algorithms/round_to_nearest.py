@@ -14,7 +14,7 @@ ROWS = 512
 
 
 def nearest_qparams(spec: QuantizationSpec, weight: Tensor) -> QParams:
-    """Scale and zero point that the range of `weight` gives, as calibration finds them.
+    """Scale and zero point that the range of `weight` gives, as calibration finds them, where the weight is.
 
     Raises:
         ObservationError: the weight holds NaN or infinity.
@@ -22,7 +22,7 @@ def nearest_qparams(spec: QuantizationSpec, weight: Tensor) -> QParams:
     """
     observer = Observer(spec)
     observer.observe(weight.detach())
-    return observer.qparams()
+    return observer.qparams().to(weight.device)
 
 
 def layer_qparams(layer: str, spec: QuantizationSpec, weight: Tensor) -> QParams:

@@ -37,7 +37,9 @@ def put(module: nn.Module, path: str, role: str, tensor: QuantizedTensor) -> Non
     layer = make_quantizable(module, path)
     # The output of torch's own layers is fresh memory, which a quantizer may overwrite.
     inplace = role == "activation" and layer.float_class in OPERATORS
-    layer.quantizers[role] = TensorQuantizer.of(tensor, inplace=inplace)
+    quantizer = TensorQuantizer.of(tensor, inplace=inplace)
+    parameter = next(layer.parameters(), None)
+    layer.quantizers[role] = quantizer if parameter is None or parameter.is_meta else quantizer.to(parameter.device)
 
 
 def _quantize_parameters(model: nn.Module, uses: list[Use]) -> None:

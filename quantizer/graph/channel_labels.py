@@ -16,7 +16,7 @@ from quantizer.graph.targets import call
 
 NONE = -1
 BATCH = 2
-META = torch.device("meta")
+META, LABELS = torch.device("meta"), torch.device("cpu")
 _UNKNOWN = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
 
 
@@ -79,7 +79,7 @@ class ChannelLabels:
             return torch.full((), NONE if value.is_floating_point() else 0, dtype=value.dtype).expand(value.shape)
 
         inputs = {key: map_refs(value, stand_in) for key, value in node.inputs.items()}
-        return call(node.target, {**node.attrs, **inputs})
+        return call(node.target, {**_attrs(node, LABELS), **inputs})
 
 
 def meta_values(graph: Graph) -> dict[str, Any]:
@@ -107,11 +107,15 @@ def _value(node: Node, values: dict[str, Any], tensors: dict[str, Any]) -> Any:
         return values[next(iter(node.refs()))]
     params = {key: tensors[path] for key, path in node.params.items()}
     inputs = {key: map_refs(value, values.__getitem__) for key, value in node.inputs.items()}
-    attrs = {key: META if isinstance(value, torch.device) else value for key, value in node.attrs.items()}
-    arguments = {**attrs, **params, **inputs}
+    arguments = {**_attrs(node, META), **params, **inputs}
     if node.target == "aten.view.default":  # attention on this device may lay out its result so that it has no view
         return arguments["input"].reshape(arguments["size"])
     return call(node.target, arguments)
+
+
+def _attrs(node: Node, device: torch.device) -> dict[str, Any]:
+    """The constants of a node's call, as it runs on another device."""
+    return {key: device if isinstance(value, torch.device) else value for key, value in node.attrs.items()}
 
 
 def paths(node: Node, how: Commutes = Commutes.SCALING) -> tuple[str, ...]:

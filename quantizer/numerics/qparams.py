@@ -1,5 +1,7 @@
 """From a range of real values to scale and zero point, in float64. Rounds no tensor and knows no rounding mode."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 
@@ -127,6 +129,10 @@ class QParams:
 
     scale: Tensor
     zero_point: Tensor
+
+    def to(self, device: torch.device) -> QParams:
+        """The same on a device: that of the values they go with, where ranges are found on the CPU."""
+        return QParams(self.scale.to(device), self.zero_point.to(device))
 
 
 def power_of_two(step: Tensor) -> Tensor:

@@ -83,8 +83,9 @@ def cross_layer_equalization(graph: Graph) -> Graph:
     if not done:
         return graph
     normal = {
-        name: (mean * layers[name].outputs, std * layers[name].outputs) if name in layers else (mean, std)
+        name: (mean * factors, std * factors)
         for name, (mean, std) in graph.normal.items()
+        for factors in [layers[name].outputs.to(mean.device) if name in layers else 1.0]
     }
     graph = with_weights(graph, {name: layer.parameters(graph) for name, layer in layers.items()})
     return graph.replaced(normal=normal, changes=(*graph.changes, *done))
