@@ -72,6 +72,12 @@ class StrictTensor(Tensor):
         assert isinstance(value, StrictTensor) and value.shape == self.shape and value.dtype == self.dtype
         self.values = value.values
 
+    def __getitem__(self, key: Any) -> Tensor:
+        return super().__getitem__(_without_lists(key))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(_without_lists(key), value)
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
@@ -81,6 +87,22 @@ class StrictTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         made = self.detach().clone().requires_grad_(self.requires_grad)
         return torch.nn.Parameter(made, self.requires_grad) if isinstance(self, torch.nn.Parameter) else made
+
+
+def _without_lists(key: Any) -> Any:
+    """An index with tensors for lists, of which torch makes tensors of a Python device in a way that fails."""
+    if isinstance(key, list):
+        return torch.tensor(key).to(STRICT)
+    return tuple(map(_without_lists, key)) if isinstance(key, tuple) else key
+
+
+_made_of_data = torch.tensor
+
+
+def tensor(data: Any, *, device: Any = None, **more: Any) -> Tensor:
+    """`torch.tensor`, for which the same holds; tests put it in its place."""
+    made = _made_of_data(data, **more)
+    return made if device is None else made.to(device)
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:

@@ -70,20 +70,22 @@ def open_model(options: Options) -> LoadedModel:
     if options.model is None:
         remedy = "give FILE.py with a function model(), or package.module:factory"
         raise UsageError("Missing option '--model'", help=remedy)
-    loaded = load_model(options.model, options.weights, trust=options.trust)
-    placed(loaded.module, device_of(options))
+    loaded, device = load_model(options.model, options.weights, trust=options.trust), device_of(options)
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False  # else a convolution of float32 has the precision of float16
+    placed(loaded.module, device)
     return loaded
 
 
 def device_of(options: Options) -> torch.device:
-    """The device of `--device`; cpu for commands without one.
+    """The device of `--device`; cpu for commands without one. "auto" is a GPU where there is one.
 
     Raises:
         UsageError: no such device here.
     """
     try:
-        device = torch.device(options.device)
-        torch.empty(0, device=device)
+        found = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.empty(0, device=found if options.device == "auto" else options.device).device
     except (RuntimeError, AssertionError) as error:
         said = f"--device {options.device} cannot be used here: {str(error).splitlines()[0]}"
         here = "cpu or cuda" if torch.cuda.is_available() else "cpu: this torch finds no CUDA device"

@@ -46,8 +46,12 @@ def joined(options: Options) -> Iterator[tuple[Ranks, Options]]:
     if not is_used():
         yield ALONE, options
         return
+    import torch
+
     from quantizer.distributed.process_group import ProcessGroup
 
+    if options.device == "auto":
+        options = replace(options, device="cuda" if torch.cuda.is_available() else "cpu")
     if options.device == "cuda":
         options = replace(options, device=f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
     backend = "cpu:gloo,cuda:nccl" if options.device.startswith("cuda") else "gloo"

@@ -29,14 +29,18 @@ def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def placed(module: Module, device: torch.device) -> Module:
-    """The module with its tensors on a device. Deferred ones are where they are needed on the CPU, and are read for any
-    other.
+    """The module with its tensors on a device. Deferred ones stay so: each goes there whenever it is computed with, so
+    that a model may be larger than the device's memory.
     """
-    deferred = {name: each for name, each in module.named_parameters() if isinstance(each, DeferredTensor)}
-    if deferred and device.type == "cpu":
-        return module
-    replace_parameters(module, {name: each.load() for name, each in deferred.items()})
-    return module.to(device)
+    homes = [(part._parameters, *item) for part in module.modules() for item in part._parameters.items()]
+    aside = [(home, name, each) for home, name, each in homes if isinstance(each, DeferredTensor)]
+    moved = {id(each): nn.Parameter(each.at(device), requires_grad=each.requires_grad) for _, _, each in aside}
+    for home, name, _ in aside:
+        home[name] = None  # torch would read it
+    module.to(device)
+    for home, name, each in aside:
+        home[name] = moved[id(each)]
+    return module
 
 
 @contextmanager
@@ -46,7 +50,7 @@ def without_values(module: nn.Module) -> Iterator[Mapping[str, DeferredTensor]]:
     They have the shapes and nothing more, as a trace reads nothing else.
     """
     deferred = {name: each for name, each in module.named_parameters() if isinstance(each, DeferredTensor)}
-    blank = {name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in deferred.items()}
+    blank = {name: torch.zeros((), dtype=each.dtype, device=each.device).expand(each.shape) for name, each in deferred.items()}
     replace_parameters(module, blank)
     try:
         yield deferred

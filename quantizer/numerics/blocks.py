@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 1 << 19  # values per step: 2 MB of float32 stay in the cache for all operations of the step
+BLOCK_OF_GPU = 1 << 24  # there each operation is started by itself, which few values do not pay for
 FEW = 1 << 15  # scales per step: float64 of more is memory that the system may hand out anew for every operation
 _kept = threading.local()  # the memory that `scratch` keeps for a thread
 
@@ -63,13 +64,18 @@ def fill(out: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, kernel: Kern
             f"For a tensor of shape {tuple(x.shape)} with ch_axis {ch_axis}, scale and zero_point must have shape "
             f"{shape}, not {tuple(scale.shape)} and {tuple(zero_point.shape)}."
         )
-    exact = _has_exact_inverse(scale)
+    exact = _is_read(x) and _has_exact_inverse(scale)
     targets = repeat(None) if out is x else (block for block, _, _ in blocks(out, scale, zero_point, ch_axis))
     for (source, s, z), target in zip(blocks(x, scale, zero_point, ch_axis), targets, strict=False):
         to = source if target is None else target
         divided = torch.mul(source, s.reciprocal(), out=to) if exact else torch.div(source, s, out=to)
         kernel(divided, z).mul_(s)
     return out
+
+
+def _is_read(x: Tensor) -> bool:
+    """Whether looking at values costs nothing: a GPU would be waited for, and what is saved there is less than that."""
+    return x.device.type == "cpu"
 
 
 def _has_exact_inverse(scale: Tensor) -> bool:
@@ -98,25 +104,25 @@ def scratch(x: Tensor) -> Tensor | None:
 def blocks(
     x: Tensor, scale: Tensor, zero_point: Tensor, ch_axis: int | None
 ) -> Iterator[tuple[Tensor, Tensor, int | Tensor]]:
-    """Yield views of about BLOCK values that cover `x`, each with the scale and zero point for it.
+    """Yield views of about BLOCK values (BLOCK_OF_GPU) that cover `x`, each with the scale and zero point for it.
 
     The last in memory comes first: who found the scales has read `x` from its beginning, so its end is in the cache.
     """
-    scale, order = scale.to(x), memory_order(x)
+    scale, order, size = scale.to(x), memory_order(x), BLOCK if _is_read(x) else BLOCK_OF_GPU
     if ch_axis is None:
-        z, flat = int(zero_point), x.permute(order).view(-1)
-        yield from ((flat[start : start + BLOCK], scale, z) for start in reversed(range(0, flat.numel(), BLOCK)))
+        z, flat = int(zero_point) if _is_read(x) else zero_point.to(x), x.permute(order).view(-1)
+        yield from ((flat[start : start + size], scale, z) for start in reversed(range(0, flat.numel(), size)))
         return
     axis = order.index(ch_axis % x.ndim)
     ordered = x.permute(order)
     channels, inner = ordered.shape[axis], math.prod(ordered.shape[axis + 1 :])
     rows = ordered.view(math.prod(ordered.shape[:axis]), channels, inner)
     # The two ends are found many times as fast as `any`.
-    is_zero = zero_point.numel() == 0 or all(int(end) == 0 for end in zero_point.aminmax())
+    is_zero = zero_point.numel() == 0 or (_is_read(x) and all(int(end) == 0 for end in zero_point.aminmax()))
     zero_points = None if is_zero else zero_point.to(x).view(1, -1, 1)
     scales = scale.view(1, -1, 1)
-    wide = max(1, min(channels, BLOCK // max(1, inner)))
-    tall = max(1, BLOCK // max(1, wide * inner))
+    wide = max(1, min(channels, size // max(1, inner)))
+    tall = max(1, size // max(1, wide * inner))
     for start, c in product(reversed(range(0, len(rows), tall)), reversed(range(0, channels, wide))):
         here = slice(c, c + wide)
         yield rows[start : start + tall, here], scales[:, here], 0 if zero_points is None else zero_points[:, here]

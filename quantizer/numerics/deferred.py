@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
+CPU = torch.device("cpu")
+
+
 class DeferredTensor(Tensor):
     """A tensor that `load` gives whenever an operator needs its values; in between it has a shape and a dtype alone.
 
@@ -22,23 +25,36 @@ class DeferredTensor(Tensor):
     It cannot be changed in place.
 
     Args:
-        shape, dtype: of what `load` gives, on the CPU.
-        load: gives the same values each time.
+        shape, dtype: of what `load` gives.
+        load: gives the same values each time, on the CPU.
+        device: where operators find them; they are moved there each time.
 
     >>> ones = DeferredTensor((2, 3), torch.float32, lambda: torch.ones(2, 3))
     >>> ones.shape, (ones + 1).sum()
     (torch.Size([2, 3]), tensor(12.))
     """
 
-    load: Callable[[], Tensor]
+    _read: Callable[[], Tensor]
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, load: Callable[[], Tensor]) -> DeferredTensor:
-        made: DeferredTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
-        made.load = load
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, load: Callable[[], Tensor], device: torch.device = CPU
+    ) -> DeferredTensor:
+        made: DeferredTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        made._read = load
         return made
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, load: Callable[[], Tensor]) -> None: ...
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, load: Callable[[], Tensor], device: torch.device = CPU
+    ) -> None: ...
+
+    def load(self) -> Tensor:
+        """The values, where the tensor is."""
+        return self._read().to(self.device)
+
+    def at(self, device: torch.device) -> DeferredTensor:
+        """The same on a device, still deferred."""
+        return DeferredTensor(self.shape, self.dtype, self._read, device)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeferredTensor({tuple(self.shape)}, {self.dtype})"
@@ -52,7 +68,7 @@ class DeferredTensor(Tensor):
             if func in _FACTS:
                 return func(*args, **kwargs)
             if func in _SAME and isinstance(first, DeferredTensor):
-                return cls(first.shape, first.dtype, first.load)
+                return first.at(CPU if func is Tensor.cpu else first.device)
             if isinstance(first, DeferredTensor) and func in _CHANGES:
                 raise RuntimeError("A deferred tensor cannot be changed in place.")
             return func(*loaded(args), **loaded(kwargs))
@@ -81,7 +97,7 @@ def beside(source: Tensor, made: Tensor) -> Tensor:
         return made
     if _spool.end > SPOOL_BYTES:
         _spool = _Spool()
-    found = _spool.put(made)
+    found = _spool.put(made).at(made.device)
     give_back()
     return found
 

@@ -1,0 +1,64 @@
+"""What `test_devices` shows on a stand-in, on a GPU: the same as on the CPU, up to the order of sums and ties."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from configs import document
+from test_devices import CPU, HIERARCHICAL, LAYERED, run
+
+CUDA = torch.device("cuda:0")
+TOLERANCE = 1e-5
+TIES = 1e-3  # of the codes, each by one step
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _float32_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def near(config: Any, model: str, finetune: str | None = None) -> None:
+    """Scales, corrections and float weights within TOLERANCE, codes equal but for ties."""
+    ours, theirs = (run(model, torch.float32, device, config, finetune) for device in (CUDA, CPU))
+    assert ours.found.keys() == theirs.found.keys()
+    for key, wanted in theirs.found.items():
+        value = ours.found[key].cpu()
+        if wanted.is_floating_point():
+            torch.testing.assert_close(value, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+        else:
+            steps = (value.long() - wanted.long()).abs()
+            assert steps.max() <= 1, key
+            assert steps.count_nonzero() <= max(1, TIES * steps.numel()), key
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_observers_and_passes(name: str) -> None:
+    near(LAYERED[name], "network")
+
+
+@pytest.mark.parametrize("name", ["dynamic", "smoothquant"])
+def test_scales_without_a_search(name: str) -> None:
+    near(HIERARCHICAL[name], "language_model")
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptaq", "qronos", "awq", "rotation"])
+def test_algorithms_are_as_good(name: str) -> None:
+    """A search that is at a tie goes on elsewhere, so that outputs are compared and not codes."""
+    ours, theirs = (run("language_model", torch.float32, device, HIERARCHICAL[name]) for device in (CUDA, CPU))
+    assert ours.scores.metrics["sqnr_db"] == pytest.approx(theirs.scores.metrics["sqnr_db"], abs=0.5)
+
+
+@pytest.mark.parametrize("mode", ["adaround", "adaquant"])
+def test_fast_finetuning_is_as_good(mode: str) -> None:
+    ours, theirs = (run("network", torch.float32, device, document(), mode) for device in (CUDA, CPU))
+    assert ours.scores.metrics["sqnr_db"] == pytest.approx(theirs.scores.metrics["sqnr_db"], abs=0.5)
+
+
+@pytest.mark.parametrize("name", [*HIERARCHICAL])
+def test_bfloat16_runs(name: str) -> None:
+    found = run("language_model", torch.bfloat16, CUDA, HIERARCHICAL[name])
+    assert all(value.isfinite().all() for value in found.found.values() if value.is_floating_point())
