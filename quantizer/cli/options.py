@@ -137,7 +137,12 @@ class Options:
     )
     weights: str | None = _file("Weights: .safetensors, or a .pth that holds only tensors.", group="Model")
     trust: bool = option("Load a .pt2 file, which can run code.", default=False, group="Model")
-    device: str = option("Where the model runs: cpu, cuda, cuda:1, or auto: cuda where there is one.", default="cpu", metavar="DEVICE", group="Model")
+    device: str = option(
+        "Where the model runs: cpu, cuda, cuda:1, or auto: cuda where there is one.",
+        default="cpu",
+        metavar="DEVICE",
+        group="Model",
+    )
     data: str | None = _file(
         "Calibration data: a factory, a folder, files, texts or random:NxCxHxW.  "
         "[default: calibration_data() in the model's file]",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,10 @@ def placed(module: Module, device: torch.device) -> Module:
     """The module with its tensors on a device. Deferred ones stay so: each goes there whenever it is computed with, so
     that a model may be larger than the device's memory.
     """
-    homes = [(part._parameters, *item) for part in module.modules() for item in part._parameters.items()]
-    aside = [(home, name, each) for home, name, each in homes if isinstance(each, DeferredTensor)]
+    aside: list[tuple[dict[str, Any], str, DeferredTensor]] = []
+    for part in module.modules():
+        held: dict[str, Any] = part._parameters
+        aside += [(held, name, each) for name, each in held.items() if isinstance(each, DeferredTensor)]
     moved = {id(each): nn.Parameter(each.at(device), requires_grad=each.requires_grad) for _, _, each in aside}
     for home, name, _ in aside:
         home[name] = None  # torch would read it
@@ -50,7 +52,10 @@ def without_values(module: nn.Module) -> Iterator[Mapping[str, DeferredTensor]]:
     They have the shapes and nothing more, as a trace reads nothing else.
     """
     deferred = {name: each for name, each in module.named_parameters() if isinstance(each, DeferredTensor)}
-    blank = {name: torch.zeros((), dtype=each.dtype, device=each.device).expand(each.shape) for name, each in deferred.items()}
+    blank = {
+        name: torch.zeros((), dtype=each.dtype, device=each.device).expand(each.shape)
+        for name, each in deferred.items()
+    }
     replace_parameters(module, blank)
     try:
         yield deferred

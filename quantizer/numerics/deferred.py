@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-
 CPU = torch.device("cpu")
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from configs import document
 from test_devices import CPU, HIERARCHICAL, LAYERED, run
+
+from configs import document
 
 CUDA = torch.device("cuda:0")
 TOLERANCE = 1e-5

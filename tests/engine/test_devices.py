@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from configs import document
-from llamas import llama, tokens
+from llamas import llama, saved, tokens
 from strict_device import STRICT, Transfer, recorded, tensor
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from toys import Residual, shake
 
+from configs import document
 from quantizer import ModelQuantizer
 from quantizer.api.config import read_config
 from quantizer.cli.main import run_command
@@ -218,6 +219,25 @@ def test_the_shell_writes_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureF
         assert run_command(["--quant_mode", "test", "--exact", "--json", *folder]) == 0
         reports.append(json.loads(capsys.readouterr().out))
     assert reports[0] == reports[1]
+
+
+def eight_tokens() -> list[dict[str, Tensor]]:
+    """Calibration data of the command line."""
+    return tokens()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_in_files_give_the_same_bytes(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder, found = saved(tmp_path / "model", language_model(dtype)), {}
+    (tmp_path / "config.json").write_text(json.dumps(HIERARCHICAL["gptq"]))
+    for device in ("cpu", "strict"):
+        given = ["--model", str(folder), "--config_file", str(tmp_path / "config.json"), "--device", device, "-q"]
+        given += ["--data", f"{__file__}:eight_tokens", "--output_dir", str(tmp_path / device)]
+        with sdpa_kernel(SDPBackend.MATH):
+            assert run_command(["--quant_mode", "calib", *given]) == 0
+            assert run_command(["--quant_mode", "test", *given]) == 0
+        found[device] = json.loads((tmp_path / device / "quant_info.json").read_text())
+    assert found["strict"] == found["cpu"]
 
 
 def test_weights_that_are_deferred_stay_so_on_a_device() -> None:
