@@ -113,11 +113,11 @@ class _IntegerNetwork:
     """The graph in integers: `plain` computes on codes in float64, `simulation` runs what has no integer form."""
 
     def __init__(self, graph: Graph, solution: Solution, result: ExactComparison) -> None:
-        graph, solution = graph.in_memory(), solution.in_memory()
+        graph, solution = graph.on(torch.device("cpu")).in_memory(), solution.in_memory()
         self.graph, self.solution, self.result = graph, solution, result
-        self.simulation = quantized_network(graph, solution).cpu()
+        self.simulation = quantized_network(graph, solution)
         self.last_uses = self.simulation.last_uses
-        self.plain = Network(graph).cpu().double()
+        self.plain = Network(graph).double()
         self.positions = solution.positions
         self.biases: dict[str, Fixed] = {}
         self.batch = 0

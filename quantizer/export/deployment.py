@@ -53,7 +53,7 @@ class Deployment:
     ) -> Deployment:
         """What is given to exporters of a calibrated model, verified on all batches."""
         first, opset = next(iter(batches)).to("cpu"), calibrated.settings.onnx_opset_version
-        graph, solution = calibrated.graph.in_memory(), calibrated.solution.in_memory()
+        graph, solution = calibrated.graph.on(torch.device("cpu")).in_memory(), calibrated.solution.in_memory()
         return cls(graph, solution, first.args, first.kwargs, opset, batches, sqnr_db, model, choices)
 
     def choice(self, name: str) -> str:

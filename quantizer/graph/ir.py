@@ -149,6 +149,21 @@ class Graph:
         """Where the tensors are."""
         return next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
 
+    def on(self, device: torch.device) -> Graph:
+        """The same on a device, with it in place of those that calls in the trace name."""
+
+        def moved(node: Node) -> Node:
+            attrs = {key: device if isinstance(value, torch.device) else value for key, value in node.attrs.items()}
+            return dataclasses.replace(node, attrs=attrs)
+
+        if device == self.device:
+            return self
+        tensors = {
+            path: each.at(device) if isinstance(each, DeferredTensor) else each.to(device)
+            for path, each in self.tensors.items()
+        }
+        return self.mapped(moved).replaced(tensors=tensors)
+
     @property
     def is_deferred(self) -> bool:
         """Whether there are tensors that are read only when they are needed."""
