@@ -106,23 +106,16 @@ def most_alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """The most bytes of loaded tensors that are in memory at once."""
     alive: dict[int, int] = {}
     found, keys = {"bytes": 0}, count()
-    make = DeferredTensor.__new__
+    load = DeferredTensor.load
 
-    def counted(cls: type[DeferredTensor], shape: Any, dtype: torch.dtype, load: Any) -> DeferredTensor:
-        if getattr(load, "__name__", "") == "watched":  # of a tensor that was detached
-            return make(cls, shape, dtype, load)
+    def watched(self: DeferredTensor) -> Tensor:
+        tensor, key = load(self), next(keys)
+        alive[key] = tensor.nbytes
+        weakref.finalize(tensor, alive.pop, key)
+        found["bytes"] = max(found["bytes"], sum(alive.values()))
+        return tensor
 
-        def watched() -> Tensor:
-            tensor: Tensor = load()
-            key = next(keys)
-            alive[key] = tensor.nbytes
-            weakref.finalize(tensor, alive.pop, key)
-            found["bytes"] = max(found["bytes"], sum(alive.values()))
-            return tensor
-
-        return make(cls, shape, dtype, watched)
-
-    monkeypatch.setattr(DeferredTensor, "__new__", counted)
+    monkeypatch.setattr(DeferredTensor, "load", watched)
     yield found
 
 
