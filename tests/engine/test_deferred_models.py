@@ -132,4 +132,4 @@ def test_few_weights_are_in_memory_at_once(
     assert run_command(["--quant_mode", "calib", "--config_file", "config.json", *out]) == 0
     assert run_command(["--quant_mode", "test", *out]) == 0
     largest = 96 * 64 * 4
-    assert most_alive["bytes"] <= 3 * largest
+    assert most_alive["bytes"] <= 4 * largest  # of 5 in a layer
