@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from quantizer.algorithms.activation_store import BUDGET, ActivationStore
+from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.bias_correction import ChannelMean, correct_biases
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import Config
@@ -29,7 +29,7 @@ class Corrected:
     calibration: Calibration
     before: Solution
     batches: Sequence[Batch]
-    budget: int = BUDGET
+    budget: int | None = None
 
     @property
     def graph(self) -> Graph:

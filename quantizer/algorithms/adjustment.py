@@ -113,6 +113,7 @@ class Task:
             given: it runs through them with what was found and goes on after them.
         before: what this algorithm was given when it began, before the groups that are `done`.
         ranks: who may share the batches; an algorithm that does not share them finds the same on each rank.
+        memory: bytes of the network's values that may stay in memory; None for half of what is free.
     """
 
     graph: Graph
@@ -123,6 +124,7 @@ class Task:
     done: int = 0
     before: Adjustment = field(default_factory=Adjustment)
     ranks: Ranks = ALONE
+    memory: int | None = None
 
     @property
     def device(self) -> torch.device:

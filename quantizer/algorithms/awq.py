@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
 from quantizer.algorithms.fold import admissible, folded, input_name, parameter, without_overlap
 from quantizer.algorithms.gram import DEEPEST, UNREACHED, GroupSums, deepest, quantized_layers, zero_channels
@@ -62,7 +63,7 @@ class _Search:
             layer_qparams(name, task.specs[name, "weights"], parameter(task.graph, found, name))
         self.before = task.before if task.done else found
         network = Network(adjusted(task.graph, self.before))
-        self.runner = SequentialRunner(network, task.batches(), ranks=task.ranks)
+        self.runner = SequentialRunner(network, task.batches(), ActivationStore(task.memory), task.ranks)
 
     def run(self) -> Adjustment:
         """All groups, but those that an interrupted run had done."""

@@ -136,10 +136,12 @@ def _correct(runner: SequentialRunner, node: Node, target: ChannelMean, as_codes
     if as_codes and "bias" in layer.quantizers:
         bias = layer.get_parameter("bias")
         correction = layer.quantizers["bias"](bias + correction) - bias
-    for output in kept:
+
+    def corrected(output: Tensor) -> Tensor:
         output.movedim(target.ch_axis, -1).add_(correction)
-        if quantizer is not None:
-            output.copy_(quantizer(output))
+        return output if quantizer is None else output.copy_(quantizer(output))
+
+    runner.change(kept, corrected)
     runner.release(kept)
     layer.correct_bias(correction)
     if quantizer is not None:

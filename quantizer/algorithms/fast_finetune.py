@@ -163,12 +163,13 @@ class _Layer:
 
     def sampled(self, draw: torch.Generator, shape: torch.Size) -> tuple[Tensor, Tensor]:
         """Quantized inputs [groups, samples, depth] and float outputs without the bias [groups, samples, rows]."""
-        outputs = [channel_rows(self.layer, target) for target in self.targets]
+        positions = sum(len(channel_rows(self.layer, target)) for target in self.targets)
         least, most = SAMPLES
         wanted = min(max(16 * shape[2], least), most, max(256, VALUES // (shape[0] * shape[2])))
-        share = wanted / max(1, sum(len(rows) for rows in outputs))
+        share = wanted / max(1, positions)
         inputs, targets = [], []
-        for call, rows in zip(self.quantized.calls(self.node), outputs, strict=True):
+        for call, target in zip(self.quantized.calls(self.node), self.targets, strict=True):
+            rows = channel_rows(self.layer, target)
             picked = torch.randperm(len(rows), generator=draw)[: max(1, round(share * len(rows)))].to(rows.device)
             x = next(iter(call.values()))
             if "input" in self.layer.quantizers:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
 from quantizer.algorithms.gptq_layers import Member, RoundedLayers, round_layers
 from quantizer.algorithms.gptq_target import GptaqTarget, GptqTarget, Products, QronosTarget
@@ -86,15 +87,16 @@ class _SequentialRounding:
 
     def __init__(self, task: Task, found: Adjustment, target: GptqTarget) -> None:
         self.task, self.found, self.target = task, found, target
-        graph = adjusted(task.graph, found)
-        self.runner, self.float_runner = self._runner(graph), self._runner(graph) if target.needs_float else None
+        graph, store = adjusted(task.graph, found), ActivationStore(task.memory)
+        self.runner = self._runner(graph, store)
+        self.float_runner = self._runner(graph, store) if target.needs_float else None
         own = {name for group in task.structure.groups for name in quantized_layers(self.task, group)}
         for name, rounded in found.rounded.items():
             if name not in own:
                 self._put(name, rounded.weight)
 
-    def _runner(self, graph: Graph) -> SequentialRunner:
-        return SequentialRunner(Network(graph), self.task.batches(), ranks=self.task.ranks)
+    def _runner(self, graph: Graph, store: ActivationStore) -> SequentialRunner:
+        return SequentialRunner(Network(graph), self.task.batches(), store, self.task.ranks)
 
     def process(self, chunk: Sequence[tuple[int, InputGroup]]) -> None:
         """Round the layers of these groups; those that an interrupted run has rounded get what it found."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from quantizer.errors import DataError
 from quantizer.graph.ir import Node
 from quantizer.nn.execution import NOBODY, Execution, Watchers, arguments
 from quantizer.nn.network import Network
+from quantizer.numerics.deferred import loaded
 from quantizer.sources.batches import Batch, naming_batch
 
 
@@ -55,7 +56,10 @@ class SequentialRunner:
     def branch(self) -> SequentialRunner:
         """Another runner that goes on from here with the same network, while this one stays where it is."""
         other = copy.copy(self)
-        other._store, other._executions = ActivationStore(), [each.branch() for each in self._executions]
+        other._store, other._executions = (
+            ActivationStore(self._store.budget),
+            [each.branch() for each in self._executions],
+        )
         return other
 
     def advance(self, upto: str | None = None, watch: Watchers = NOBODY) -> None:
@@ -95,8 +99,16 @@ class SequentialRunner:
             yield value
 
     def keep(self, values: Iterable[Any]) -> list[Any]:
-        """Keep the next node's value of each batch, one by one as they come; they may be changed in place."""
+        """Keep the next node's value of each batch, one by one as they come."""
         return [self._store.keep(value) for value in values]
+
+    def change(self, kept: list[Any], changed: Callable[[Any], Any]) -> None:
+        """Put in place of each value that `keep` has kept what is made of it, which may be itself, changed in place."""
+        for number, value in enumerate(kept):
+            made = changed(loaded(value))
+            if made is not value:
+                self._store.free(value)
+                kept[number] = self._store.keep(made)
 
     def release(self, kept: Iterable[Any]) -> None:
         """Go on to the next node with these values, which `keep` has kept, and free what nothing reads any more."""

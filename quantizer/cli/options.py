@@ -18,6 +18,7 @@ from quantizer.atomic import replace_file
 from quantizer.errors import UsageError
 from quantizer.export import EXPORTERS
 from quantizer.export.choices import CHOICES
+from quantizer.memory import parsed
 
 if TYPE_CHECKING:
     from click.types import OptionHelpExtra
@@ -102,6 +103,18 @@ def rows_shown(text: str) -> int | str:
     return text if text == "all" else int(text)
 
 
+def memory_size(text: str) -> int:
+    """The value of `--memory` in bytes.
+
+    Raises:
+        BadParameter: it is no size.
+    """
+    try:
+        return parsed(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no size of memory; write 8GB or 512MB, for example.") from None
+
+
 def option(help: str, *others: str, default: Any = None, group: str = "", **settings: Any) -> Any:  # noqa: A002
     """A field that is an option of its name, under the heading `group`; `others` are more spellings.
 
@@ -170,6 +183,12 @@ class Options:
         is_flag=False,
         flag_value=FINETUNE_MODES[0],
         type=click.Choice(FINETUNE_MODES),
+        group="Algorithm",
+    )
+    memory: int | None = option(
+        "Activations that calibration keeps in memory; the rest goes to files in TMPDIR.  [default: half of what is free]",
+        type=memory_size,
+        metavar="SIZE",
         group="Algorithm",
     )
     seed: int = _count("Seed of all randomness.", default=0, type=click.IntRange(0), group="Algorithm")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
+from quantizer import memory
 from quantizer.cli import runlog, session, torchrun
 from quantizer.cli.exact_and_deploy import deploy, require_dpu, require_one, run_exact
 from quantizer.cli.follow import followed, progress
@@ -67,6 +68,8 @@ def run(options: Options) -> int:
     if not ranks.is_first:
         return 0
     session.show(outcome, options)
+    if options.quant_mode != "float" and not (options.json or options.quiet) and (size := memory.peak()):
+        print(f"peak memory {memory.in_words(size)}")
     if not_met := failed(gates, outcome.metrics):
         undeployed = "; nothing is deployed" if options.deploy and "deployed" not in outcome.content else ""
         help_ = "the table above shows which layers lose most"
@@ -124,6 +127,7 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
             read.diagnostics,
             lambda job: _confirm(options, job),
             ranks,
+            options.memory,
         )
         try:
             pipeline.run(job)

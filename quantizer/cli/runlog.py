@@ -2,7 +2,6 @@
 
 import logging
 import platform
-import resource
 import sys
 import time
 import traceback
@@ -14,9 +13,13 @@ from pathlib import Path
 import torch
 
 import quantizer
+from quantizer import memory
 from quantizer.cli.options import RUN, Options, word_of
 from quantizer.engine.result_files import write_bytes, write_json
 from quantizer.errors import QuantizerError
+
+_IMPORTS = memory.peak()
+"""What torch and the modules of a run have taken."""
 
 
 @contextmanager
@@ -36,12 +39,14 @@ def recorded(folder: Path, options: Options, ranks: int = 1) -> Iterator[None]:
         raise
     finally:
         logging.getLogger("quantizer").removeHandler(messages)
+        most = memory.peak()
         facts = {
             "options": {word_of(name): getattr(options, name) for name in RUN},
             "argv": sys.argv[1:],
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
             "seconds": round(time.time() - started, 3),
-            "peak_memory_kb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "peak_memory_bytes": most,
+            "peak_memory_over_imports_bytes": most - _IMPORTS if most and _IMPORTS else None,
             "outcome": outcome,
             "quantizer": quantizer.__version__,
             "torch": torch.__version__,

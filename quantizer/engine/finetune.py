@@ -61,7 +61,8 @@ def finetune_weights(job: Job) -> None:
     with job.stage("fast finetune", len(graph.nodes), "layers", **saved) as stage:
         stage.advance(0, at_boundary=True)  # from now on, this run can be resumed in this mode alone
         read = partial(job.read_again, "fast finetuning", "leave --fast_finetune out")
-        made = finetune(graph, found, read, mode, seed=job.seed, done=begun, after_layer=after_layer)
+        store = ActivationStore(job.memory)
+        made = finetune(graph, found, read, mode, store, seed=job.seed, done=begun, after_layer=after_layer)
     job.events.message(logging.WARNING if made.undone or not made.layers else logging.INFO, made.summary)
     job.solution, job.is_finetuned = made.solution, bool(made.layers) and not made.undone
 
@@ -153,6 +154,7 @@ def finetune(
     found: Solution,
     batches: Callable[[], Iterable[Batch]],
     mode: str,
+    store: ActivationStore,
     *,
     seed: int,
     done: Mapping[str, FinetunedLayer],
@@ -160,10 +162,10 @@ def finetune(
 ) -> Finetuned:
     """Weights, and with "adaquant" their scales, for which the quantized network is nearer to the float one.
 
-    `batches` opens a pass over the calibration data, on the graph's device; there are two. `done` holds what an
-    interrupted run had found. The errors are those of `fast_finetune`.
+    `batches` opens a pass over the calibration data, on the graph's device; there are two. `store` keeps
+    the values of both networks. `done` holds what an interrupted run had found. The errors are those of `fast_finetune`.
     """
-    store, outputs = ActivationStore(), list[Any]()
+    outputs = list[Any]()
     plain = placed(quantized_network(graph, found), graph.device)
 
     def with_outputs() -> Iterator[Batch]:

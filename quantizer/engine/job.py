@@ -48,6 +48,7 @@ class Job:
         facts: what else the results depend on, for checkpoints.
         findings: on the config, from reading it.
         ranks: the processes that share the work.
+        memory: bytes of the network's values that may stay in memory; None for half of what is free.
         statistics: what calibrations before have seen, in their order, instead of data.
         confirm: called when the plan is made and nothing is changed yet; it may raise.
         plan, adjustment, calibration, solution, is_finetuned: found by the steps.
@@ -64,6 +65,7 @@ class Job:
     findings: tuple[Diagnostic, ...] = ()
     confirm: Callable[[Job], None] = lambda job: None
     ranks: Ranks = ALONE
+    memory: int | None = None
     statistics: tuple[Statistics, ...] = ()
     plan: Plan = field(init=False)
     adjustment: Adjustment | None = None

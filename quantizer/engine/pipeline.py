@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from quantizer.algorithms import bias_correction
+from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.dpu_alignment import Move, align
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.diagnostics import ConfigError
@@ -176,7 +177,7 @@ def correct_biases(job: Job) -> None:
     data = job.read_again("bias correction", "set include_bias_corr to false")
     graph, as_codes = job.plan.graph, job.plan.settings.target_device == "DPU"
     network = placed(quantized_network(graph, job.solution), graph.device)
-    runner = SequentialRunner(network, data, ranks=job.ranks)
+    runner = SequentialRunner(network, data, ActivationStore(job.memory), job.ranks)
     with job.stage("bias correction", len(graph.nodes), "layers") as stage:
         means, advance = job.calibration.means, stage.advance
         found = bias_correction.correct_biases(runner, means, as_codes=as_codes, after_layer=advance)

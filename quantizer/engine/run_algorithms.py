@@ -121,7 +121,9 @@ def _run(job: Job, scope: AlgorithmScope, algorithm: Algorithm, structure: Struc
     saved: dict[str, Any] = {"saved_as": "algorithms", "snapshot": snapshot, "needs_same_data": True}
     with job.stage(algorithm.name, len(groups), "groups", done=start.done, **saved) as stage:
         batches = partial(_read_again, job)
-        task = Task(scope.graph, scope.specs, structure, batches, after_group, start.done, start.before, job.ranks)
+        task = Task(
+            scope.graph, scope.specs, structure, batches, after_group, start.done, start.before, job.ranks, job.memory
+        )
         found = _agreed(job, load_run(algorithm.name)(task, algorithm.settings, start.found))
         progress = Progress(start.index + 1, 0, found, found)
         stage.advance(len(groups), at_boundary=True)

@@ -27,6 +27,7 @@ class DeferredTensor(Tensor):
         shape, dtype: of what `load` gives.
         load: gives the same values each time, on the CPU.
         device: where operators find them; they are moved there each time.
+        stride: of what it gives, if that is not contiguous.
 
     >>> ones = DeferredTensor((2, 3), torch.float32, lambda: torch.ones(2, 3))
     >>> ones.shape, (ones + 1).sum()
@@ -37,15 +38,18 @@ class DeferredTensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, load: Callable[[], Tensor], device: torch.device = CPU
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        load: Callable[[], Tensor],
+        device: torch.device = CPU,
+        stride: Sequence[int] | None = None,
     ) -> DeferredTensor:
-        made: DeferredTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        made: DeferredTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), stride, dtype=dtype, device=device)
         made._read = load
         return made
 
-    def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, load: Callable[[], Tensor], device: torch.device = CPU
-    ) -> None: ...
+    def __init__(self, *args: Any) -> None: ...
 
     def load(self) -> Tensor:
         """The values, where the tensor is."""
@@ -53,7 +57,7 @@ class DeferredTensor(Tensor):
 
     def at(self, device: torch.device) -> DeferredTensor:
         """The same on a device, still deferred."""
-        return DeferredTensor(self.shape, self.dtype, self._read, device)
+        return DeferredTensor(self.shape, self.dtype, self._read, device, self.stride())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeferredTensor({tuple(self.shape)}, {self.dtype})"
@@ -91,11 +95,8 @@ def beside(source: Tensor, made: Tensor) -> Tensor:
     Raises:
         OSError: there is no room for it.
     """
-    global _spool
     if not isinstance(source, DeferredTensor) or isinstance(made, DeferredTensor) or not made.numel():
         return made
-    if _spool.end > SPOOL_BYTES:
-        _spool = _Spool()
     found = _spool.put(made).at(made.device)
     give_back()
     return found
@@ -105,8 +106,29 @@ SPOOL_BYTES = 1 << 28
 """From here on another file is begun, so that disk space is given back as tensors go."""
 
 
-class _Spool:
-    """A file without a name, which is gone with the last of its tensors."""
+class Spool:
+    """Takes tensors out of memory, into temporary files without names."""
+
+    def __init__(self) -> None:
+        self._file = _SpoolFile()
+
+    def put(self, tensor: Tensor) -> DeferredTensor:
+        """The same values in the same order of memory, read whenever they are needed.
+
+        Raises:
+            OSError: there is no room for them.
+        """
+        if self._file.end > SPOOL_BYTES:
+            self._file = _SpoolFile()
+        stride = torch.empty_like(tensor, device="meta").stride()  # the layout decides the order of additions
+        order = sorted(range(tensor.dim()), key=stride.__getitem__, reverse=True)
+        stored = self._file.put(tensor.permute(order))
+        back = [order.index(axis) for axis in range(tensor.dim())]
+        return DeferredTensor(tensor.shape, tensor.dtype, lambda: stored.load().permute(back), stride)
+
+
+class _SpoolFile:
+    """It is gone with the last of its tensors."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -126,15 +148,15 @@ class _Spool:
         return DeferredTensor(tensor.shape, tensor.dtype, partial(self._read, start, tensor.dtype, tensor.shape))
 
     def _read(self, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        content = bytearray(torch.Size(shape).numel() * dtype.itemsize)
-        rest = memoryview(content)
-        while rest:
-            count = os.preadv(self.file, [rest], start + len(content) - len(rest))
-            rest = rest[count:]
-        return torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(torch.Size(shape))
+        made = torch.empty(shape, dtype=dtype)
+        content = memoryview(bytes_of(made))
+        while content:
+            count = os.preadv(self.file, [content], start)
+            content, start = content[count:], start + count
+        return made
 
 
-_spool = _Spool()
+_spool = Spool()
 
 
 def give_back() -> None:

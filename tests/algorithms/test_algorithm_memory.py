@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from rescaling import task_of
@@ -10,11 +12,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantizer.algorithms import activation_store, sequential_runner
 from quantizer.algorithms.adjustment import Adjustment
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.run_algorithms import load_run
+from quantizer.numerics.deferred import Spool
 
 WIDTH, TOKENS, BATCHES = 32, 256, 8
 INT4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
@@ -97,17 +99,15 @@ def test_no_more_than_two_blocks_activations_and_one_hessian(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq", "gptaq", "qronos"])
-def test_values_in_mapped_files_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_in_files_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the budget of memory, which is nothing here, what goes from block to block lies on disk."""
     torch.manual_seed(0)
     model, inputs = nn.Sequential(Block(), Block()), list(torch.randn(3, 1, 32, WIDTH))
     task, run, settings = task_of(model, inputs, INT4), load_run(name), ALGORITHMS[name]()
     expected = run(task, settings, Adjustment())
-    mapped: list[Tensor] = []
-    original = activation_store._mapped
-    monkeypatch.setattr(activation_store, "_mapped", lambda tensor: mapped.append(original(tensor)) or mapped[-1])
-    monkeypatch.setattr(sequential_runner, "ActivationStore", lambda: activation_store.ActivationStore(0))
-    found = run(task, settings, Adjustment())
-    assert len(mapped) >= 2 * len(inputs)
+    with_spool, spilled = Spool.put, list[Tensor]()
+    monkeypatch.setattr(Spool, "put", lambda self, tensor: spilled.append(tensor) or with_spool(self, tensor))
+    found = run(replace(task, memory=0), settings, Adjustment())
+    assert len(spilled) >= 2 * len(inputs)
     assert found.rounded.keys() == expected.rounded.keys() and len(found.rounded) == 6
     assert all(torch.equal(found.rounded[layer].weight, own.weight) for layer, own in expected.rounded.items())
