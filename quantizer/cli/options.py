@@ -186,7 +186,7 @@ class Options:
         group="Algorithm",
     )
     memory: int | None = option(
-        "Activations that calibration keeps in memory; the rest goes to files in TMPDIR.  [default: half of what is free]",
+        "Activations that calibration keeps in memory, such as 8GB; more go to files.  [default: half of what is free]",
         type=memory_size,
         metavar="SIZE",
         group="Algorithm",

@@ -7,10 +7,12 @@ from typing import Any
 
 import click
 
+from quantizer import memory
 from quantizer.cli import session
 from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.table_view import filtered_view
-from quantizer.config.model import Algorithm
+from quantizer.config.model import Algorithm, Config
+from quantizer.engine import footprint
 from quantizer.engine.result_files import write_json
 from quantizer.errors import UsageError
 from quantizer.export import Refusal, planned_refusals, require_extras
@@ -18,7 +20,6 @@ from quantizer.plan.model import Plan
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
 from quantizer.report import tables
 from quantizer.report.view import View
-from quantizer.sources.data import DEFAULT_BATCH_SIZE
 
 _MB = 1e6
 
@@ -44,12 +45,14 @@ def plan(options: Options) -> None:
     session.named_structures(read, found.graph)
     view = filtered_view(options, found.graph, original)
     before, after = weight_bytes(found)
-    size = options.batch_size or batches.first_size or DEFAULT_BATCH_SIZE
-    memory = peak_activation_bytes(found.graph, size)
+    size = session.batch_size(options, batches)
+    activations = peak_activation_bytes(found.graph, size)
+    peaks = _peaks(found, read.config, size, batches.total or 1)
     content = found.to_json() | {
         "algorithms": [algorithm.name for algorithm in read.config.algorithms],
         "weight_bytes": {"float": before, "quantized": after},
-        "peak_activation_bytes": {"batch_size": size, "bytes": memory},
+        "peak_activation_bytes": {"batch_size": size, "bytes": activations},
+        "peak_memory_bytes": peaks,
     }
     refused = {target: planned_refusals(target, found) for target in options.for_}
     if refused:
@@ -66,6 +69,15 @@ def plan(options: Options) -> None:
         texts = [f"--deploy {target} cannot hold {len(rows)} of these tensors" for target, rows in failed.items()]
         helps = dict.fromkeys(each.help for rows in failed.values() for each in rows)
         raise UsageError("; ".join(texts), help="; ".join(helps))
+
+
+def _peaks(found: Plan, config: Config, size: int, batches: int) -> dict[str, int | None]:
+    """The peak of memory of each mode: this process has loaded and traced the model as it does."""
+    specs = {key: tensor.spec for key, tensor in found.tensors.items()}
+    return {
+        "calib": footprint.peak_with(footprint.calibration_bytes(found, config, footprint.Data(size, batches))),
+        "test": footprint.peak_with(footprint.test_bytes(found.graph, specs, size)),
+    }
 
 
 def _show_refused(refused: dict[str, list[Refusal]], model: str, view: View) -> None:
@@ -90,5 +102,8 @@ def _show(found: Plan, view: View, content: dict[str, Any], algorithms: Sequence
         inserts = any(algorithm.stage == "rescale" for algorithm in algorithms)
         hidden = "; layers that it inserts are not in the table" if inserts else ""
         click.echo(f"calibration runs {', then '.join(algorithm.name for algorithm in algorithms)}{hidden}")
-    size, memory = content["peak_activation_bytes"].values()
-    click.echo(f"calibration keeps up to {memory / _MB:.1f} MB of activations at batch size {size}")
+    size, activations = content["peak_activation_bytes"].values()
+    click.echo(f"calibration keeps up to {activations / _MB:.1f} MB of activations at batch size {size}")
+    peaks = {mode: memory.in_words(peak) for mode, peak in content["peak_memory_bytes"].items() if peak is not None}
+    if peaks:
+        click.echo(f"peak memory: {', '.join(f'{mode} {peak}' for mode, peak in peaks.items())}")

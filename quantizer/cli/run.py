@@ -19,7 +19,7 @@ from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import config_to_look, show_layers, table_view
 from quantizer.config.diagnostics import ConfigError
 from quantizer.distributed import ALONE, Ranks
-from quantizer.engine import pipeline, results
+from quantizer.engine import footprint, pipeline, results
 from quantizer.engine.calibrated import reopened, window_length
 from quantizer.engine.checkpoint import Checkpoints
 from quantizer.engine.events import Forked
@@ -170,6 +170,8 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
             require_known(gates, names_in_test(metrics, options))
 
         calibrated = replace(calibrated, solution=as_run(options.deploy, graph, calibrated.solution))
+        more = footprint.test_bytes(graph, info.solution.specs, session.batch_size(options, batches))
+        footprint.require_room("test mode", more, footprint.remedies(graph))
         follower = Forked(progress(quiet=options.quiet), torchrun.Watched(ranks))
         scores = score(calibrated, loaded.module, batches, follower, evaluator, check, ranks)
         if not ranks.is_first:
@@ -199,7 +201,8 @@ def _confirm(options: Options, job: Job) -> None:
     """What is checked and shown once the plan is made.
 
     Raises:
-        UsageError: data are needed, and there are none, or a target of `--for` cannot hold what is planned.
+        UsageError: data are needed, and there are none; a target of `--for` cannot hold what is planned; or the
+            machine does not have the memory.
         ResultError: a checkpoint is of another mode of finetuning.
     """
     if options.inspect:
@@ -208,6 +211,9 @@ def _confirm(options: Options, job: Job) -> None:
         refuse(target, planned_refusals(target, job.plan))
     if job.needs_data and job.batches.stands_in:
         raise session.missing_data()
+    data = footprint.Data(session.batch_size(options, job.batches), job.batches.total or 1, options.memory)
+    more = footprint.calibration_bytes(job.plan, job.config, data, finetuned=bool(options.fast_finetune))
+    footprint.require_room("calibration", more, footprint.remedies(job.plan.graph))
     if options.resume and job.checkpoints:
         check_checkpoint(job.checkpoints, options.fast_finetune)
         if not job.needs_data:

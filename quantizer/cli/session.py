@@ -30,7 +30,7 @@ from quantizer.plan.model import Plan
 from quantizer.plan.remarks import remarks
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
-from quantizer.sources.data import TEXTS, Batches, find_files, load_batches
+from quantizer.sources.data import DEFAULT_BATCH_SIZE, TEXTS, Batches, find_files, load_batches
 from quantizer.sources.models import LoadedModel, load_model
 from quantizer.sources.text import DEFAULT_SEQ_LEN, Windows, longest_window
 from quantizer.sources.tokenizer import load_tokenizer
@@ -145,6 +145,11 @@ def read_windows(options: Options, loaded: LoadedModel, given: str | None, calib
     tokenizer = partial(load_tokenizer, options.tokenizer) if options.tokenizer else loaded.tokenizer
     seq_len = options.seq_len or calibrated or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
     return Windows(tokenizer, seq_len, options.stride)
+
+
+def batch_size(options: Options, batches: Batches) -> int:
+    """How many samples a batch has, once the first one was read."""
+    return options.batch_size or batches.first_size or DEFAULT_BATCH_SIZE
 
 
 def missing_data() -> UsageError:

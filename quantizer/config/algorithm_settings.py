@@ -18,7 +18,9 @@ class AlgoConfig:
     `PreQuantOptConfig`, too.
 
     `stage` says whether it rescales (the float function stays) or rounds weights, `run` names its function as
-    "module:function", `needs_data` says whether that reads the calibration data.
+    "module:function", `needs_data` says whether that reads the calibration data. `matrices` is how many float32
+    matrices of inputs x inputs of the deepest layer it has in memory at its worst moment, and `networks` how many
+    networks it runs side by side.
     """
 
     name: str = ""
@@ -26,6 +28,8 @@ class AlgoConfig:
     stage: ClassVar[Stage] = "round"
     run: ClassVar[str] = ""
     needs_data: ClassVar[bool] = True
+    matrices: ClassVar[int] = 0
+    networks: ClassVar[int] = 1
 
 
 @dataclass
@@ -81,13 +85,20 @@ def setting(
 
 
 def algorithm(
-    *, run: str, stage: Stage, needs_data: bool = True, aliases: Collection[str] = ()
+    *,
+    run: str,
+    stage: Stage,
+    needs_data: bool = True,
+    aliases: Collection[str] = (),
+    matrices: int = 0,
+    networks: int = 1,
 ) -> Callable[[type[A]], type[A]]:
     """A decorator that enters the settings of an algorithm into `ALGORITHMS`, under the default of their `name`.
 
     Args:
         run: "module:function", imported when the algorithm runs.
         aliases: other spellings of its name.
+        matrices, networks: what it takes of memory, as `AlgoConfig` says; for the prediction of `quantizer plan`.
 
     Raises (where the class is defined):
         ValueError: the name is taken, or nothing is said of a setting.
@@ -95,6 +106,7 @@ def algorithm(
 
     def enter(kind: type[A]) -> type[A]:
         kind.run, kind.stage, kind.needs_data = run, stage, needs_data
+        kind.matrices, kind.networks = matrices, networks
         known = checked(kind)
         settings_of(known)
         name = known.name

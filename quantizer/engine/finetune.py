@@ -162,8 +162,8 @@ def finetune(
 ) -> Finetuned:
     """Weights, and with "adaquant" their scales, for which the quantized network is nearer to the float one.
 
-    `batches` opens a pass over the calibration data, on the graph's device; there are two. `store` keeps
-    the values of both networks. `done` holds what an interrupted run had found. The errors are those of `fast_finetune`.
+    `batches` opens a pass over the calibration data, on the graph's device; there are two. `store` keeps the values of
+    both networks. `done` holds what an interrupted run had found. The errors are those of `fast_finetune`.
     """
     outputs = list[Any]()
     plain = placed(quantized_network(graph, found), graph.device)

@@ -106,11 +106,15 @@ SPOOL_BYTES = 1 << 28
 """From here on another file is begun, so that disk space is given back as tensors go."""
 
 
+GIVE_BACK_BYTES = 1 << 24
+"""So much may be out of memory before the C library is asked to return it."""
+
+
 class Spool:
     """Takes tensors out of memory, into temporary files without names."""
 
     def __init__(self) -> None:
-        self._file = _SpoolFile()
+        self._file, self._since = _SpoolFile(), 0
 
     def put(self, tensor: Tensor) -> DeferredTensor:
         """The same values in the same order of memory, read whenever they are needed.
@@ -123,6 +127,10 @@ class Spool:
         stride = torch.empty_like(tensor, device="meta").stride()  # the layout decides the order of additions
         order = sorted(range(tensor.dim()), key=stride.__getitem__, reverse=True)
         stored = self._file.put(tensor.permute(order))
+        self._since += tensor.nbytes
+        if self._since > GIVE_BACK_BYTES:
+            self._since = 0
+            give_back()
         back = [order.index(axis) for axis in range(tensor.dim())]
         return DeferredTensor(tensor.shape, tensor.dtype, lambda: stored.load().permute(back), stride)
 
@@ -166,6 +174,18 @@ def give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _map_large_blocks() -> None:
+    """Have the C library of GNU give back each block above a megabyte as it is freed. By default it takes those of up
+    to 32 MB from its heap, once it has freed one, and what small blocks lie behind in there cannot be given back.
+    """
+    tune = getattr(ctypes.CDLL(None), "mallopt", None)
+    if tune is not None and not _mapping:
+        _mapping.append(tune(_MMAP_THRESHOLD, 1 << 20))
+
+
+_MMAP_THRESHOLD, _mapping = -3, list[int]()
 
 
 def bytes_of(tensor: Tensor) -> bytes:

@@ -36,19 +36,25 @@ def parameter_bytes(values: int, spec: QuantizationSpec, scales: int) -> int:
 
 def peak_activation_bytes(graph: Graph, batch_size: int) -> int:
     """Most bytes of values alive at once in one pass; values are freed after their last reader."""
+    return max((during for during, _ in alive_bytes(graph, batch_size).values()), default=0)
+
+
+def alive_bytes(graph: Graph, batch_size: int) -> dict[str, tuple[int, int]]:
+    """The bytes of all values that are alive while a node runs, and those that are read after it, by its name."""
     kept = set(references(graph.output))
     last = {node.name: node.name for node in graph.nodes}
     for node in graph.nodes:
         last.update(dict.fromkeys(node.refs(), node.name))
-    alive = peak = 0
+    alive, found = 0, dict[str, tuple[int, int]]()
     freed: dict[str, list[str]] = {}
     for name, reader in last.items():
         freed.setdefault(reader, []).append(name)
     for node in graph.nodes:
         alive += _bytes(graph, node.name, batch_size)
-        peak = max(peak, alive)
+        during = alive
         alive -= sum(_bytes(graph, name, batch_size) for name in freed.get(node.name, ()) if name not in kept)
-    return peak
+        found[node.name] = during, alive
+    return found
 
 
 def _bytes(graph: Graph, name: str, batch_size: int) -> int:
