@@ -76,7 +76,7 @@ def _peaks(found: Plan, config: Config, size: int, batches: int) -> dict[str, in
     specs = {key: tensor.spec for key, tensor in found.tensors.items()}
     return {
         "calib": footprint.peak_with(footprint.calibration_bytes(found, config, footprint.Data(size, batches))),
-        "test": footprint.peak_with(footprint.test_bytes(found.graph, specs, size)),
+        "test": footprint.peak_with(footprint.comparison_bytes(found.graph, specs, size)),
     }
 
 

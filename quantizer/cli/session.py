@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console, RenderableType
 from rich.text import Text
+from torch.nn.parameter import is_lazy
 
 from quantizer.cli.options import Options
 from quantizer.cli.render import print_diagnostics
@@ -26,6 +27,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import placed
 from quantizer.graph.passes import run_passes
 from quantizer.graph.structure import Structure
+from quantizer.numerics.deferred import map_large_blocks
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import remarks
 from quantizer.plan.resolve import resolve
@@ -36,6 +38,8 @@ from quantizer.sources.text import DEFAULT_SEQ_LEN, Windows, longest_window
 from quantizer.sources.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
+LARGE = 1 << 28
+"""Bytes of a model from which on it counts more that freed memory is given back than that mapping it anew takes time."""
 
 
 @dataclass(frozen=True)

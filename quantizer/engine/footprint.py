@@ -46,7 +46,7 @@ def calibration_bytes(plan: Plan, config: Config, data: Data, *, finetuned: bool
     return found + _kept_bytes(plan, config, data, finetuned=finetuned)
 
 
-def test_bytes(graph: Graph, specs: Mapping[Key, QuantizationSpec], size: int) -> int:
+def comparison_bytes(graph: Graph, specs: Mapping[Key, QuantizationSpec], size: int) -> int:
     """What test mode adds to a process that has the model and its graph: two networks in step."""
     found = COPIES * _largest(graph) + 3 * peak_activation_bytes(graph, size)
     if not graph.is_deferred:  # codes, and what they stand for

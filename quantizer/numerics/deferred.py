@@ -176,7 +176,7 @@ def give_back() -> None:
         trim(0)
 
 
-def _map_large_blocks() -> None:
+def map_large_blocks() -> None:
     """Have the C library of GNU give back each block above a megabyte as it is freed. By default it takes those of up
     to 32 MB from its heap, once it has freed one, and what small blocks lie behind in there cannot be given back.
     """

@@ -264,3 +264,40 @@ def test_calibrating_again_removes_what_the_old_test_found(calibrated: Path) -> 
     assert (calibrated / "report.json").exists()
     assert calibrate(calibrated) == 0
     assert not [name for name in ("report.json", "layers.csv") if (calibrated / name).exists()]
+
+
+@pytest.mark.parametrize("size", ["8", "lots", "-1GB", "GB"])
+def test_a_size_of_memory_has_a_unit(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert calibrate(tmp_path, "--memory", size) == 2
+    assert f"'{size}' is no size of memory; write 8GB or 512MB" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("more", [(), ("--fast_finetune",)], ids=["bias correction", "fast finetuning"])
+def test_values_out_of_memory_change_no_byte(more: tuple[str, ...], tmp_path: Path) -> None:
+    folders = [tmp_path / "all", tmp_path / "none"]
+    for folder, size in zip(folders, ("1GB", "0B"), strict=True):
+        assert calibrate(folder, "--memory", size, *more) == 0
+    files = sorted(path.name for path in folders[0].iterdir() if not path.name.startswith("run."))
+    assert files == sorted(path.name for path in folders[1].iterdir() if not path.name.startswith("run."))
+    assert filecmp.cmpfiles(*folders, files, shallow=False) == (files, [], [])
+
+
+def test_the_peak_of_memory_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--quant_mode", "calib", "--model", DIGITS, "--output_dir", str(tmp_path), "--subset_len", "8"]
+    assert run_command(arguments) == 0
+    assert re.fullmatch(r"peak memory (\d+ MB|\d+\.\d\d GB)", capsys.readouterr().out.splitlines()[-1])
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["peak_memory_bytes"] > run["peak_memory_over_imports_bytes"] >= 0
+
+
+def test_a_run_that_does_not_fit_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantizer.memory.available", lambda: 1000)
+    assert calibrate(tmp_path) == 0
+    said = capsys.readouterr().err
+    assert re.search(r"calibration takes about \d+ MB more memory, and 0 MB are free: use a smaller --batch_size", said)
+    monkeypatch.setattr("quantizer.memory.total", lambda: 2000)
+    assert calibrate(tmp_path, "--overwrite") == 2
+    assert re.search(r"error: calibration would take about .* of memory, and there are 0 MB", capsys.readouterr().err)
+    assert check(tmp_path) == 2
