@@ -45,13 +45,13 @@ def main() -> None:
         (folder / "data.py").write_text(DATA)
         for count in counts:
             make(folder / str(count), count, 1024, 2816)
-        models = {str(count): (str(folder / str(count)), "--data", f"{folder / 'data.py'}:data") for count in counts}
+        models: dict[str, tuple[str, ...]] = {
+            str(count): (str(folder / str(count)), "--data", f"{folder / 'data.py'}:data") for count in counts
+        }
         if max(counts) > 8:
             models["SmolLM2"] = (str(SMOLLM),)
-        sizes = {
-            count: sum(each.stat().st_size for each in (folder / str(count)).glob("*.safetensors")) for count in counts
-        }
-        layer = (sizes[counts[-1]] - sizes[counts[0]]) / max(1, counts[-1] - counts[0])
+        sizes = [sum(each.stat().st_size for each in (folder / str(count)).glob("*.safetensors")) for count in counts]
+        layer = (sizes[-1] - sizes[0]) / max(1, counts[-1] - counts[0])
         print(f"peak memory over the import of torch, MB; a layer has {layer / 1e6:.1f} MB")
         print(f"{'':14}" + "".join(f"{name:>9}" for name in models) + "   MB a layer  share  target")
         for name, config in CONFIGS.items():

@@ -39,7 +39,7 @@ from quantizer.sources.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 LARGE = 1 << 28
-"""Bytes of a model from which on it counts more that freed memory is given back than that mapping it anew takes time."""
+"""Bytes of a model from which on freed memory is given back at once, although mapping it anew takes time."""
 
 
 @dataclass(frozen=True)

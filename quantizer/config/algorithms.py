@@ -117,7 +117,7 @@ class RotationConfig(PreQuantOptConfig):
     model_decoder_layers: str | None = None
 
 
-@algorithm(run="quantizer.algorithms.awq:awq", stage="rescale", matrices=6)
+@algorithm(run="quantizer.algorithms.awq:awq", stage="rescale", matrices=3)
 @dataclass
 class AWQConfig(AlgoConfig):
     """AWQ (arXiv 2306.00978): input channels that matter are scaled up before weights are rounded, and ranges are
@@ -148,7 +148,7 @@ class ColumnRounding(AlgoConfig):
     block_size: int
 
 
-@algorithm(run="quantizer.algorithms.gptq:gptq", stage="round", matrices=7)
+@algorithm(run="quantizer.algorithms.gptq:gptq", stage="round", matrices=5)
 @dataclass
 class GPTQConfig(ColumnRounding):
     """GPTQ (arXiv 2210.17323): weights are rounded one column after another, each making up for the error of those
@@ -168,7 +168,7 @@ class GPTQConfig(ColumnRounding):
     block_size: int = 128
 
 
-@algorithm(run="quantizer.algorithms.gptq:gptaq", stage="round", matrices=10, networks=2)
+@algorithm(run="quantizer.algorithms.gptq:gptaq", stage="round", matrices=7, networks=2)
 @dataclass
 class GPTAQConfig(ColumnRounding):
     """GPTAQ (arXiv 2504.02692): GPTQ that also makes up for the error of a layer's inputs. Not part of the documented
@@ -188,7 +188,7 @@ class GPTAQConfig(ColumnRounding):
     block_size: int = 128
 
 
-@algorithm(run="quantizer.algorithms.gptq:qronos", stage="round", matrices=10, networks=2)
+@algorithm(run="quantizer.algorithms.gptq:qronos", stage="round", matrices=7, networks=2)
 @dataclass
 class QronosConfig(ColumnRounding):
     """Qronos (arXiv 2505.11695): GPTQ on columns that are first fitted to what the float network computes. Not part of

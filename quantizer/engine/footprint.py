@@ -20,7 +20,10 @@ from quantizer.plan.size import alive_bytes, peak_activation_bytes
 logger = logging.getLogger(__name__)
 
 COPIES = 4
-"""A weight has so many copies in float32 while it is rounded, compared or decoded."""
+"""A weight has so many copies in float32 while it is rounded, compared or decoded; an algorithm that rounds columns has
+twice as many."""
+IN_STEP = 5
+"""Two networks keep so many times the activations of one, with their differences and the kernels' own copies."""
 SURE = 1.2
 """A run is refused only where a prediction that is too high by as much would not fit either."""
 
@@ -37,8 +40,9 @@ class Data:
 def calibration_bytes(plan: Plan, config: Config, data: Data, *, finetuned: bool = False) -> int:
     """What calibration adds to a process that has the model, its graph and its plan."""
     graph, algorithms = plan.graph, config.algorithms
-    found = COPIES * _largest(graph)
-    found += max((each.kind.matrices for each in algorithms), default=0) * _matrix_bytes(graph, _rounded(plan))
+    matrices = max((each.kind.matrices for each in algorithms), default=0)
+    found = COPIES * (2 if matrices else 1) * _largest(graph, _rounded(plan))
+    found += matrices * _matrix_bytes(graph, _rounded(plan))
     if plan.needs_data or finetuned or any(each.needs_data for each in algorithms):
         found += 2 * peak_activation_bytes(graph, data.size)
     if not graph.is_deferred:  # codes of one byte, and another float weight for each algorithm that changes it
@@ -48,9 +52,10 @@ def calibration_bytes(plan: Plan, config: Config, data: Data, *, finetuned: bool
 
 def comparison_bytes(graph: Graph, specs: Mapping[Key, QuantizationSpec], size: int) -> int:
     """What test mode adds to a process that has the model and its graph: two networks in step."""
-    found = COPIES * _largest(graph) + 3 * peak_activation_bytes(graph, size)
+    rounded = {name for name, role in specs if is_parameter(role)}
+    found = COPIES * _largest(graph, rounded) + IN_STEP * peak_activation_bytes(graph, size)
     if not graph.is_deferred:  # codes, and what they stand for
-        found += 5 * _values(graph, {name for name, role in specs if is_parameter(role)})
+        found += 5 * _values(graph, rounded)
     return found
 
 
@@ -95,9 +100,11 @@ def _values(graph: Graph, layers: Collection[str]) -> int:
     return sum(graph.tensors[path].numel() for path in paths)
 
 
-def _largest(graph: Graph) -> int:
-    """Bytes of the largest tensor in float32."""
-    return 4 * max((tensor.numel() for tensor in graph.tensors.values()), default=0)
+def _largest(graph: Graph, rounded: Collection[str]) -> int:
+    """Bytes in float32 of the largest tensor that is rounded; of all, where each is read from a file."""
+    paths = {path for name in rounded for path in graph.by_name[name].params.values()}
+    read = graph.tensors if graph.is_deferred else paths
+    return 4 * max((graph.tensors[path].numel() for path in read), default=0)
 
 
 def _matrix_bytes(graph: Graph, layers: Iterable[str]) -> int:
