@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from rich.console import Console, RenderableType
 from rich.text import Text
-from torch.nn.parameter import is_lazy
 
 from quantizer.cli.options import Options
 from quantizer.cli.render import print_diagnostics
@@ -27,7 +26,6 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import placed
 from quantizer.graph.passes import run_passes
 from quantizer.graph.structure import Structure
-from quantizer.numerics.deferred import map_large_blocks
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import remarks
 from quantizer.plan.resolve import resolve

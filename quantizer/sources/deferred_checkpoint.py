@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from quantizer.graph.parameters import replace_parameters
-from quantizer.numerics.deferred import DeferredTensor
+from quantizer.numerics.deferred import DeferredTensor, map_large_blocks
 from quantizer.sources.deferred_file import deferred_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -35,6 +35,7 @@ def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
     module.tie_weights()  # type: ignore[operator]  # which making them empty has undone
     if not _fits(module, stored):
         return None
+    map_large_blocks()
     replace_parameters(module, {name: stored[name] for name, _ in module.named_parameters()})
     if (folder / "generation_config.json").is_file():
         settings = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
