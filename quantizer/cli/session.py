@@ -36,8 +36,6 @@ from quantizer.sources.text import DEFAULT_SEQ_LEN, Windows, longest_window
 from quantizer.sources.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
-LARGE = 1 << 28
-"""Bytes of a model from which on freed memory is given back at once, although mapping it anew takes time."""
 
 
 @dataclass(frozen=True)
