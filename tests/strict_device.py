@@ -178,6 +178,9 @@ class _Hook(backend_registration._DummyPrivateUse1Hook):
 def _registered() -> torch.library.Library:
     """The device, for this process."""
     backend_registration._setup_privateuseone_for_python_backend("strict", hook=_Hook())  # type: ignore[no-untyped-call]
+    backend: Any = torch.strict  # type: ignore[attr-defined]
+    # For `torch.random.fork_rng`, which saves the state of every device that there is.
+    backend.get_rng_state, backend.set_rng_state = lambda *_: torch.get_rng_state(), lambda *_: None
     library = torch.library.Library("_", "IMPL")
     library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")  # type: ignore[no-untyped-call]
     return library

@@ -154,7 +154,7 @@ def finetune(
     found: Solution,
     batches: Callable[[], Iterable[Batch]],
     mode: str,
-    store: ActivationStore,
+    store: ActivationStore | None = None,
     *,
     seed: int,
     done: Mapping[str, FinetunedLayer],
@@ -165,7 +165,7 @@ def finetune(
     `batches` opens a pass over the calibration data, on the graph's device; there are two. `store` keeps the values of
     both networks. `done` holds what an interrupted run had found. The errors are those of `fast_finetune`.
     """
-    outputs = list[Any]()
+    outputs, store = list[Any](), store or ActivationStore()
     plain = placed(quantized_network(graph, found), graph.device)
 
     def with_outputs() -> Iterator[Batch]:

@@ -49,7 +49,7 @@ class DeferredTensor(Tensor):
         made._read = load
         return made
 
-    def __init__(self, *args: Any) -> None: ...
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def load(self) -> Tensor:
         """The values, where the tensor is."""
@@ -132,7 +132,7 @@ class Spool:
             self._since = 0
             give_back()
         back = [order.index(axis) for axis in range(tensor.dim())]
-        return DeferredTensor(tensor.shape, tensor.dtype, lambda: stored.load().permute(back), stride)
+        return DeferredTensor(tensor.shape, tensor.dtype, lambda: stored.load().permute(back), stride=stride)
 
 
 class _SpoolFile:

@@ -124,7 +124,7 @@ def test_test_mode_shows_the_worst_tensors_and_then_the_metrics(
     assert len(rows) == 3
     decibels = [float(row[-2]) for row in rows if row[1] == "input"]
     assert decibels == sorted(decibels)
-    assert [line.split()[0] for line in lines[-3:]] == ["sqnr_db", "cosine", "top1_agreement"]
+    assert [line.split()[0] for line in lines[-4:]] == ["sqnr_db", "cosine", "top1_agreement", "peak"]
     assert "and layers.csv has them all" in " ".join(map(str.strip, lines))
     with (folder / "layers.csv").open() as file:
         assert {row["layer"] for row in csv.DictReader(file)} > {LAST}
