@@ -54,6 +54,8 @@ def run(options: Options) -> int:
         raise UsageError("--exact goes with test mode: it runs the integers of the network that was calibrated")
     if options.fast_finetune and options.quant_mode == "float":
         raise UsageError("--fast_finetune goes with calib mode, and with test mode to say that it was used")
+    if options.memory is not None and options.quant_mode != "calib":
+        raise UsageError("--memory goes with calib mode: the others keep no values of earlier batches")
     if options.resume and options.quant_mode != "calib":
         raise UsageError("--resume goes with calib mode: it goes on with a calibration that was stopped")
     require_extras((*options.deploy, *options.for_))

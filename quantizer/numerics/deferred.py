@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from quantizer.errors import DataError
+
 CPU = torch.device("cpu")
 
 
@@ -93,13 +95,11 @@ def beside(source: Tensor, made: Tensor) -> Tensor:
     """What was made of `source`: out of memory, in a temporary file, if that is deferred.
 
     Raises:
-        OSError: there is no room for it.
+        DataError: there is no room for it.
     """
     if not isinstance(source, DeferredTensor) or isinstance(made, DeferredTensor) or not made.numel():
         return made
-    found = _spool.put(made).at(made.device)
-    give_back()
-    return found
+    return _spool.put(made).at(made.device)
 
 
 SPOOL_BYTES = 1 << 28
@@ -120,13 +120,19 @@ class Spool:
         """The same values in the same order of memory, read whenever they are needed.
 
         Raises:
-            OSError: there is no room for them.
+            DataError: there is no room for them.
         """
         if self._file.end > SPOOL_BYTES:
             self._file = _SpoolFile()
         stride = torch.empty_like(tensor, device="meta").stride()  # the layout decides the order of additions
         order = sorted(range(tensor.dim()), key=stride.__getitem__, reverse=True)
-        stored = self._file.put(tensor.permute(order))
+        try:
+            stored = self._file.put(tensor.permute(order))
+        except OSError as error:
+            raise DataError(
+                f"no room for the network's values in {tempfile.gettempdir()}: {error.strerror}",
+                help="set TMPDIR to a folder on a larger disk, or calibrate with a smaller --subset_len",
+            ) from error
         self._since += tensor.nbytes
         if self._since > GIVE_BACK_BYTES:
             self._since = 0
