@@ -114,6 +114,8 @@ def test_infinite_activations_name_the_layer_and_the_batch(toy: Toy, tmp_path: P
         (["--quant_mode", "calib", "--model", DIGITS, "--config_file", "nowhere.json"], "nowhere.json"),
         (["--quant_mode", "float", "--model", DIGITS, "--device", "cuda:99"], "--device cuda:99"),
         (["--quant_mode", "float", "--model", DIGITS, "--subset_len", "0"], "subset_len"),
+        (["--quant_mode", "test", "--model", DIGITS, "--memory", "1GB"], "--memory goes with calib mode"),
+        (["--quant_mode", "calib", "--model", DIGITS, "--memory", "lots"], "'lots' is no size of memory"),
     ],
 )
 def test_usage(arguments: list[str], said: str, capsys: Capture) -> None:

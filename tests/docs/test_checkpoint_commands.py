@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT
+from documented import Commands
 
-from quantizer.cli.main import run_command
 from quantizer.export import EXPORTERS
 
-PAGE = (ROOT / "docs" / "language_models.md").read_text("utf-8")
-COMMANDS = re.findall(r"```\n(.*?)```", PAGE.partition("## A checkpoint that engines load")[2], re.DOTALL)[
-    0
-].splitlines()
 TEXT = "It is a truth universally acknowledged, that a sentence in want of readers must be repeated. "
 
 
@@ -43,16 +36,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_five_commands_generate_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    install, *quantizing, generating = COMMANDS
-    assert len(COMMANDS) <= 5
-    assert shlex.split(install) == ["pip", "install", "quantizer-torch[llm]"]
-    for command in quantizing:
-        words = shlex.split(command)
-        assert words[0] == "quantizer"
-        assert run_command(words[1:]) == 0
+    commands = Commands.under("language_models.md", "## A checkpoint that engines load")
+    assert commands.extra == "quantizer-torch[llm]"
+    commands.quantize()
     assert "deployed: quantize_result/export/LlamaForCausalLM-compressed-tensors" in capsys.readouterr().out
-    python, option, code = shlex.split(generating)
-    assert (python, option) == ("python", "-c")
-    exec(code, {})
+    commands.end()
     assert "It is a truth" in capsys.readouterr().out
     assert "compressed_tensors" in sys.modules

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from documented import Commands
 from runs import ROOT
 
-from quantizer.cli.main import run_command
 from quantizer.export import EXPORTERS
 
-PAGE = (ROOT / "docs" / "deploy.md").read_text("utf-8")
-COMMANDS = re.findall(r"```\n(.*?)```", PAGE.partition("\n## onnx\n")[2], re.DOTALL)[0].splitlines()
 MODEL = re.findall(r"```python\n(# my_model\.py.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)[0]
 
 
@@ -30,15 +27,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_five_commands_run_in_eight_bits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    install, *quantizing, running = COMMANDS
-    assert len(COMMANDS) <= 5
-    assert shlex.split(install) == ["pip", "install", "quantizer-torch[onnx]"]
-    for command in quantizing:
-        words = shlex.split(command)
-        assert words[0] == "quantizer"
-        assert run_command(words[1:]) == 0
+    commands = Commands.under("deploy.md", "## onnx")
+    assert commands.extra == "quantizer-torch[onnx]"
+    commands.quantize()
     assert "2 of 2 multiplications in int8" in capsys.readouterr().out
-    python, option, code = shlex.split(running)
-    assert (python, option) == ("python", "-c")
-    exec(code, {})
+    commands.end()
     assert "dtype=float32" in capsys.readouterr().out

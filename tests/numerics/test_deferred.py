@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from quantizer.engine.result_files import write_tensors
+from quantizer.errors import DataError
 from quantizer.numerics.deferred import DeferredTensor, beside, loaded
 from quantizer.sources.deferred_file import STORED, deferred_file
 
@@ -84,6 +87,16 @@ def test_what_is_made_of_it_is_out_of_memory(load: Counted) -> None:
     assert torch.equal(loaded(kept), made)
     assert beside(torch.ones(1), made) is made
     assert beside(deferred(load), kept) is kept
+
+
+def test_a_full_disk_is_one_sentence(load: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(DataError, match=r"no room .*: No space left on device") as refused:
+        beside(deferred(load), torch.ones(3))
+    assert "TMPDIR" in str(refused.value.help)
 
 
 @given(
