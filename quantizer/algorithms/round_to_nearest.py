@@ -1,5 +1,6 @@
 """Round-to-nearest of a weight, which every other rounding is measured against, the measure, and rows to search on."""
 
+import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
@@ -11,6 +12,8 @@ from quantizer.observers import ObservationError, Observer
 
 ROWS = 512
 """Rows that a search over a group's layers looks at."""
+TILE = 256
+"""Columns of a symmetric matrix that are multiplied at once; what is below its diagonal tiles is not read."""
 
 
 def nearest_qparams(spec: QuantizationSpec, weight: Tensor) -> QParams:
@@ -49,7 +52,13 @@ def output_error(gram: Tensor, difference: Tensor) -> float:
     >>> output_error(torch.eye(2)[None], torch.tensor([[[1.0, 2.0], [0.0, 3.0]]]))
     14.0
     """
-    return float((difference @ gram).mul_(difference).sum(dtype=difference.double().dtype))
+    wide, found = torch.promote_types(difference.dtype, torch.float64), 0.0
+    for start in range(0, difference.shape[2], TILE):
+        here, later = difference[..., start : start + TILE], difference[..., start + TILE :]
+        products = here @ gram[:, start : start + TILE, start:]
+        found += float(products[..., : here.shape[2]].mul_(here).sum(dtype=wide))
+        found += 2 * float(products[..., here.shape[2] :].mul_(later).sum(dtype=wide))
+    return found
 
 
 def sampled_rows(weight: Tensor, spec: QuantizationSpec, node: Node, rows: int) -> tuple[Tensor, float]:

@@ -34,6 +34,7 @@ class Op:
         transposed: whether its weight is [inputs, outputs, *kernel] instead of [outputs, inputs, *kernel].
         rectifies: whether it is max(x, 0).
         fresh: whether the output shares no memory with an input.
+        any_layout: whether it computes on any order of memory alike, and makes images of the order of those it reads.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Op:
     transposed: bool = False
     rectifies: bool = False
     fresh: bool = False
+    any_layout: bool = False
 
     @property
     def is_linear_or_convolution(self) -> bool:

@@ -60,7 +60,8 @@ def unknown(name: str) -> Op:
 def _row(name: str, kind: Kind, *types: str, aten: tuple[str, ...] | None = None, **columns: Any) -> Op:
     """A row; what computes makes fresh memory, but an einsum that only permutes returns a view."""
     fresh = kind not in ("passthrough", "structural", "float", "unknown") and name not in _SEVERAL
-    return Op(name, kind, types, (name,) if aten is None else aten, **{"fresh": fresh} | columns)
+    derived = {"fresh": fresh, "any_layout": columns.get("axes") in _ELEMENTWISE or name in _ANY_LAYOUT}
+    return Op(name, kind, types, (name,) if aten is None else aten, **derived | columns)
 
 
 def _rows(kind: Kind, *names: str, **columns: Any) -> tuple[Op, ...]:
@@ -95,6 +96,11 @@ def _move(name: str, *types: str, axes: AxisRule = MOVED, aten: tuple[str, ...] 
 
 ALL, AFFINE, LINEAR, SCALING = Commutes.ALL, Commutes.AFFINE, Commutes.LINEAR, Commutes.SCALING
 _F = "torch.nn.functional."
+_ELEMENTWISE = (SAME, ALIKE, PRODUCT, QUOTIENT)
+_ANY_LAYOUT = (
+    *("batch_norm", "cat", "slice", "split", "chunk", "getitem", "mean", "upsample_nearest", "interpolate"),
+    *("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "permute"),
+)
 # They may return a view, or several tensors.
 _SEVERAL = ("einsum", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "quant_stub")
 _RESIZED = ("torch.nn.Upsample", _F + "interpolate")

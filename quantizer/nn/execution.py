@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.graph.ir import Graph, Node, map_refs
+from quantizer.nn.image_layout import channels_first
 
 Watchers = Mapping[str, Callable[[Tensor], None]]
 """Who looks at the value of a node, by its name."""
@@ -79,7 +80,7 @@ class Execution:
     def output(self) -> Any:
         """What the network returns, once all nodes have run, in the type of the traced model."""
         graph = self.network.graph
-        output = map_refs(graph.output, self.values.__getitem__)
+        output = channels_first(map_refs(graph.output, self.values.__getitem__))
         return graph.rebuild(output) if graph.rebuild else output
 
     def float_outputs(self) -> list[Tensor]:

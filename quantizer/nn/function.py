@@ -6,8 +6,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from quantizer.graph.targets import resolve, takes_self
+from quantizer.graph.ops import find_op
+from quantizer.graph.targets import packet, resolve, takes_self
+from quantizer.nn.image_layout import channels_first
 from quantizer.nn.layer import Layer
+
+_CALLS = {"aten.view.default": torch.reshape}
+"""What runs instead: a view refuses orders of memory that it was not traced with, and where it does not it is that."""
 
 
 class Function(Layer):
@@ -31,14 +36,17 @@ class Function(Layer):
         self._target = target or self.target
         self._constants = constants
         twin = "_.".join(self._target.rsplit(".", 1))  # aten.relu_.default
-        self._call = resolve(twin if inplace else self._target)
+        self._call = _CALLS.get(self._target) or resolve(twin if inplace else self._target)
         self._renames_self = takes_self(self._call)
         self._positional = not hasattr(self._call, "_schema")
+        self._any_layout = find_op(packet(self._target)).any_layout
         self._params = tuple(params or ())
         for name, shape in (params or {}).items():
             self.register_parameter(name, nn.Parameter(torch.empty(tuple(shape)), requires_grad=False))
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
+        if not self._any_layout:
+            args, inputs = channels_first(args), channels_first(inputs)
         if self.quantizers:
             args, inputs = self.quantize_inputs(args, inputs)
         if self._positional:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_name
 from quantizer.errors import ResultError
+from quantizer.nn.image_layout import channels_first
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
@@ -55,6 +56,7 @@ def load(network: nn.Module, file: str) -> None:
         attach(modules[entry["module"]], role, tensor, inplace=entry["inplace"])
     for name, correction in files[CORRECTIONS].items():
         modules[next(iter(info["tensors"][name].values()))["module"]].correct_bias(correction)
+    network.register_forward_hook(lambda _, __, output: channels_first(output))
     network.eval()
 
 

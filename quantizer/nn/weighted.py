@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantizer.nn.image_layout import channels_last
 from quantizer.nn.layer import Layer
 
 _OPERATORS = {
@@ -42,7 +43,14 @@ def _quantized(cls: type[nn.Module]) -> Any:
     return type(cls.__name__, (_Weighted, cls), {"__module__": __name__, "__doc__": words})
 
 
-Conv1d, Conv2d, Conv3d = map(_quantized, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+class Conv2d(_Weighted, nn.Conv2d):
+    """torch.nn.Conv2d with quantizers."""
+
+    def forward(self, input: Tensor) -> Any:  # type: ignore[override]  # noqa: A002 - as torch.nn names it
+        return super().forward(channels_last(input))
+
+
+Conv1d, Conv3d = map(_quantized, (nn.Conv1d, nn.Conv3d))
 ConvTranspose1d, ConvTranspose2d = map(_quantized, (nn.ConvTranspose1d, nn.ConvTranspose2d))
 ConvTranspose3d, Linear = map(_quantized, (nn.ConvTranspose3d, nn.Linear))
 

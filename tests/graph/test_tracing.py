@@ -19,6 +19,8 @@ from quantizer.nn.network import Network
 
 # The float attention and recurrent kernels of eager mode differ from the traced ones in the last bit.
 TOLERANCE = {"attention": 1e-6, "gated": 1e-6}
+IMAGES = 4e-6
+"""Convolutions add in another order, as their channels are last in memory."""
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
@@ -29,7 +31,8 @@ def test_network_equals_the_eager_model(name: str, batch: int) -> None:
     with torch.no_grad():
         expected = toy.module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
         output = Network(traced(name))(*args, **kwargs)
-    assert leaves_equal(output, expected, TOLERANCE.get(name, 0.0))
+    convolves = any(isinstance(module, torch.nn.Conv2d) for module in toy.module.modules())
+    assert leaves_equal(output, expected, TOLERANCE.get(name, IMAGES if convolves else 0.0))
     assert type(output) is type(expected)
 
 
@@ -63,7 +66,7 @@ def test_the_example_may_have_any_batch_size(batch: int) -> None:
     graph = trace(model, (torch.randn(batch, 3, 8, 8),))
     x = torch.randn(4, 3, 8, 8)
     with torch.no_grad():
-        assert torch.equal(Network(graph)(x), model(x))
+        assert leaves_equal(Network(graph)(x), model(x), IMAGES)
 
 
 def test_a_batch_size_in_the_code_stays_fixed() -> None:

@@ -1,0 +1,58 @@
+"""Convolutions run with their channels last in memory; nobody who reads what they make can tell."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quantizer.config.model import Settings
+from quantizer.graph.passes import run_passes
+from quantizer.graph.trace import trace
+from quantizer.nn.network import Network
+
+READERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda x: x.view(x.shape[0], -1),
+    "view of a part": lambda x: x[:, 2:6].view(x.shape[0], 2, 2, 6, 6) if x.is_contiguous() else x[:, 2:6],
+    "flatten, then view": lambda x: x.flatten(2).view(x.shape[0], 2, 4, 36),
+    "unflatten": lambda x: x.unflatten(1, (2, 4)).transpose(1, 2).flatten(1, 2),
+    "permute, then view": lambda x: x.permute(0, 2, 3, 1).view(x.shape[0], 36, 8),
+    "halves": lambda x: torch.cat(x.chunk(2, 1)[::-1], 1).flatten(1),
+    "pooled": lambda x: nn.functional.max_pool2d(x, 2).mean((2, 3)),
+    "padded": lambda x: nn.functional.pad(x, (1, 1, 1, 1)).softmax(-1),
+    "as it is": lambda x: x,
+}
+
+
+class Net(nn.Module):
+    """A convolution, an activation, and what reads it."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.read = nn.Conv2d(3, 8, 3, padding=1), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As a user writes it."""
+        return self.read(self.conv(x).relu())
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_what_follows_a_convolution_gives_what_the_model_gives(read: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = Net(read).eval(), torch.randn(2, 3, 6, 6)
+    network = Network(run_passes(trace(model, (x,)), Settings()))
+    with torch.no_grad():
+        wanted, found = model(x), network(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert found.stride() == wanted.contiguous().stride()
+
+
+def test_convolutions_and_what_computes_alike_have_their_channels_last() -> None:
+    model, seen = Net(READERS["pooled"]).eval(), dict[str, Tensor]()
+    network = Network(run_passes(trace(model, (torch.randn(2, 3, 6, 6),)), Settings()))
+    names = [node.name for node in network.graph.nodes if node.op in ("conv2d", "relu", "max_pool2d")]
+    network.observe(
+        (torch.randn(2, 3, 6, 6),), {}, {name: lambda x, name=name: seen.update({name: x}) for name in names}
+    )
+    assert len(seen) == 3
+    assert all(value.is_contiguous(memory_format=torch.channels_last) for value in seen.values())
