@@ -25,7 +25,15 @@ _MB = 1e6
 
 
 @command()
-@takes(*TABLE, "filter", "for_", *LOOK, for_="Tell what --deploy TARGET cannot hold; may be repeated.")
+@takes(
+    *TABLE,
+    "filter",
+    "for_",
+    "fast_finetune",
+    "memory",
+    *LOOK,
+    for_="Tell what --deploy TARGET cannot hold; may be repeated.",
+)
 def plan(options: Options) -> None:
     """Show how many layers each rule matches, each tensor's spec, the size before and after, and the memory calibration
     takes.
@@ -47,7 +55,8 @@ def plan(options: Options) -> None:
     before, after = weight_bytes(found)
     size = session.batch_size(options, batches)
     activations = peak_activation_bytes(found.graph, size)
-    peaks = _peaks(found, read.config, size, batches.total or 1)
+    data = footprint.Data(size, batches.total or 1, options.memory, batches.is_held)
+    peaks = _peaks(found, read.config, data, finetuned=bool(options.fast_finetune))
     content = found.to_json() | {
         "algorithms": [algorithm.name for algorithm in read.config.algorithms],
         "weight_bytes": {"float": before, "quantized": after},
@@ -71,12 +80,12 @@ def plan(options: Options) -> None:
         raise UsageError("; ".join(texts), help="; ".join(helps))
 
 
-def _peaks(found: Plan, config: Config, size: int, batches: int) -> dict[str, int | None]:
+def _peaks(found: Plan, config: Config, data: footprint.Data, *, finetuned: bool) -> dict[str, int | None]:
     """The peak of memory of each mode: this process has loaded and traced the model as it does."""
     specs = {key: tensor.spec for key, tensor in found.tensors.items()}
     return {
-        "calib": footprint.peak_with(footprint.calibration_bytes(found, config, footprint.Data(size, batches))),
-        "test": footprint.peak_with(footprint.comparison_bytes(found.graph, specs, size)),
+        "calib": footprint.peak_with(footprint.calibration_bytes(found, config, data, finetuned=finetuned)),
+        "test": footprint.peak_with(footprint.comparison_bytes(found.graph, specs, data.size)),
     }
 
 

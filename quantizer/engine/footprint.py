@@ -3,60 +3,75 @@ is as much. It counts what is large: weights, activations, Gram matrices. Measur
 """
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer import memory
 from quantizer.algorithms.activation_store import half_of_what_is_free
 from quantizer.algorithms.gram import DEEPEST
-from quantizer.config.model import Config, QuantizationSpec
+from quantizer.config.model import Algorithm, Config, QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.errors import UsageError
-from quantizer.graph.ir import Graph
-from quantizer.numerics.deferred import give_back
+from quantizer.graph.ir import Graph, Node
+from quantizer.numerics.deferred import DeferredTensor, give_back
 from quantizer.plan.model import Key, Plan
-from quantizer.plan.size import alive_bytes, peak_activation_bytes
+from quantizer.plan.size import alive_bytes, value_bytes, working_bytes
 
 logger = logging.getLogger(__name__)
 
 COPIES = 4
-"""A weight has so many copies in float32 while it is rounded, compared or decoded; an algorithm that rounds columns has
-twice as many."""
-IN_STEP = 5
-"""Two networks keep so many times the activations of one, with their differences and the kernels' own copies."""
+"""A weight has so many copies in float32 while it is rounded, compared or decoded."""
+SEARCHED = 8
+"""While scales of it are searched for, with what each leaves of it."""
+IN_COLUMNS = 14
+"""While it is rounded column by column: float, rounded, transposed and ordered, with errors, the scale and the zero
+point of each value, and a second solution; of all layers with one input together, which are solved as one."""
+HOLES = 1.5
+"""The heap of the C library, with the holes that values of different sizes leave in it within a pass, is so many times
+as large as what is alive; where large blocks are mapped it has none. Measured: 1.1 to 2."""
 SURE = 1.2
 """A run is refused only where a prediction that is too high by as much would not fit either."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """What activations depend on: how many `batches` there are, of what `size`, and their budget of memory."""
+    """What activations depend on: how many `batches` there are, of what `size`, their budget of memory, and whether the
+    user's own are all in memory while they are read."""
 
     size: int
     batches: int = 1
     budget: int | None = None
+    held: bool = False
 
 
 def calibration_bytes(plan: Plan, config: Config, data: Data, *, finetuned: bool = False) -> int:
-    """What calibration adds to a process that has the model, its graph and its plan."""
-    graph, algorithms = plan.graph, config.algorithms
-    matrices = max((each.kind.matrices for each in algorithms), default=0)
-    found = COPIES * (2 if matrices else 1) * _largest(graph, _rounded(plan))
-    found += matrices * _matrix_bytes(graph, _rounded(plan))
+    """What calibration adds to a process that has the model, its graph and its plan: its hungriest step, and what the
+    steps before it leave.
+    """
+    graph, algorithms, rounded = plan.graph, config.algorithms, _rounded(plan)
+    steps = [_weights_bytes(graph, rounded, COPIES)]
     if plan.needs_data or finetuned or any(each.needs_data for each in algorithms):
-        found += 2 * peak_activation_bytes(graph, data.size)
+        steps.append(_pass_bytes(graph, data))
+    steps += [_algorithm_bytes(graph, rounded, each, data) for each in algorithms if each.kind.matrices]
+    if finetuned or plan.corrected:
+        steps.append(_layer_by_layer_bytes(graph, data, both=finetuned))
+    left = 0
     if not graph.is_deferred:  # codes of one byte, and another float weight for each algorithm that changes it
-        found += _values(graph, _rounded(plan)) * (1 + 4 * (len(algorithms) + finetuned))
-    return found + _kept_bytes(plan, config, data, finetuned=finetuned)
+        left = _values(graph, rounded) * (1 + 4 * (len(algorithms) + finetuned))
+    return left + max(steps)
 
 
 def comparison_bytes(graph: Graph, specs: Mapping[Key, QuantizationSpec], size: int) -> int:
     """What test mode adds to a process that has the model and its graph: two networks in step."""
     rounded = {name for name, role in specs if is_parameter(role)}
-    found = COPIES * _largest(graph, rounded) + IN_STEP * peak_activation_bytes(graph, size)
-    if not graph.is_deferred:  # codes, and what they stand for
-        found += 5 * _values(graph, rounded)
-    return found
+    alive, most = alive_bytes(graph, size), 0
+    for node in graph.nodes:
+        during, after = alive[node.name]
+        value = value_bytes(graph, node.name, size)
+        step = after + during + working_bytes(graph, node, size) + _read_bytes(graph, node)
+        most = max(most, step, 2 * after + 3 * value)  # quantized, and subtracted from the float one
+    left = 0 if graph.is_deferred else 5 * _values(graph, rounded)  # codes, and what they stand for
+    return left + max(_weights_bytes(graph, rounded, COPIES), int(_holes(graph) * most))
 
 
 def peak_with(more: int) -> int | None:
@@ -100,34 +115,69 @@ def _values(graph: Graph, layers: Collection[str]) -> int:
     return sum(graph.tensors[path].numel() for path in paths)
 
 
-def _largest(graph: Graph, rounded: Collection[str]) -> int:
-    """Bytes in float32 of the largest tensor that is rounded; of all, where each is read from a file."""
-    paths = {path for name in rounded for path in graph.by_name[name].params.values()}
-    read = graph.tensors if graph.is_deferred else paths
-    return 4 * max((graph.tensors[path].numel() for path in read), default=0)
+def _weights_bytes(graph: Graph, rounded: Collection[str], copies: int) -> int:
+    """Of the largest weight while it is rounded, and of the largest that is only read from its file."""
+    paths = [path for name in rounded for path in graph.by_name[name].params.values()]
+    found = 4 * copies * max((graph.tensors[path].numel() for path in paths), default=0)
+    return max([found, *(each.nbytes for each in graph.tensors.values() if isinstance(each, DeferredTensor))])
 
 
-def _matrix_bytes(graph: Graph, layers: Iterable[str]) -> int:
-    """Of a matrix of inputs x inputs of the deepest layer that is not too deep for one."""
-    depths = [0]
-    for node in (graph.by_name[name] for name in layers):
-        if node.is_multiplying:
-            weight = graph.weight(node)
-            groups = int(node.attrs.get("groups", 1)) if node.row.transposed else 1
-            depths.append(weight.numel() // (weight.shape[1] * groups if node.row.transposed else weight.shape[0]))
-    return 4 * max(depth for depth in depths if depth <= DEEPEST) ** 2
+def _pass_bytes(graph: Graph, data: Data, upto: int | None = None) -> int:
+    """Of one pass, before the node of index `upto` if not to its end, and of all batches where the user holds them."""
+    alive, most = alive_bytes(graph, data.size), 0
+    for node in graph.nodes[:upto]:
+        most = max(most, alive[node.name][0] + working_bytes(graph, node, data.size) + _read_bytes(graph, node))
+    inputs = sum(value_bytes(graph, node.name, data.size) for node in graph.nodes if node.op == "input")
+    return int(_holes(graph) * most) + (data.batches * inputs if data.held else 0)
 
 
-def _kept_bytes(plan: Plan, config: Config, data: Data, *, finetuned: bool) -> int:
-    """What is in memory of the values of all batches at once, up to its budget."""
-    alive = alive_bytes(plan.graph, data.size)
-    layers = [plan.graph.by_name[name] for name in _rounded(plan)]
-    most = 0
-    if finetuned or plan.corrected:  # node by node
-        most = (1 + finetuned) * max((after for _, after in alive.values()), default=0)
-    for each in config.algorithms:  # between the values that layers read
-        if each.kind.matrices:
-            between = (alive[name][1] for node in layers for name in node.refs())
-            most = max(most, each.kind.networks * max(between, default=0))
+def _algorithm_bytes(graph: Graph, rounded: Collection[str], algorithm: Algorithm, data: Data) -> int:
+    """Of one that sums up Gram matrices: what it keeps of all batches, and the matrices and weights of a group."""
+    groups: dict[str, list[Node]] = {}
+    for node in (graph.by_name[name] for name in rounded):
+        if node.is_multiplying and _depth(graph, node) <= DEEPEST:
+            groups.setdefault(next(node.refs()), []).append(node)
+    solving, kept, alive = 0, 0, alive_bytes(graph, data.size)
+    for source, nodes in groups.items():
+        sizes = [graph.weight(node).numel() for node in nodes]
+        matrix = max(_groups(node) * _depth(graph, node) ** 2 for node in nodes)
+        together = IN_COLUMNS * sum(sizes) if algorithm.stage == "round" else SEARCHED * max(sizes)
+        solving = max(solving, 4 * (algorithm.kind.matrices * matrix + together))
+        kept = max(kept, alive[source][1])
+    last = max((graph.index[node.name] for nodes in groups.values() for node in nodes), default=0)
+    return _within(data, algorithm.kind.networks * kept) + max(solving, _pass_bytes(graph, data, last))
+
+
+def _layer_by_layer_bytes(graph: Graph, data: Data, *, both: bool) -> int:
+    """Of a network that computes a node for all batches before the next one, or of both networks so."""
+    alive, most, before = alive_bytes(graph, data.size), 0, 0
+    for node in graph.nodes:
+        during, after = alive[node.name]
+        most, before = max(most, during + (before if both else 0)), after
+    return _within(data, most) + max((working_bytes(graph, node, data.size) for node in graph.nodes), default=0)
+
+
+def _within(data: Data, kept: int) -> int:
+    """What is in memory of values of all batches, up to their budget."""
     budget = half_of_what_is_free() if data.budget is None else data.budget
-    return min(budget, data.batches * most)
+    return min(budget, data.batches * kept)
+
+
+def _depth(graph: Graph, node: Node) -> int:
+    """Inputs of an output channel of a layer."""
+    weight = graph.weight(node)
+    return weight.numel() // (weight.shape[1] * _groups(node) if node.row.transposed else weight.shape[0])
+
+
+def _groups(node: Node) -> int:
+    return int(node.attrs.get("groups", 1))
+
+
+def _read_bytes(graph: Graph, node: Node) -> int:
+    """Of the parameters that are read from files for this node."""
+    tensors = (graph.tensors[path] for path in node.params.values())
+    return sum(each.nbytes for each in tensors if isinstance(each, DeferredTensor))
+
+
+def _holes(graph: Graph) -> float:
+    return 1 if graph.is_deferred else HOLES

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 from quantizer.config.wording import a_kind
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError, UsageError
+from quantizer.numerics.deferred import give_back
 from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch, Fingerprint, as_batch, naming, not_finite, positional_inputs
 from quantizer.sources.images import EXAMPLE, IMAGE_SUFFIXES, find_images, image_batches, parse_preprocess
@@ -45,7 +46,8 @@ class Batches:
     """Batches that can be gone through several times, the same ones each time.
 
     `stamp` says what reports must say about the data ("random data"); a batch that `stands_in` for data shows no more
-    than their shape. `fingerprint` is None until one pass is complete.
+    than their shape; `is_held` says that all are in memory during a pass. `fingerprint` is None until one pass is
+    complete.
 
     Raises (when it is iterated):
         DataError: the data cannot be had or used; the batch is named by its number.
@@ -59,6 +61,7 @@ class Batches:
     length: int | None = None
     first_size: int | None = None
     stands_in: bool = False
+    is_held: bool = False
     _reported: bool = field(default=False, repr=False)
     _seen: Fingerprint = field(default_factory=Fingerprint, repr=False)
 
@@ -90,6 +93,7 @@ class Batches:
 
     def note_length(self, items: object) -> None:
         """Take the length of the user's data, if they tell one; a wrong one makes only the progress wrong."""
+        self.is_held = isinstance(items, (list, tuple))
         with contextlib.suppress(Exception):
             self.length = len(items)  # type: ignore[arg-type]
 
@@ -111,6 +115,7 @@ class Batches:
             self.first_size = self.first_size or batch.size
             seen.update(batch)
             yield batch
+            give_back()  # in the holes that a pass leaves the C library would keep several times what was alive at once
         if not seen.batches:
             raise DataError(f"{self.label} gives no batch", help=FORMS)
         if self.subset_len and seen.samples < self.subset_len:
