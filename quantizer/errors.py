@@ -63,7 +63,32 @@ class ResultError(QuantizerError):
     exit_code = 5
 
 
+class OutOfMemoryError(QuantizerError):
+    """There is not as much memory as the run needs."""
+
+    exit_code = 6
+
+
 class RankError(QuantizerError):
     """Another rank of a run of several processes is lost, or does not do the same."""
 
     exit_code = 40
+
+
+_NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory", "unable to mmap")
+"""What torch and the system say then, in small letters; torch on a CPU raises a plain RuntimeError."""
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error, or one that it comes from, is that there is no more memory."""
+    seen: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in seen:
+        text = str(found).lower()
+        if isinstance(found, MemoryError) or (
+            isinstance(found, RuntimeError | OSError) and any(words in text for words in _NO_MEMORY)
+        ):
+            return True
+        seen.append(found)
+        found = found.__cause__ or found.__context__
+    return False

@@ -24,8 +24,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; set before t
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests begin first, so that no worker is left with one at the end, and those on real models together."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests begin first, so that no worker is left with one at the end, and those on real models together. Large
+    ones run where `-m` names them."""
+    if "large" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if "large" in item.keywords])
+        items[:] = [item for item in items if "large" not in item.keywords]
     items.sort(key=lambda item: ("slow" not in item.keywords, "examples" not in item.path.parts))
 
 

@@ -22,6 +22,7 @@ from quantizer.engine.results import QuantInfo
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import DataError
 from quantizer.graph.ir import Graph
+from quantizer.memory import parsed
 from quantizer.nn.inplace import check_float
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
@@ -42,6 +43,7 @@ def calibrate(
     fast_finetune: str | None = None,
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
+    memory: int | str | None = None,
     events: Events | None = None,
 ) -> Result:
     """Quantize a traced copy of `model`, as `quantizer --quant_mode calib` does; the model stays as it is.
@@ -55,14 +57,18 @@ def calibrate(
         seed: of all randomness.
         fast_finetune: "adaround" or "adaquant" to learn how to round the weights.
         folder: where checkpoints go while it runs, and where `resume` looks for them to go on with a stopped run.
+        memory: bytes of activations that may stay in memory, also as "8GB"; more go to files, and the result is the
+            same. None for half of what is free.
         events: who follows the run; None for bars in a notebook and log records elsewhere.
 
     Raises:
         ConfigError: all findings on the config, alone and with this model.
         ModelError: the model cannot be traced, or has NaN or Inf in its weights.
         DataError: there are no data, or they are not what the model takes.
+        ValueError: `memory` is no size.
     """
     check_float(model)
+    budget = parsed(memory) if isinstance(memory, str) else memory
     read = read_config(config)
     check_mode(fast_finetune, read.require())
     cut = {"batch_size": batch_size, "subset_len": subset_len}
@@ -78,6 +84,7 @@ def calibrate(
         fast_finetune,
         {"seed": seed, **cut},
         read.diagnostics,
+        memory=budget,
     )
     try:
         solution = pipeline.run(job)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from quantizer import __version__
+from quantizer import __version__, memory
 from quantizer.cli import torchrun
 from quantizer.cli.options import (
     NAMES_WIDTH,
@@ -30,7 +30,7 @@ from quantizer.cli.options import (
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.wording import closest
-from quantizer.errors import TORCH, QuantizerError, UsageError, pip_line
+from quantizer.errors import TORCH, OutOfMemoryError, QuantizerError, UsageError, lacks_memory, pip_line
 
 COMMANDS = {
     "init": ("quantizer.cli.init:init", "Write a config to start from."),
@@ -49,8 +49,9 @@ MODES = "quantizer.cli.run:run"
 
 EPILOG = """\b
 Exit codes: 0 done, 1 check failed (a config has errors, a --gate is not met),
-2 wrong usage or unusable config, 3 model, 4 data, 5 results, 40 a lost rank,
-70 internal error, 130 interrupted, 143 terminated.
+2 wrong usage or unusable config, 3 model, 4 data, 5 results,
+6 out of memory, 40 a lost rank, 70 internal error, 130 interrupted,
+143 terminated.
 
 Each option can be set by a variable: QUANTIZER_SEED=1, or for a command QUANTIZER_PLAN_MODEL=my_model.py."""
 
@@ -160,7 +161,7 @@ def run_command(arguments: list[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
-        code = cli.main(arguments, prog_name="quantizer", standalone_mode=False)
+        code = _call(arguments)
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -182,6 +183,23 @@ def _run(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the last boundary: whatever it is, the user gets a sentence
         return _internal_error(error, arguments)
     return code if isinstance(code, int) else 0
+
+
+def _call(arguments: list[str]) -> Any:
+    """What the command returns.
+
+    Raises:
+        OutOfMemoryError: it found no more memory, whatever was made of that on the way.
+    """
+    try:
+        return cli.main(arguments, prog_name="quantizer", standalone_mode=False)
+    except Exception as error:
+        if isinstance(error, OutOfMemoryError) or not lacks_memory(error):
+            raise
+        most = memory.peak()
+        has = f"; this process had {memory.in_words(most)}" if most else ""
+        help_ = "use a smaller --batch_size or --memory; `quantizer plan` with the same options says what a run takes"
+        raise OutOfMemoryError(f"there is no more memory{has}", help=help_) from error
 
 
 def _load(target: str) -> Any:

@@ -203,8 +203,8 @@ def _confirm(options: Options, job: Job) -> None:
     """What is checked and shown once the plan is made.
 
     Raises:
-        UsageError: data are needed, and there are none; a target of `--for` cannot hold what is planned; or the
-            machine does not have the memory.
+        UsageError: data are needed, and there are none; or a target of `--for` cannot hold what is planned.
+        OutOfMemoryError: the machine does not have the memory.
         ResultError: a checkpoint is of another mode of finetuning.
     """
     if options.inspect:

@@ -11,7 +11,7 @@ from quantizer.algorithms.activation_store import half_of_what_is_free
 from quantizer.algorithms.gram import DEEPEST
 from quantizer.config.model import Algorithm, Config, QuantizationSpec
 from quantizer.config.roles import is_parameter
-from quantizer.errors import UsageError
+from quantizer.errors import OutOfMemoryError
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.deferred import DeferredTensor, give_back
 from quantizer.plan.model import Key, Plan
@@ -65,7 +65,7 @@ def comparison_bytes(graph: Graph, specs: Mapping[Key, QuantizationSpec], size: 
     """What test mode adds to a process that has the model and its graph: two networks in step."""
     rounded = {name for name, role in specs if is_parameter(role)}
     alive, most = alive_bytes(graph, size), 0
-    for node in graph.nodes:
+    for node in (each for each in graph.nodes if each.op != "input"):
         during, after = alive[node.name]
         value = value_bytes(graph, node.name, size)
         step = after + during + working_bytes(graph, node, size) + _read_bytes(graph, node)
@@ -85,7 +85,7 @@ def require_room(mode: str, more: int, remedies: Sequence[str]) -> None:
     """Warn if there is not that much left; swap may help, and other processes may end.
 
     Raises:
-        UsageError: the machine, or the control group of this process, does not have it at all.
+        OutOfMemoryError: the machine, or the control group of this process, does not have it at all.
     """
     peak, free, total = peak_with(more), memory.available(), memory.total()
     if peak is None or free is None or total is None or more <= free:
@@ -93,7 +93,7 @@ def require_room(mode: str, more: int, remedies: Sequence[str]) -> None:
     help_ = "; or ".join(remedies)
     if peak > SURE * total:
         text = f"{mode} would take about {memory.in_words(peak)} of memory, and there are {memory.in_words(total)}"
-        raise UsageError(text, help=help_)
+        raise OutOfMemoryError(text, help=help_)
     text = f"{mode} takes about {memory.in_words(more)} more memory, and {memory.in_words(free)} are free: {help_}"
     logger.warning("%s", text)
 
@@ -141,8 +141,13 @@ def _algorithm_bytes(graph: Graph, rounded: Collection[str], algorithm: Algorith
     for source, nodes in groups.items():
         sizes = [graph.weight(node).numel() for node in nodes]
         matrix = max(_groups(node) * _depth(graph, node) ** 2 for node in nodes)
-        together = IN_COLUMNS * sum(sizes) if algorithm.stage == "round" else SEARCHED * max(sizes)
-        solving = max(solving, 4 * (algorithm.kind.matrices * matrix + together))
+        kind, searched = algorithm.kind, SEARCHED * max(sizes)
+        if algorithm.stage == "round":  # first the matrix is factored, then weights are rounded with what is left of it
+            factored = kind.matrices * matrix + COPIES * sum(sizes)
+            searched = max(factored, (1 + kind.networks) * matrix + IN_COLUMNS * sum(sizes))
+        else:
+            searched += kind.matrices * matrix
+        solving = max(solving, 4 * searched)
         kept = max(kept, alive[source][1])
     last = max((graph.index[node.name] for nodes in groups.values() for node in nodes), default=0)
     return _within(data, algorithm.kind.networks * kept) + max(solving, _pass_bytes(graph, data, last))

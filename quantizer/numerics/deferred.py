@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import tempfile
 import weakref
@@ -159,15 +160,26 @@ class _SpoolFile:
         while content:
             count = os.pwrite(self.file, content, self.end)
             content, self.end = content[count:], self.end + count
-        return DeferredTensor(tensor.shape, tensor.dtype, partial(self._read, start, tensor.dtype, tensor.shape))
+        return DeferredTensor(tensor.shape, tensor.dtype, partial(self._read, start, tensor.shape, tensor.dtype))
 
-    def _read(self, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        made = torch.empty(shape, dtype=dtype)
-        content = memoryview(bytes_of(made))
-        while content:
-            count = os.preadv(self.file, [content], start)
-            content, start = content[count:], start + count
-        return made
+    def _read(self, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return read_tensor(self.file, start, shape, dtype)
+
+
+def read_tensor(file: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The tensor whose bytes begin at `start` of an open file.
+
+    Raises:
+        OSError: it cannot be read, or ends before the tensor does.
+    """
+    made = torch.empty(shape, dtype=dtype)
+    content = memoryview(bytes_of(made))
+    while content:
+        count = os.preadv(file, [content], start)
+        if not count:
+            raise OSError(errno.EIO, "the file was cut off while it was read")
+        content, start = content[count:], start + count
+    return made
 
 
 _spool = Spool()

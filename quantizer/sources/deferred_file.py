@@ -1,13 +1,15 @@
-"""A safetensors file as deferred tensors, each mapped into memory for as long as it is computed with."""
+"""A safetensors file as deferred tensors, each in memory for as long as it is computed with."""
 
+import json
+import os
 from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from quantizer.numerics.deferred import DeferredTensor
+from quantizer.numerics.deferred import DeferredTensor, read_tensor
 
 STORED: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -31,19 +33,35 @@ STORED: dict[str, torch.dtype] = {
 
 
 def deferred_file(path: Path) -> dict[str, DeferredTensor]:
-    """The tensors of a safetensors file, each mapped into memory when it is needed.
+    """The tensors of a safetensors file, each read when it is needed, and no more of the file than that: a map of all
+    of it would count as memory, against `ulimit -v` at once.
 
     Raises:
-        OSError, SafetensorError: it cannot be read.
+        OSError: it cannot be read.
+        SafetensorError: it is none, or truncated.
         KeyError: it has a dtype that torch has not.
     """
-    with safe_open(path, "pt") as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-        found = {name: (each.get_shape(), STORED[each.get_dtype()]) for name, each in slices.items()}
-    return {name: DeferredTensor(shape, dtype, partial(_read, path, name)) for name, (shape, dtype) in found.items()}
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= size - 8:
+            raise SafetensorError("the length of its header is beyond its end")
+        try:
+            header = json.loads(file.read(length))
+            rows = {name: row for name, row in header.items() if name != "__metadata__"}
+            spans = {name: tuple(map(int, row["data_offsets"])) for name, row in rows.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SafetensorError(f"its header is damaged: {error}") from error
+    found, end = {}, 0
+    for name, (begin, stop) in sorted(spans.items(), key=lambda row: row[1]):
+        shape, dtype = torch.Size(rows[name]["shape"]), STORED[rows[name]["dtype"]]
+        if begin != end or stop - begin != shape.numel() * dtype.itemsize or 8 + length + stop > size:
+            raise SafetensorError(f"{name} is not where its header says")
+        end = stop
+        found[name] = DeferredTensor(shape, dtype, partial(_read, path, 8 + length + begin, shape, dtype))
+    return found
 
 
-def _read(path: Path, name: str) -> Tensor:
-    with safe_open(path, "pt") as file:
-        tensor: Tensor = file.get_tensor(name)
-    return tensor
+def _read(path: Path, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    with path.open("rb", buffering=0) as file:
+        return read_tensor(file.fileno(), start, shape, dtype)

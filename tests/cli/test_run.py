@@ -298,6 +298,6 @@ def test_a_run_that_does_not_fit_says_so(
     said = capsys.readouterr().err
     assert re.search(r"calibration takes about \d+ MB more memory, and 0 MB are free: use a smaller --batch_size", said)
     monkeypatch.setattr("quantizer.memory.total", lambda: 2000)
-    assert calibrate(tmp_path, "--overwrite") == 2
+    assert calibrate(tmp_path, "--overwrite") == 6
     assert re.search(r"error: calibration would take about .* of memory, and there are 0 MB", capsys.readouterr().err)
-    assert check(tmp_path) == 2
+    assert check(tmp_path) == 6

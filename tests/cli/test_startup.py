@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from quantizer.cli import main as entry
 from quantizer.cli.main import COMMANDS, run_command
 from quantizer.cli.options import Options
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
-from quantizer.errors import DataError, GateError, ModelError, QuantizerError, ResultError, UsageError
+from quantizer.errors import DataError, GateError, ModelError, OutOfMemoryError, QuantizerError, ResultError, UsageError
 
 CASES = Path(__file__).parents[1] / "cases" / "configs"
 
@@ -33,7 +34,7 @@ def test_help_lists_every_command_and_exit_code() -> None:
     done = run("-h")
     assert done.returncode == 0
     assert all(name in done.stdout for name in COMMANDS)
-    assert all(f"{code} " in done.stdout for code in (0, 1, 2, 70, 130))
+    assert all(f"{code} " in done.stdout for code in (0, 1, 2, 6, 70, 130))
     assert run("--version").stdout.split()[-1] == __version__
 
 
@@ -102,6 +103,7 @@ def test_variables_are_no_options_that_were_typed(
         (ModelError("no"), 3),
         (DataError("no"), 4),
         (ResultError("no"), 5),
+        (OutOfMemoryError("no"), 6),
         (QuantizerError("no"), 70),
         (KeyboardInterrupt(), 130),
     ],
@@ -114,6 +116,47 @@ def test_every_error_has_its_exit_code(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.strip().endswith("interrupted" if code == 130 else "error: no")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:133] can't allocate memory: you tried 8"),
+        OSError(12, "Cannot allocate memory"),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),  # the parent of torch's own class
+    ],
+)
+def test_no_more_memory_is_exit_code_6(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where it was taken for a fault of the data on the way."""
+    wrapped = DataError("batch 3: it cannot run on this input")
+    wrapped.__cause__ = error
+    for found in (error, wrapped):
+        runner(monkeypatch, found)
+        assert run_command(["--quant_mode", "calib"]) == 6
+        told = capsys.readouterr().err.splitlines()
+        assert [line.partition(":")[0] for line in told] == ["error", "help"]
+        assert told[0].startswith("error: there is no more memory; this process had ")
+        assert "--batch_size" in told[1]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="others do not limit what a process may reserve")
+def test_a_limit_of_memory_ends_in_a_sentence(tmp_path: Path) -> None:
+    """`ulimit -v`, with data that take more."""
+    model = "import torch\n\ndef model():\n    return torch.nn.Linear(8, 8)\n\n"
+    data = "def calibration_data():\n    return [torch.zeros(1 << 29, 8)]\n"
+    (tmp_path / "net.py").write_text(model + data)
+    command = [sys.executable, "-m", "quantizer", "--quant_mode", "calib", "--model", "net.py"]
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, preexec_fn=limited)
+    assert done.returncode == 6, done.stderr
+    assert "error: there is no more memory" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_config_error_is_shown_with_its_excerpt(

@@ -11,15 +11,14 @@ from quantizer import memory
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import Config
-from quantizer.engine.footprint import Data, calibration_bytes, comparison_bytes, peak_with
+from quantizer.engine.footprint import HOLES, IN_COLUMNS, Data, calibration_bytes, comparison_bytes, peak_with
 from quantizer.graph.trace import trace
 from quantizer.numerics.deferred import DeferredTensor
 from quantizer.plan.resolve import resolve
+from quantizer.plan.size import working_bytes
 
 WEIGHT, BIAS = 100 * 40, 40
 COPIES = 4 * 4 * WEIGHT
-VALUES = 4 * 8 * (100 + 40)
-"""Of a batch of 8, before and after the layer."""
 
 
 def configured(**more: object) -> Config:
@@ -32,22 +31,40 @@ def test_a_layer_in_memory_and_out_of_it() -> None:
     config = configured()
     plan, data = resolve(config, graph, graph), Data(8, 3)
     specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
-    assert calibration_bytes(plan, config, data) == COPIES + WEIGHT + BIAS
-    assert comparison_bytes(graph, specs, 8) == COPIES + 5 * VALUES + 5 * (WEIGHT + BIAS)
+    codes = WEIGHT + BIAS
+    assert calibration_bytes(plan, config, data) == COPIES + codes
+    assert comparison_bytes(graph, specs, 8) == COPIES + 5 * codes
+    assert comparison_bytes(graph, specs, 1000) == HOLES * 1000 * 4 * (2 * 40 + 3 * 40) + 5 * codes
     deferred = {path: DeferredTensor(t.shape, t.dtype, lambda t=t: t) for path, t in graph.tensors.items()}
     outside = graph.replaced(tensors=deferred)
     assert calibration_bytes(replace(plan, graph=outside), config, data) == COPIES
-    assert comparison_bytes(outside, specs, 8) == COPIES + 5 * VALUES
+    assert comparison_bytes(outside, specs, 1000) == 1000 * 4 * (2 * 40 + 3 * 40)
 
 
 def test_an_algorithm_adds_matrices_and_values_of_all_batches_within_the_budget() -> None:
     graph = trace(nn.Sequential(nn.Linear(100, 40)), (torch.zeros(2, 100),))
     config = configured(algo_config={"name": "gptq"})
     plan = resolve(config, graph, graph)
-    least = 2 * COPIES + 5 * 4 * 100 * 100 + 2 * VALUES + 5 * (WEIGHT + BIAS)
+    least = 4 * (2 * 100 * 100 + IN_COLUMNS * WEIGHT) + 5 * (WEIGHT + BIAS)
     assert calibration_bytes(plan, config, Data(8, 3, 0)) == least
     assert calibration_bytes(plan, config, Data(8, 3, 1 << 20)) == least + 3 * 4 * 8 * 100
     assert calibration_bytes(plan, config, Data(8, 3, 99)) == least + 99
+
+
+def test_layer_by_layer_what_a_layer_reads_and_makes_is_kept_of_all_batches() -> None:
+    graph = trace(nn.Sequential(nn.Linear(100, 40), nn.ReLU(), nn.Linear(40, 7)), (torch.zeros(2, 100),))
+    config = configured()
+    plan = resolve(config, graph, graph)
+    reads_and_makes, before = 4 * 8 * 5000 * (100 + 40), 4 * 8 * 5000 * 100
+    found = calibration_bytes(plan, config, Data(8, 5000, 1 << 40), finetuned=True)
+    assert found == reads_and_makes + before + 5 * (WEIGHT + BIAS + 40 * 7 + 7)
+    held = calibration_bytes(plan, config, Data(8, 50000, 0, held=True), finetuned=True)
+    assert held == HOLES * 4 * 8 * (100 + 40) + 50000 * 4 * 8 * 100 + 5 * (WEIGHT + BIAS + 40 * 7 + 7)
+
+
+def test_convolutions_have_a_copy_in_another_layout() -> None:
+    graph = trace(nn.Conv2d(2, 3, 1), (torch.zeros(2, 2, 50, 50),))
+    assert [working_bytes(graph, node, 8) for node in graph.nodes] == [0, 8 * 3 * 50 * 50 * 4]
 
 
 def test_the_peak_is_that_of_now_at_least() -> None:

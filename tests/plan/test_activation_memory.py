@@ -26,6 +26,11 @@ class Residual(nn.Module):
     [
         (nn.Sequential(nn.Linear(4, 100), nn.ReLU(), nn.Linear(100, 2)), 100 + 100),  # before and after the ReLU
         (nn.Sequential(nn.Linear(4, 100), nn.Flatten(), nn.Linear(100, 2)), 4 + 100),  # a view takes none of its own
+        (
+            nn.Sequential(nn.Linear(4, 100), nn.Flatten(), nn.ReLU(), nn.Linear(100, 2)),
+            100 + 100,
+        ),  # its base stays, too
+        (nn.Sequential(nn.ZeroPad1d(3), nn.Linear(10, 2)), 4 + 10),  # a padded value is no view
         (Residual(), 4 + 100 + 100),
     ],
 )
