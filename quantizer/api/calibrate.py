@@ -20,7 +20,7 @@ from quantizer.engine.job import Job
 from quantizer.engine.module_target import evaluating
 from quantizer.engine.results import QuantInfo
 from quantizer.engine.target import TracedTarget
-from quantizer.errors import DataError
+from quantizer.errors import DataError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.memory import parsed
 from quantizer.nn.inplace import check_float
@@ -57,19 +57,17 @@ def calibrate(
         seed: of all randomness.
         fast_finetune: "adaround" or "adaquant" to learn how to round the weights.
         folder: where checkpoints go while it runs, and where `resume` looks for them to go on with a stopped run.
-        memory: bytes of activations that may stay in memory, also as "8GB"; more go to files, and the result is the
-            same. None for half of what is free.
+        memory: bytes of activations kept in memory, or "8GB"; more go to files. None for half of what is free.
         events: who follows the run; None for bars in a notebook and log records elsewhere.
 
     Raises:
         ConfigError: all findings on the config, alone and with this model.
         ModelError: the model cannot be traced, or has NaN or Inf in its weights.
         DataError: there are no data, or they are not what the model takes.
-        ValueError: `memory` is no size.
+        UsageError: `memory` is no size.
     """
     check_float(model)
-    budget = parsed(memory) if isinstance(memory, str) else memory
-    read = read_config(config)
+    read, budget = read_config(config), _budget(memory)
     check_mode(fast_finetune, read.require())
     cut = {"batch_size": batch_size, "subset_len": subset_len}
     checkpoints = Checkpoints(Path(folder), resume=resume) if folder is not None else None
@@ -94,6 +92,16 @@ def calibrate(
         checkpoints.remove()
     calibrated = Calibrated(job.target.original, job.config.settings, solution)
     return Result(model, calibrated, job.plan, batches, watching, job=job)
+
+
+def _budget(memory: int | str | None) -> int | None:
+    """In bytes."""
+    try:
+        if memory is None or (isinstance(memory, int) and memory >= 0):
+            return memory
+        return parsed(str(memory))
+    except ValueError:
+        raise UsageError(f"memory={memory!r} is no size", help='give bytes, or a text such as "8GB"') from None
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = None) -> Result:

@@ -3,7 +3,7 @@ is as much. It counts what is large: weights, activations, Gram matrices. Measur
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer import memory
@@ -20,17 +20,15 @@ from quantizer.plan.size import alive_bytes, value_bytes, working_bytes
 logger = logging.getLogger(__name__)
 
 COPIES = 4
-"""A weight has so many copies in float32 while it is rounded, compared or decoded."""
+"""A weight has so many copies in its own dtype while it is rounded, compared or decoded."""
 SEARCHED = 8
-"""While scales of it are searched for, with what each leaves of it."""
+"""In float32, while scales of it are searched for, with what each leaves of it."""
 IN_COLUMNS = 14
-"""While it is rounded column by column: float, rounded, transposed and ordered, with errors, the scale and the zero
-point of each value, and a second solution; of all layers with one input together, which are solved as one."""
-HOLES = 2
+"""In float32, while it is rounded column by column: float, rounded, transposed and ordered, with errors, the scale and
+the zero point of each value, and a second solution; of all layers with one input together, which are solved as one."""
+HOLES = 1.65
 """The heap of the C library, with the holes that values of different sizes leave in it within a pass, is so many times
-as large as what is alive in it (measured: 1.3 to 2.8)."""
-MAPPED = 32 << 20
-"""Larger blocks are not in the heap, as glibc decides; where it is told to map large blocks, none is."""
+as large as what is alive, but where large blocks are mapped. Measured on images: 1.5 to 2.5."""
 SURE = 1.2
 """A run is refused only where a prediction that is too high by as much would not fit either."""
 
@@ -66,15 +64,14 @@ def calibration_bytes(plan: Plan, config: Config, data: Data, *, finetuned: bool
 def comparison_bytes(graph: Graph, specs: Mapping[Key, QuantizationSpec], size: int) -> int:
     """What test mode adds to a process that has the model and its graph: two networks in step."""
     rounded = {name for name, role in specs if is_parameter(role)}
-    taken = _in_heap(graph)
-    alive, most = alive_bytes(graph, size, taken), 0
+    alive, most = alive_bytes(graph, size), 0
     for node in (each for each in graph.nodes if each.op != "input"):
         during, after = alive[node.name]
-        step = after + during + taken(working_bytes(graph, node, size)) + _read_bytes(graph, node)
-        subtracted = 3 * taken(value_bytes(graph, node.name, size))  # quantized, and subtracted from the float one
+        step = after + during + working_bytes(graph, node, size) + _read_bytes(graph, node)
+        subtracted = 3 * value_bytes(graph, node.name, size)  # quantized, and subtracted from the float one
         most = max(most, step, 2 * after + subtracted)
     left = 0 if graph.is_deferred else 5 * _values(graph, rounded)  # codes, and what they stand for
-    return left + max(_weights_bytes(graph, rounded, COPIES), most)
+    return left + max(_weights_bytes(graph, rounded, COPIES), int(_holes(graph) * most))
 
 
 def peak_with(more: int) -> int | None:
@@ -121,19 +118,18 @@ def _values(graph: Graph, layers: Collection[str]) -> int:
 def _weights_bytes(graph: Graph, rounded: Collection[str], copies: int) -> int:
     """Of the largest weight while it is rounded, and of the largest that is only read from its file."""
     paths = [path for name in rounded for path in graph.by_name[name].params.values()]
-    found = 4 * copies * max((graph.tensors[path].numel() for path in paths), default=0)
+    found = copies * max((graph.tensors[path].nbytes for path in paths), default=0)
     return max([found, *(each.nbytes for each in graph.tensors.values() if isinstance(each, DeferredTensor))])
 
 
 def _pass_bytes(graph: Graph, data: Data, upto: int | None = None) -> int:
     """Of one pass, before the node of index `upto` if not to its end, and of all batches where the user holds them."""
-    taken = _in_heap(graph)
-    alive, most = alive_bytes(graph, data.size, taken), 0
+    alive, most = alive_bytes(graph, data.size), 0
     for node in graph.nodes[:upto]:
-        beside = taken(working_bytes(graph, node, data.size)) + _read_bytes(graph, node)
+        beside = working_bytes(graph, node, data.size) + _read_bytes(graph, node)
         most = max(most, alive[node.name][0] + beside)
     inputs = sum(value_bytes(graph, node.name, data.size) for node in graph.nodes if node.op == "input")
-    return most + (data.batches * inputs if data.held else 0)
+    return int(_holes(graph) * most) + (data.batches * inputs if data.held else 0)
 
 
 def _algorithm_bytes(graph: Graph, rounded: Collection[str], algorithm: Algorithm, data: Data) -> int:
@@ -189,6 +185,5 @@ def _read_bytes(graph: Graph, node: Node) -> int:
     return sum(each.nbytes for each in tensors if isinstance(each, DeferredTensor))
 
 
-def _in_heap(graph: Graph) -> Callable[[int], int]:
-    """What a value of so many bytes takes, in a process with this graph."""
-    return lambda size: size if graph.is_deferred or size > MAPPED else HOLES * size
+def _holes(graph: Graph) -> float:
+    return 1 if graph.is_deferred else HOLES

@@ -1,7 +1,6 @@
 """What a plan costs, from the graph alone: bytes of the weights before and after, peak memory of a calibration pass."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,10 +42,10 @@ def peak_activation_bytes(graph: Graph, batch_size: int) -> int:
     return max((during for during, _ in alive_bytes(graph, batch_size).values()), default=0)
 
 
-def alive_bytes(graph: Graph, batch_size: int, taken: Callable[[int], int] = int) -> dict[str, tuple[int, int]]:
+def alive_bytes(graph: Graph, batch_size: int) -> dict[str, tuple[int, int]]:
     """The bytes of all values that are alive while a node runs, and those that are read after it, by its name.
 
-    A value lives as long as its views do. `taken` says what a value of so many bytes takes.
+    A value lives as long as its views do.
     """
     order = {node.name: at for at, node in enumerate(graph.nodes)}
     last = order | dict.fromkeys(references(graph.output), len(order))
@@ -59,9 +58,9 @@ def alive_bytes(graph: Graph, batch_size: int, taken: Callable[[int], int] = int
         freed.setdefault(end, []).append(name)
     alive, found = 0, dict[str, tuple[int, int]]()
     for node in graph.nodes:
-        alive += taken(value_bytes(graph, node.name, batch_size))
+        alive += value_bytes(graph, node.name, batch_size)
         during = alive
-        alive -= sum(taken(value_bytes(graph, name, batch_size)) for name in freed.get(order[node.name], ()))
+        alive -= sum(value_bytes(graph, name, batch_size) for name in freed.get(order[node.name], ()))
         found[node.name] = during, alive
     return found
 

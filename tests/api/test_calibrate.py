@@ -77,6 +77,15 @@ def differing(one: Path, other: Path) -> set[str]:
     return (set(mismatch) | set(missing)) - {"run.json", "run.log"}
 
 
+def test_a_budget_of_memory_changes_no_result(network: nn.Module, data: Any, tmp_path: Path) -> None:
+    for name, memory in {"plenty": None, "little": "1KB", "none": 0}.items():
+        quantizer.calibrate(network, HIERARCHICAL, data, memory=memory).save(tmp_path / name)
+    assert not differing(tmp_path / "plenty", tmp_path / "little")
+    assert not differing(tmp_path / "plenty", tmp_path / "none")
+    with pytest.raises(UsageError, match="memory='lots' is no size"):
+        quantizer.calibrate(network, HIERARCHICAL, data, memory="lots")
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_shell_and_python_write_the_same_bytes(
     form: str, source: Path, network: nn.Module, data: Any, tmp_path: Path

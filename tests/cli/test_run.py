@@ -6,6 +6,7 @@ import filecmp
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -301,3 +302,12 @@ def test_a_run_that_does_not_fit_says_so(
     assert calibrate(tmp_path, "--overwrite") == 6
     assert re.search(r"error: calibration would take about .* of memory, and there are 0 MB", capsys.readouterr().err)
     assert check(tmp_path) == 6
+
+
+def test_the_plan_knows_what_calibration_may_keep(toy: Callable[..., str], tmp_path: Path) -> None:
+    model, peaks = toy("return [torch.randn(1 << 15, 3) for _ in range(64)]"), []
+    for memory in ("0B", "1GB"):
+        arguments = ["plan", "--model", model, "--fast_finetune", "--memory", memory, "-o", str(tmp_path / "plan.json")]
+        assert run_command(arguments) == 0
+        peaks.append(json.loads((tmp_path / "plan.json").read_text())["peak_memory_bytes"]["calib"])
+    assert peaks[1] - peaks[0] > 20_000_000
