@@ -53,7 +53,9 @@ def _completed(folds: Folds, blocks: Sequence[ModuleBlock], group: InputGroup) -
     """The group with its fold, who shares its weights, and its block: the one that has all its layers."""
     graph = folds.graph
     weights = {graph.by_name[layer].params["weight"] for layer in group.layers}
-    tied = tuple(n.name for n in graph.nodes if n.name not in group.layers and n.params.get("weight") in weights)
+    shared = {path for path in weights if graph.uses[path] > 1}
+    readers = graph.nodes if shared else ()
+    tied = tuple(n.name for n in readers if n.name not in group.layers and n.params.get("weight") in shared)
     at = [graph.index[layer] for layer in group.layers]
     homes = {next((n for n, block in enumerate(blocks) if block.start <= each < block.stop), None) for each in at}
     return folds.folded(replace(group, tied=tied, block=homes.pop() if len(homes) == 1 else None))

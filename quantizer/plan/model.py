@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from quantizer.graph.ir import Graph
 
 Key = tuple[str, str]
 """A layer and a role, which together name one tensor."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,13 @@ class Plan:
     settings: Settings = field(default_factory=Settings)
     off: Mapping[Key, str] = field(default_factory=dict)
 
-    def of_layer(self, layer: str) -> dict[str, TensorPlan]:
+    def of_layer(self, layer: str) -> Mapping[str, TensorPlan]:
         """The layer's tensors by role."""
-        return {role: tensor for (name, role), tensor in self.tensors.items() if name == layer}
+        return self._by_layer.get(layer, {})
+
+    @cached_property
+    def _by_layer(self) -> dict[str, dict[str, TensorPlan]]:
+        return _by_layer(self.tensors)
 
     def parameter(self, key: Key) -> Tensor:
         """The float value of a layer's weight, bias or other parameter."""
@@ -104,14 +109,14 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """plan.json: rules with their matches, what passes did to parameters, then layers in execution order."""
-        layers = []
+        layers, off = [], _by_layer(self.off)
         for node in self.graph.nodes:
             row: dict[str, Any] = {"name": node.name, "op": node.op}
             tensors = self.of_layer(node.name)
             if tensors:
                 row["tensors"] = {role: tensor.to_json() for role, tensor in tensors.items()}
-            if off := {role: _portable(origin) for (name, role), origin in self.off.items() if name == node.name}:
-                row["float32"] = off
+            if node.name in off:
+                row["float32"] = {role: _portable(origin) for role, origin in off[node.name].items()}
             if node.name in self.corrected:
                 row["bias_correction"] = True
             if node.name in self.floats:
@@ -133,6 +138,14 @@ class Plan:
             for change in self.graph.changes
         ]
         return {"model": self.graph.model, "target": target, "rules": rules, "changes": changes, "layers": layers}
+
+
+def _by_layer(values: Mapping[Key, T]) -> dict[str, dict[str, T]]:
+    """What keys of layer and role name, by layer and then by role."""
+    found: dict[str, dict[str, T]] = {}
+    for (layer, role), value in values.items():
+        found.setdefault(layer, {})[role] = value
+    return found
 
 
 def _portable(origin: str) -> str:
