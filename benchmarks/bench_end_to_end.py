@@ -1,0 +1,138 @@
+"""Where the seconds of `quantizer --quant_mode calib` go, as a process, against what cannot be done without.
+
+`python benchmarks/bench_end_to_end.py [rounds [job…]]`; two threads. Processes take turns. "floor" is another process that
+imports torch, makes the model (which may import more) and its data, exports it once and runs it in float over the data.
+"own" is what calibration adds to importing, exporting and running: the time of a job without an algorithm is to exceed
+its floor by at most 15 %.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model's file, its data there, and a config."""
+
+    file: str
+    data: str
+    config: str
+
+
+JOBS = {
+    "ResNet-18": Job("benchmarks/workloads.py:resnet18", "images", "cpu_int8"),
+    "EfficientNet-Lite0": Job("examples/efficientnet_lite.py:model", "calibration_data", "cpu_int8"),
+    "SmolLM2": Job("examples/smollm2.py:model", "calibration_data", "gptq_int4_group"),
+}
+
+
+def main() -> None:
+    """Measure and print."""
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    for name in sys.argv[2:] or JOBS:
+        job, totals, shares = JOBS[name], dict[str, list[float]](), dict[str, list[float]]()
+        for _ in range(rounds):
+            for which, found in (("floor", shares), ("quantizer", shares)):
+                took, parts = child(which, job)
+                totals.setdefault(which, []).append(took)
+                for part, seconds in parts.items():
+                    found.setdefault(f"{which}: {part}", []).append(seconds)
+        ratios = [whole / floor for whole, floor in zip(totals["quantizer"], totals["floor"], strict=True)]
+        print(f"\n{name}, {job.config}: seconds, median of {rounds}")
+        for part, values in {**totals, **shares}.items():
+            print(f"  {part:<32} {statistics.median(values):6.2f} [{min(values):.2f} .. {max(values):.2f}]")
+        print(f"  {'quantizer / floor':<32} {statistics.median(ratios):6.2f} [{min(ratios):.2f} .. {max(ratios):.2f}]")
+
+
+def child(which: str, job: Job) -> tuple[float, dict[str, float]]:
+    """Wall time of a process, and of its parts."""
+    with tempfile.TemporaryDirectory() as folder:
+        parts = Path(folder) / "parts.json"
+        command = [sys.executable, __file__, "--child", which, str(parts), job.file, job.data, job.config]
+        started = time.perf_counter()
+        subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return time.perf_counter() - started, json.loads(parts.read_text())
+
+
+class Parts(dict[str, float]):
+    """Seconds by name, of calls that do not contain each other."""
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, its time added to a part."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self[name] = self.get(name, 0.0) + time.perf_counter() - started
+
+        return call
+
+
+def run_floor(parts: Parts, job: Job) -> None:
+    """What nobody can do without."""
+    torch = parts.timed("import torch", __import__)("torch")
+    file, _, factory = job.file.partition(":")
+    sys.path.insert(0, str((ROOT / file).parent))
+    module = parts.timed("make the model and the data", __import__)(Path(file).stem)
+    model = parts.timed("make the model and the data", getattr(module, factory))().eval()
+    batches = parts.timed("make the model and the data", lambda: list(getattr(module, job.data)()))()
+    parts.timed("export", export)(torch, model, batches[0])
+    with torch.no_grad():
+        parts.timed("float pass", lambda: [model(**x) if isinstance(x, dict) else model(x) for x in batches])()
+
+
+def export(torch: Any, model: Any, batch: Any) -> None:
+    """torch's own, with an open batch."""
+    named = batch if isinstance(batch, dict) else {}
+    args = () if named else (batch,)
+    open_ = {0: torch.export.Dim.AUTO}
+    with torch.no_grad():
+        shapes = dict.fromkeys(named, open_) if named else (open_,)
+        torch.export.export(model, args, dict(named), dynamic_shapes=shapes, strict=False)
+
+
+def run_quantizer(parts: Parts, job: Job) -> None:
+    """The command line, with a clock at its parts."""
+    parts.timed("import torch", __import__)("torch")
+    began = time.perf_counter()
+    from quantizer.cli import run, session  # noqa: PLC0415 - its time is measured
+    from quantizer.cli.main import main as command_line  # noqa: PLC0415
+    from quantizer.engine import pipeline, results  # noqa: PLC0415
+
+    parts[f"import {run.__package__.partition('.')[0]}"] = time.perf_counter() - began
+    session.open_data = parts.timed("make the model and the data", session.open_data)
+    session.open_model = parts.timed("make the model and the data", session.open_model)
+    session.trace_model = parts.timed("trace", session.trace_model)
+    results.write_results = parts.timed("write", results.write_results)
+    pipeline.STEPS = tuple(replace(step, run=parts.timed(step.run.__name__, step.run)) for step in pipeline.STEPS)
+    file, _, _ = job.file.partition(":")
+    arguments = ["--quant_mode", "calib", "--model", str(ROOT / job.file), "--data", f"{ROOT / file}:{job.data}"]
+    config = ["--config_file", str(ROOT / "configs" / f"{job.config}.json")]
+    sys.argv = ["quantizer", *arguments, *config]
+    with contextlib.suppress(SystemExit):
+        command_line()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        _, _, which, target, *words = sys.argv
+        found = Parts()
+        {"floor": run_floor, "quantizer": run_quantizer}[which](found, Job(*words))
+        Path(target).write_text(json.dumps(found))
+    else:
+        main()
