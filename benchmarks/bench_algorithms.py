@@ -1,6 +1,6 @@
 """W4: what algorithms cost on a small LLaMA at 4 bits, as ratios to a float pass, and the error that they leave.
 
-`python benchmarks/bench_algorithms.py [rounds [rounds of peers]]`; 32 sequences of 256 tokens, asymmetric groups of
+`python benchmarks/bench_algorithms.py [rounds]`; 32 sequences of 256 tokens, asymmetric groups of
 128 weights, all linear layers of the decoder, two threads. Errors are on 8 other sequences: of the layers' outputs
 (mean over layers), as a share of round-to-nearest's, and of the logits.
 """
@@ -14,7 +14,6 @@ import sys
 import torch
 from layer_errors import layer_errors, logits_error
 from measure import Part, peak_mb, ratios, report
-from measure_peers import Work, measure_peers
 from torch import nn
 from workloads import llama, tokens
 
@@ -43,7 +42,7 @@ ROWS: dict[str, tuple[AlgoConfig, float]] = {
 
 def main() -> None:
     """Measure and print."""
-    rounds, peer_rounds = (*map(int, sys.argv[1:]), *(5, 1)[len(sys.argv) - 1 :])
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     torch.set_num_threads(2)
     model, batches = llama(), [Batch((x,), {}, None, x) for x in tokens()]
     graph = trace(model, batches[0].args)
@@ -59,9 +58,6 @@ def main() -> None:
         extra[name] += f", {errors(model, task, run(task, settings))}"
     targets = {name: target for name, (_, target) in ROWS.items()}
     report("W4 algorithms, ratio to the float pass", ratios(float_pass, parts, rounds), targets, extra)
-    if peer_rounds:
-        plain = mean_error(model, task, rounded(task, Adjustment()))
-        measure_peers(Work(model, tokens(), float_pass, plain), peer_rounds)
 
 
 def run(task: Task, settings: AlgoConfig) -> Adjustment:

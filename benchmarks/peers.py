@@ -1,10 +1,12 @@
 """Public packages that quantize a LLaMA of transformers to 4 bits, in groups of 128 weights. Measures nothing.
 
-Each is imported where it is used: none needs to be installed.
+Each is imported where it is used: none needs to be installed. This file runs with their interpreters, too, so it
+imports neither this package nor anything that theirs need not have.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+from workloads import Llama
 
 GROUP = 128
 LAYERS = "model.layers"
@@ -26,19 +29,13 @@ SCALED = (
 )
 """Of each block: what AWQ folds factors into, the layers that read it, and the module whose output it compares."""
 
-HOW_TO_GET = """Public packages are measured where they are installed. They want an environment of
-their own, with older versions than constraints.txt has:
-  pip install torch==2.13.0 transformers==5.17.0 llmcompressor==0.14.0.1 neural-compressor-pt==3.10 amd-quark==0.13
-  pip install -e '.[torch]'
-"""
-
 Quantize = Callable[[Any, list[Tensor]], Any]
 """Takes a model and data, changes or replaces the model, and returns it."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A row: the package to import, whether the layers' inputs stay what they are, and how it runs."""
+    """How a package runs a job, and whether inputs of layers stay what they are; `package` is what pip installs."""
 
     package: str
     keeps_inputs: bool
@@ -117,12 +114,42 @@ def _quark(model: Any, algorithm: Any, batches: list[Tensor]) -> Any:
     return ModelQuantizer(config).quantize_model(model, loader)
 
 
-PEERS = {
-    "llmcompressor GPTQ": Peer("llmcompressor", True, llmcompressor_gptq),
-    "neural-compressor GPTQ": Peer("neural_compressor", True, neural_compressor_gptq),
-    "quark GPTQ": Peer("quark", True, quark_rounding("GPTQConfig")),
-    "quark GPTAQ": Peer("quark", True, quark_rounding("GPTAQConfig")),
-    "quark Qronos": Peer("quark", True, quark_rounding("QronosConfig")),
-    "neural-compressor AWQ": Peer("neural_compressor", False, neural_compressor_awq),
-    "quark AWQ": Peer("quark", False, quark_awq),
+def in_transformers(model: Llama, folder: str) -> Any:
+    """The same function as a model of transformers; its config, which some packages look for, is in the folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    vocabulary, hidden = model.embed_tokens.weight.shape
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=len(model.get_parameter("layers.0.gate_proj.weight")),
+        num_hidden_layers=len(model.layers),
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    config.save_pretrained(folder)
+    config.name_or_path = folder
+    twin: Any = LlamaForCausalLM(config)
+    twin.eval()
+    twin.load_state_dict({path_there(name): tensor for name, tensor in model.state_dict().items()})
+    return twin
+
+
+def path_there(name: str) -> str:
+    """A parameter's path in transformers' model."""
+    if name.startswith("lm_head"):
+        return name
+    return "model." + re.sub(r"\b(gate|up|down)_proj", r"mlp.\1_proj", name)
+
+
+LANGUAGE_PEERS = {
+    "llm-compressor GPTQ": Peer("llmcompressor", True, llmcompressor_gptq),
+    "neural-compressor GPTQ": Peer("neural-compressor-pt", True, neural_compressor_gptq),
+    "quark GPTQ": Peer("amd-quark", True, quark_rounding("GPTQConfig")),
+    "quark GPTAQ": Peer("amd-quark", True, quark_rounding("GPTAQConfig")),
+    "quark Qronos": Peer("amd-quark", True, quark_rounding("QronosConfig")),
+    "neural-compressor AWQ": Peer("neural-compressor-pt", False, neural_compressor_awq),
+    "quark AWQ": Peer("amd-quark", False, quark_awq),
 }
