@@ -185,13 +185,29 @@ def read_tensor(file: int, start: int, shape: Sequence[int], dtype: torch.dtype)
 _spool = Spool()
 
 
-def give_back() -> None:
+def give_back(beyond: int = 0) -> None:
     """Have the C library return freed memory to the system: where large tensors come and go among small ones that stay,
     it keeps as much as a network has. Does nothing where there is no such function.
+
+    What was returned has to be mapped again, which costs a tenth of a pass if it is done after each batch; `beyond` so
+    many bytes, it is done every few.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
+    libc = ctypes.CDLL(None)
+    free, trim = (getattr(libc, name, None) for name in ("mallinfo2", "malloc_trim"))
+    if free is not None:
+        free.restype = _Heap
+    if trim is not None and (free is None or free().fordblks >= beyond):
         trim(0)
+
+
+HOLES = 128 << 20
+"""Bytes in holes of the heap that are not worth the time to return them after a batch."""
+
+
+class _Heap(ctypes.Structure):
+    """`struct mallinfo2` of glibc, ten numbers; `fordblks` is what is free in the heap."""
+
+    _fields_ = (("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t))
 
 
 def map_large_blocks() -> None:
