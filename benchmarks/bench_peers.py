@@ -130,7 +130,7 @@ def run(tool: str, python: str, job: str, folder: Path, runs: Runs, *, counted: 
     """One process."""
     (folder / "result.pt").unlink(missing_ok=True)
     path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"  # some call programs of their environment
-    environment = os.environ | {"PATH": path, "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {"PATH": path, "PYTHONWARNINGS": "ignore", "NNCF_EXTENSION_LOAD_TIMEOUT": "600"}
     command = [python, str(HERE / "peer_job.py"), tool, job, str(folder), str(time.time())]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
     if ended.returncode:
