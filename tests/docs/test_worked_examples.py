@@ -44,7 +44,7 @@ def test_it_prints_what_its_page_says(key: str) -> None:
 
 
 def _numbers(line: str) -> list[float]:
-    return [float(word) for word in line.split() if _is_number(word)]
+    return [float(word.removesuffix("%")) for word in line.split() if _is_number(word)]
 
 
 def _words(line: str) -> list[str]:
@@ -53,7 +53,7 @@ def _words(line: str) -> list[str]:
 
 def _is_number(word: str) -> bool:
     try:
-        float(word)
+        float(word.removesuffix("%"))
     except ValueError:
         return False
     return True
