@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from quantizer import memory
 from quantizer.errors import DataError
 
 CPU = torch.device("cpu")
@@ -190,24 +191,20 @@ def give_back(beyond: int = 0) -> None:
     it keeps as much as a network has. Does nothing where there is no such function.
 
     What was returned has to be mapped again, which costs a tenth of a pass if it is done after each batch; `beyond` so
-    many bytes, it is done every few.
+    many bytes, it is done only once the process has grown by as much since the last time.
     """
-    libc = ctypes.CDLL(None)
-    free, trim = (getattr(libc, name, None) for name in ("mallinfo2", "malloc_trim"))
-    if free is not None:
-        free.restype = _Heap
-    if trim is not None and (free is None or free().fordblks >= beyond):
+    if beyond and (memory.resident() or 0) - _left[0] < beyond:
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
         trim(0)
+        _left[0] = memory.resident() or 0
 
 
 HOLES = 128 << 20
 """Bytes in holes of the heap that are not worth the time to return them after a batch."""
-
-
-class _Heap(ctypes.Structure):
-    """`struct mallinfo2` of glibc, ten numbers; `fordblks` is what is free in the heap."""
-
-    _fields_ = (("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t))
+_left = [0]
+"""What was resident after memory was returned."""
 
 
 def map_large_blocks() -> None:
