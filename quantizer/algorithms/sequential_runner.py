@@ -18,7 +18,7 @@ from quantizer.errors import DataError
 from quantizer.graph.ir import Node
 from quantizer.nn.execution import NOBODY, Execution, Watchers, arguments
 from quantizer.nn.network import Network
-from quantizer.numerics.deferred import HOLES, give_back, loaded
+from quantizer.numerics.deferred import GROWTH, give_back, loaded
 from quantizer.sources.batches import Batch, naming_batch
 
 
@@ -82,7 +82,7 @@ class SequentialRunner:
             for name, value in execution.values.items():
                 if before.get(name) is not value:
                     execution.values[name] = self._store.keep(value)
-            give_back(HOLES)
+            give_back(GROWTH)
 
     def calls(self, node: Node) -> list[dict[str, Any]]:
         """The arguments of the next node's layer, batch by batch."""
@@ -117,7 +117,7 @@ class SequentialRunner:
             before = dict(execution.values)
             execution.put(value)
             self._free(before, execution)
-        give_back(HOLES)
+        give_back(GROWTH)
 
     def done(self, node: Node) -> None:
         """Compute the next node, keep its values, and go on to the one after it."""

@@ -1,5 +1,5 @@
 """How much memory a calibration or a test will take at its worst moment, on top of what is resident; and whether there
-is as much. It counts what is large: weights, activations, Gram matrices. Measured, it is right within 20 %.
+is as much. It counts what is large: weights, activations, Gram matrices.
 """
 
 import logging
@@ -49,7 +49,7 @@ def calibration_bytes(plan: Plan, config: Config, data: Data, *, finetuned: bool
     steps before it leave.
     """
     graph, algorithms, rounded = plan.graph, config.algorithms, _rounded(plan)
-    steps = [_weights_bytes(graph, rounded, COPIES)]
+    steps = [_weights_bytes(graph, rounded)]
     if plan.needs_data or finetuned or any(each.needs_data for each in algorithms):
         steps.append(_pass_bytes(graph, data))
     steps += [_algorithm_bytes(graph, rounded, each, data) for each in algorithms if each.kind.matrices]
@@ -71,7 +71,7 @@ def comparison_bytes(graph: Graph, specs: Mapping[Key, QuantizationSpec], size: 
         subtracted = 3 * value_bytes(graph, node.name, size)  # quantized, and subtracted from the float one
         most = max(most, step, 2 * after + subtracted)
     left = 0 if graph.is_deferred else 5 * _values(graph, rounded)  # codes, and what they stand for
-    return left + max(_weights_bytes(graph, rounded, COPIES), int(_holes(graph) * most))
+    return left + max(_weights_bytes(graph, rounded), int(_holes(graph) * most))
 
 
 def peak_with(more: int) -> int | None:
@@ -115,10 +115,10 @@ def _values(graph: Graph, layers: Collection[str]) -> int:
     return sum(graph.tensors[path].numel() for path in paths)
 
 
-def _weights_bytes(graph: Graph, rounded: Collection[str], copies: int) -> int:
+def _weights_bytes(graph: Graph, rounded: Collection[str]) -> int:
     """Of the largest weight while it is rounded, and of the largest that is only read from its file."""
     paths = [path for name in rounded for path in graph.by_name[name].params.values()]
-    found = copies * max((graph.tensors[path].nbytes for path in paths), default=0)
+    found = COPIES * max((graph.tensors[path].nbytes for path in paths), default=0)
     return max([found, *(each.nbytes for each in graph.tensors.values() if isinstance(each, DeferredTensor))])
 
 

@@ -27,7 +27,7 @@ from quantizer.engine.run_algorithms import report, run_algorithms
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import placed
-from quantizer.numerics.deferred import HOLES, give_back
+from quantizer.numerics.deferred import GROWTH, give_back
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
 
@@ -230,5 +230,5 @@ def run(job: Job) -> Solution:
     for step in STEPS:
         if step.when(job):
             step.run(job)
-            give_back(HOLES)
+            give_back(GROWTH)
     return job.solution

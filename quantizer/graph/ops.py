@@ -60,7 +60,7 @@ def unknown(name: str) -> Op:
 def _row(name: str, kind: Kind, *types: str, aten: tuple[str, ...] | None = None, **columns: Any) -> Op:
     """A row; what computes makes fresh memory, but an einsum that only permutes returns a view."""
     fresh = kind not in ("passthrough", "structural", "float", "unknown") and name not in _SEVERAL
-    derived = {"fresh": fresh, "any_layout": columns.get("axes") in _ELEMENTWISE or name in _ANY_LAYOUT}
+    derived = {"fresh": fresh, "any_layout": columns.get("axes") in _ELEMENTWISE}
     return Op(name, kind, types, (name,) if aten is None else aten, **derived | columns)
 
 
@@ -74,9 +74,9 @@ def _layer(name: str, spatial: int, *types: str, transposed: bool = False) -> Op
     return _row(name, "mac", *types, weight=True, channels=-1 - spatial, spatial=spatial, transposed=transposed)
 
 
-def _norm(name: str, channels: int, *types: str) -> Op:
+def _norm(name: str, channels: int, *types: str, **columns: Any) -> Op:
     """A normalization whose weight and bias stay float."""
-    return _row(name, "compute", *types, owns=True, channels=channels)
+    return _row(name, "compute", *types, owns=True, channels=channels, **columns)
 
 
 def _activation(name: str, kind: Kind, *types: str, **columns: Any) -> Op:
@@ -86,21 +86,17 @@ def _activation(name: str, kind: Kind, *types: str, **columns: Any) -> Op:
 
 def _pool(name: str, dims: int, kind: Kind, commutes: Commutes, *types: str) -> Op:
     """Windows over the last axes."""
-    return _row(name, kind, *types, axes=over_last(dims), commutes=commutes, fresh=True)
+    return _row(name, kind, *types, axes=over_last(dims), commutes=commutes, fresh=True, any_layout=dims == 2)
 
 
-def _move(name: str, *types: str, axes: AxisRule = MOVED, aten: tuple[str, ...] | None = None) -> Op:
+def _move(name: str, *types: str, axes: AxisRule = MOVED, **columns: Any) -> Op:
     """Moves values and computes nothing."""
-    return _row(name, "passthrough", *types, aten=aten, axes=axes, commutes=ALL)
+    return _row(name, "passthrough", *types, axes=axes, commutes=ALL, **columns)
 
 
 ALL, AFFINE, LINEAR, SCALING = Commutes.ALL, Commutes.AFFINE, Commutes.LINEAR, Commutes.SCALING
 _F = "torch.nn.functional."
 _ELEMENTWISE = (SAME, ALIKE, PRODUCT, QUOTIENT)
-_ANY_LAYOUT = (
-    *("batch_norm", "cat", "slice", "split", "chunk", "getitem", "mean", "upsample_nearest", "interpolate"),
-    *("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "permute"),
-)
 # They may return a view, or several tensors.
 _SEVERAL = ("einsum", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "quant_stub")
 _RESIZED = ("torch.nn.Upsample", _F + "interpolate")
@@ -128,7 +124,7 @@ _ROWS = (
     _row("rnn_relu_cell", "mac", "torch.nn.RNNCell"),
     _row("embedding", "compute", "torch.nn.Embedding", _F + "embedding", weight=True, channels=-1),
     _row("embedding_bag", "compute", "torch.nn.EmbeddingBag", _F + "embedding_bag"),
-    _norm("batch_norm", 1, "torch.nn.BatchNorm1d", "torch.nn.BatchNorm2d", "torch.nn.BatchNorm3d"),
+    _norm("batch_norm", 1, "torch.nn.BatchNorm1d", "torch.nn.BatchNorm2d", "torch.nn.BatchNorm3d", any_layout=True),
     _row("channel_scale", "mac", aten=(), weight=True, channels=1),  # a batch norm that could not fold
     _norm("layer_norm", -1, "torch.nn.LayerNorm", _F + "layer_norm"),
     _norm("group_norm", 1, "torch.nn.GroupNorm", _F + "group_norm"),
@@ -147,7 +143,7 @@ _ROWS = (
     _row("rsub", "compute", "torch.rsub"),
     _row("mul", "compute", "torch.mul", axes=PRODUCT, commutes=SCALING),
     _row("div", "compute", "torch.div", axes=QUOTIENT, commutes=SCALING),
-    _row("mean", "compute", "torch.mean", axes=REDUCED, commutes=ALL),
+    _row("mean", "compute", "torch.mean", axes=REDUCED, commutes=ALL, any_layout=True),
     _row("sum", "compute", "torch.sum", axes=REDUCED, commutes=LINEAR),
     _row("grid_sampler", "compute", _F + "grid_sample"),
     _row("col2im", "compute", "torch.nn.Fold", _F + "fold"),
@@ -157,8 +153,8 @@ _ROWS = (
     _pool("adaptive_avg_pool1d", 1, "compute", ALL, "torch.nn.AdaptiveAvgPool1d"),
     _pool("adaptive_avg_pool2d", 2, "compute", ALL, "torch.nn.AdaptiveAvgPool2d", _F + "adaptive_avg_pool2d"),
     _pool("adaptive_avg_pool3d", 3, "compute", ALL, "torch.nn.AdaptiveAvgPool3d"),
-    _row("interpolate", "compute", *_RESIZED, aten=_SMOOTH, axes=over_last(), commutes=ALL),
-    _move("upsample_nearest", *_RESIZED, aten=_NEAREST, axes=over_last()),
+    _row("interpolate", "compute", *_RESIZED, aten=_SMOOTH, axes=over_last(), commutes=ALL, any_layout=True),
+    _move("upsample_nearest", *_RESIZED, aten=_NEAREST, axes=over_last(), any_layout=True),
     _activation("relu", "fusable", "torch.nn.ReLU", _F + "relu", "torch.relu", commutes=SCALING, rectifies=True),
     _activation("relu6", "fusable", "torch.nn.ReLU6", _F + "relu6"),
     _activation("leaky_relu", "fusable", "torch.nn.LeakyReLU", _F + "leaky_relu", commutes=SCALING),
@@ -183,7 +179,7 @@ _ROWS = (
     _activation("hardsigmoid", "nonlinear", "torch.nn.Hardsigmoid", _F + "hardsigmoid"),
     _row("softmax", "nonlinear", "torch.nn.Softmax", "torch.softmax", _F + "softmax"),
     _row("log_softmax", "nonlinear", "torch.nn.LogSoftmax", "torch.log_softmax", _F + "log_softmax"),
-    _row("cat", "concat", "torch.cat", axes=JOINED, commutes=ALL),
+    _row("cat", "concat", "torch.cat", axes=JOINED, commutes=ALL, any_layout=True),
     _row("stack", "concat", "torch.stack", axes=JOINED, commutes=ALL),
     _pool("max_pool1d", 1, "passthrough", AFFINE, "torch.nn.MaxPool1d"),
     _pool("max_pool2d", 2, "passthrough", AFFINE, "torch.nn.MaxPool2d", _F + "max_pool2d"),
@@ -208,17 +204,17 @@ _ROWS = (
     _row("unfold", "passthrough", "torch.Tensor.unfold"),
     _row("max_unpool2d", "passthrough", "torch.nn.MaxUnpool2d"),
     _move("clone", "torch.clone", axes=SAME),
-    _move("slice"),
+    _move("slice", any_layout=True),
     _move("index", axes=INDEXED),
     _move("expand", aten=("expand", "expand_as")),
     _move("repeat"),
-    _move("split", "torch.split", aten=("split", "split_with_sizes")),
+    _move("split", "torch.split", aten=("split", "split_with_sizes"), any_layout=True),
     _move("pixel_shuffle", "torch.nn.PixelShuffle"),
     _move("pixel_unshuffle", "torch.nn.PixelUnshuffle"),
     _move("channel_shuffle", "torch.nn.ChannelShuffle"),
     _row("pad", "passthrough", _F + "pad", "torch.nn.ZeroPad2d", axes=PADDED, commutes=LINEAR),
     _move("dropout", "torch.nn.Dropout", _F + "dropout", aten=_DROPOUTS, axes=SAME),
-    _move("getitem"),
+    _move("getitem", any_layout=True),
     _row("neg", "compute", "torch.neg", axes=SAME, commutes=LINEAR),
     _row("abs", "compute", "torch.abs", axes=SAME, commutes=SCALING),
     *_rows("compute", "where", "masked_fill", "lerp", "addcmul", "scatter", "scatter_add", "index_add", "index_put"),
@@ -226,8 +222,9 @@ _ROWS = (
     *_rows("passthrough", "max", "min", "sort", "topk", "median", "triu", "tril"),
     *_rows("passthrough", "gather", axes=PICKED, commutes=AFFINE),
     *_rows("passthrough", "index_select", axes=PICKED, commutes=ALL),
-    *_rows("passthrough", "permute", "movedim", "swapaxes", "adjoint", "flip", "roll", axes=MOVED, commutes=ALL),
-    *_rows("passthrough", "select", "narrow", "chunk", "unbind", "repeat_interleave", axes=MOVED, commutes=ALL),
+    *_rows("passthrough", "permute", "narrow", "chunk", axes=MOVED, commutes=ALL, any_layout=True),
+    *_rows("passthrough", "movedim", "swapaxes", "adjoint", "flip", "roll", axes=MOVED, commutes=ALL),
+    *_rows("passthrough", "select", "unbind", "repeat_interleave", axes=MOVED, commutes=ALL),
     _row("input_scale", "float", aten=(), axes=SAME, commutes=SCALING),  # inserted by algorithms, see `nn.rescale`
     _row("rotation", "float", aten=()),
     *_rows("float", "pow", "square", "sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log", "log2", "log1p"),

@@ -56,8 +56,13 @@ def load(network: nn.Module, file: str) -> None:
         attach(modules[entry["module"]], role, tensor, inplace=entry["inplace"])
     for name, correction in files[CORRECTIONS].items():
         modules[next(iter(info["tensors"][name].values()))["module"]].correct_bias(correction)
-    network.register_forward_hook(lambda _, __, output: channels_first(output))
+    network.register_forward_hook(_hand_out)
     network.eval()
+
+
+def _hand_out(network: nn.Module, args: Any, output: Any) -> Any:
+    """What a network returns, in the order of memory of the model; a function, as networks are pickled."""
+    return channels_first(output)
 
 
 def quantized_tensor(entry: Mapping[str, Any], role: str, stored: Mapping[str, Tensor]) -> QuantizedTensor:

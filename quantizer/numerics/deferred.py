@@ -191,9 +191,11 @@ def give_back(beyond: int = 0) -> None:
     it keeps as much as a network has. Does nothing where there is no such function.
 
     What was returned has to be mapped again, which costs a tenth of a pass if it is done after each batch; `beyond` so
-    many bytes, it is done only once the process has grown by as much since the last time.
+    many bytes, it is done only once the process has grown by as much.
     """
-    if beyond and (memory.resident() or 0) - _left[0] < beyond:
+    now = memory.resident() or 0
+    _left[0] = min(now, _left[0])
+    if beyond and now - _left[0] < beyond:
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -201,10 +203,10 @@ def give_back(beyond: int = 0) -> None:
         _left[0] = memory.resident() or 0
 
 
-HOLES = 128 << 20
-"""Bytes in holes of the heap that are not worth the time to return them after a batch."""
-_left = [0]
-"""What was resident after memory was returned."""
+GROWTH = 128 << 20
+"""Bytes that are worth the time to return them after a batch, or a step."""
+_left = [memory.resident() or 0]
+"""The least that was resident since memory was returned."""
 
 
 def map_large_blocks() -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 from quantizer.config.wording import a_kind
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError, UsageError
-from quantizer.numerics.deferred import HOLES, give_back
+from quantizer.numerics.deferred import GROWTH, give_back
 from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch, Fingerprint, as_batch, naming, not_finite, positional_inputs
 from quantizer.sources.images import EXAMPLE, IMAGE_SUFFIXES, find_images, image_batches, parse_preprocess
@@ -115,7 +115,7 @@ class Batches:
             self.first_size = self.first_size or batch.size
             seen.update(batch)
             yield batch
-            give_back(HOLES)  # they grow from batch to batch, to several times what is alive at once
+            give_back(GROWTH)  # holes in the heap grow from batch to batch, to several times what is alive
         if not seen.batches:
             raise DataError(f"{self.label} gives no batch", help=FORMS)
         if self.subset_len and seen.samples < self.subset_len:

@@ -2,8 +2,10 @@
 
 import json
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -48,18 +50,25 @@ def deferred_file(path: Path) -> dict[str, DeferredTensor]:
             raise SafetensorError("the length of its header is beyond its end")
         try:
             header = json.loads(file.read(length))
-            rows = {name: row for name, row in header.items() if name != "__metadata__"}
-            spans = {name: tuple(map(int, row["data_offsets"])) for name, row in rows.items()}
+            rows = [(*_span(row), name, str(row["dtype"])) for name, row in header.items() if name != "__metadata__"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SafetensorError(f"its header is damaged: {error}") from error
     found, end = {}, 0
-    for name, (begin, stop) in sorted(spans.items(), key=lambda row: row[1]):
-        shape, dtype = torch.Size(rows[name]["shape"]), STORED[rows[name]["dtype"]]
+    for begin, stop, shape, name, stored in sorted(rows):
+        dtype = STORED[stored]
         if begin != end or stop - begin != shape.numel() * dtype.itemsize or 8 + length + stop > size:
             raise SafetensorError(f"{name} is not where its header says")
         end = stop
         found[name] = DeferredTensor(shape, dtype, partial(_read, path, 8 + length + begin, shape, dtype))
     return found
+
+
+def _span(row: Mapping[str, Any]) -> tuple[int, int, torch.Size]:
+    """Where a tensor begins and ends, and its shape."""
+    begin, stop = map(int, row["data_offsets"])
+    if any(size < 0 for size in row["shape"]):
+        raise ValueError(f"there is no shape {row['shape']}")
+    return begin, stop, torch.Size(row["shape"])
 
 
 def _read(path: Path, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:

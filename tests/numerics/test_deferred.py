@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -10,12 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from quantizer import memory
 from quantizer.engine.result_files import write_tensors
 from quantizer.errors import DataError
-from quantizer.numerics.deferred import DeferredTensor, beside, loaded
+from quantizer.numerics.deferred import DeferredTensor, beside, give_back, loaded
 from quantizer.sources.deferred_file import STORED, deferred_file
 
 
@@ -123,3 +127,43 @@ def test_files_are_those_of_safetensors(tensors: dict[str, tuple[torch.dtype, li
             for found in (read[name], loaded(mapped[name])):
                 assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
                 assert torch.equal(found.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
+
+
+ROW = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+DAMAGED = {
+    "no object": [],
+    "no shape": {"x": {"dtype": "F32", "data_offsets": [0, 8]}},
+    "a shape of words": {"x": ROW | {"shape": ["2"]}},
+    "a negative shape": {"x": ROW | {"shape": [-1, -2]}},
+    "three offsets": {"x": ROW | {"data_offsets": [0, 4, 8]}},
+    "beyond the end": {"x": ROW | {"shape": [4], "data_offsets": [0, 16]}},
+    "another size": {"x": ROW | {"shape": [1]}},
+    "a gap": {"x": ROW | {"data_offsets": [4, 12]}},
+    "an overlap": {"x": ROW, "y": ROW},
+}
+
+
+@pytest.mark.parametrize("header", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_header_is_said_to_be_one(header: object, tmp_path: Path) -> None:
+    content, path = json.dumps(header).encode(), tmp_path / "x.safetensors"
+    path.write_bytes(len(content).to_bytes(8, "little") + content + bytes(8))
+    with pytest.raises(SafetensorError):
+        deferred_file(path)
+
+
+@pytest.mark.skipif(memory.resident() is None, reason="the system does not say what is resident")
+def test_freed_memory_is_given_back_once_the_process_has_grown_by_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    resident, trims, found = 1000, list[int](), list[int]()
+
+    class Library:
+        @staticmethod
+        def malloc_trim(_: int) -> None:
+            trims.append(resident)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Library)
+    monkeypatch.setattr(memory, "resident", lambda: resident)
+    give_back()
+    for resident in (1050, 1100, 1150, 900, 950, 1000):  # noqa: B007 - what is resident from now on
+        give_back(100)
+        found.append(len(trims))
+    assert found == [1, 2, 2, 2, 2, 3]
