@@ -157,6 +157,7 @@ class Result:
         *,
         pt2_activations: str = "uint8",
         onnx_profile: str = "exact",
+        onnx_weights: str = "uint8",
         gguf_template: str | os.PathLike[str] = "",
     ) -> Verification:
         """Write the network for another runtime and verify the file: "onnx", "pt2", "pt2_float" or "safetensors".
@@ -168,6 +169,7 @@ class Result:
             data: to verify it with; as in `test`.
             pt2_activations: the integers of activations in a .pt2: "uint8" for torch's compiler, "int8" for ExecuTorch.
             onnx_profile: "exact" rounds in an .onnx as the config says, "fast" as ONNX Runtime's fastest kernels do.
+            onnx_weights: 8-bit weights in an .onnx are "uint8" for any CPU, or "int8" for those with VNNI, faster.
             gguf_template: a .gguf of the same model, whose keys and tokenizer another keeps.
 
         Raises:
@@ -178,7 +180,7 @@ class Result:
         """
         if target not in EXPORTERS:
             raise UsageError(f"there is no export target {target!r}", help=f"known are {', '.join(EXPORTERS)}")
-        choices = {"pt2_activations": pt2_activations, "onnx_profile": onnx_profile}
+        choices = {"pt2_activations": pt2_activations, "onnx_profile": onnx_profile, "onnx_weights": onnx_weights}
         choices["gguf_template"] = os.fspath(gguf_template)
         require_choices(choices, [target])
         require_extras([target])

@@ -21,10 +21,12 @@ class Choice:
 CHOICES: dict[str, Choice] = {
     "pt2_activations": Choice("pt2", ("uint8", "int8")),
     "onnx_profile": Choice("onnx", ("exact", "fast")),
+    "onnx_weights": Choice("onnx", ("uint8", "int8")),
     "gguf_template": Choice("gguf", ("",), is_file=True),
 }
 """By the name that it has on the command line and in Python: the integers of activations in a .pt2; whether an .onnx
-rounds as the config says, or as fast kernels do; a file of the same model, whose keys a .gguf keeps.
+rounds as the config says, or as fast kernels do; the integers of its 8-bit weights; a file of the same model, whose
+keys a .gguf keeps.
 """
 
 

@@ -207,8 +207,8 @@ def quantize_weights(
     Floats stay, exact as they are, in floating-point formats, in groups before operator set 21, and where float32
     cannot compute the value from the code, as of more than 24 bits. `values` are what the codes stand for.
     """
-    spec, found = tensor.spec, _carrier(tensor, opset)
-    if found is None or tensor.codes is None:
+    spec, carrier = tensor.spec, _carrier(tensor, opset)
+    if carrier is None or tensor.codes is None:
         return None
     cut = spec.cut
     scale, zero_point = tensor.scale.reshape(-1, 1), tensor.zero_point.reshape(-1, 1)
@@ -217,9 +217,7 @@ def quantize_weights(
     if not torch.equal(from_rows(restored, tuple(values.shape), *cut), values):
         return None
     emission = Emission(name)
-    carrier, offset = found
-    codes, scale, zero_point = tensor.codes.to(torch.int64) + offset, tensor.scale, tensor.zero_point + offset
-    scale, zero_point = _placed(scale, spec), _placed(zero_point, spec)
+    codes, scale, zero_point = tensor.codes, _placed(tensor.scale, spec), _placed(tensor.zero_point, spec)
     attributes = _attributes(spec, values)
     if transposed:
         codes = codes.T
@@ -254,13 +252,11 @@ def _attributes(spec: QuantizationSpec, values: Tensor) -> dict[str, int]:
     return {"axis": spec.ch_axis, "block_size": values.shape[spec.ch_axis] if whole else int(spec.group_size or 0)}
 
 
-def _carrier(tensor: QuantizedTensor, opset: int) -> tuple[Carrier, int] | None:
-    """The type of the codes and what to add to them; DequantizeLinear takes 32-bit ones without a zero point, and
-    groups from set 21 on.
-    """
+def _carrier(tensor: QuantizedTensor, opset: int) -> Carrier | None:
+    """The type of the codes; DequantizeLinear takes 32-bit ones without a zero point, and groups from set 21 on."""
     if tensor.spec.dtype != "int" or (tensor.spec.qscheme == "per_group" and opset < BLOCKS):
         return None
     narrow = weight_carrier(tensor.spec, opset)
     if narrow is not None or tensor.zero_point.any() or tensor.spec.quant_max > INT32.high:
         return narrow
-    return INT32, 0
+    return INT32

@@ -25,7 +25,7 @@ from quantizer.export.onnx_gates import quantize_gates
 from quantizer.export.onnx_lowering import DOMAIN, lower
 from quantizer.export.onnx_nodes import BLOCKS, refusal
 from quantizer.export.onnx_profile import PACKED_DOMAIN, half_even
-from quantizer.export.onnx_specs import restated
+from quantizer.export.onnx_specs import processors, restated
 from quantizer.export.onnx_speed import float_model
 from quantizer.export.onnx_tensors import LEAST, activation_carrier, weight_carrier
 from quantizer.export.onnx_translation import translate
@@ -54,7 +54,8 @@ def export(deployment: Deployment, path: Path) -> Verification:
     deployment = replace(deployment, solution=as_run(deployment.graph, deployment.solution))
     wide = in_float32(deployment)
     is_fast = deployment.choice("onnx_profile") == "fast"
-    solution = restated(wide.graph, half_even(wide.encoded) if is_fast else wide.encoded, packed=is_fast)
+    encoded = half_even(wide.encoded) if is_fast else wide.encoded
+    solution = restated(wide.graph, encoded, wide.choice("onnx_weights"), packed=is_fast)
     wanted = list(solution.tensors.items())
     opset = operator_set(solution.specs) if deployment.opset == -1 else deployment.opset
     network = wide.network()
@@ -67,7 +68,8 @@ def export(deployment: Deployment, path: Path) -> Verification:
         quantize_gates(model)
     _clean(model, deployment.graph)
     with stored(model, path) as source:
-        return verify_sessions(OnnxFile(path.name, source, model, floating), deployment)
+        found = verify_sessions(OnnxFile(path.name, source, model, floating), deployment)
+    return replace(found, remarks=processors(wide.graph, solution))
 
 
 def refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int) -> Iterator[Refusal]:
@@ -96,7 +98,7 @@ def _oldest(role: str, spec: QuantizationSpec) -> int:
         found = activation_carrier(spec, newest)
         return found[0].opset if found else 0
     held = weight_carrier(spec, newest)
-    return max(held[0].opset if held else 0, BLOCKS if spec.qscheme == "per_group" else 0)
+    return max(held.opset if held else 0, BLOCKS if spec.qscheme == "per_group" else 0)
 
 
 def _clean(model: ModelProto, graph: Graph) -> None:

@@ -5,9 +5,11 @@ values by other codes, scales or groups.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.config.roles import base_role
 from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -18,6 +20,11 @@ BLOCKS = (256, 128, 64, 32, 16)
 """The sizes of groups that MatMulNBits has."""
 BLOCK = 128
 """Its fastest, for weights that have no groups of their own."""
+SIGN = 128
+"""Between codes of 8 bits with a sign and those without."""
+SAFE = 64
+"""Largest magnitude of int8 weights of which every CPU multiplies and adds right: those without VNNI add up two
+products with uint8 in 16 bits, and what does not fit saturates, 2 * 255 * 64 still does."""
 
 
 def input_key(layer: str, graph: Graph, specs: Specs) -> Key | None:
@@ -46,22 +53,60 @@ def is_narrow(spec: QuantizationSpec | None) -> bool:
     return spec is not None and spec.dtype == "int" and spec.bit_width <= 8
 
 
-def restated(graph: Graph, solution: Solution, *, packed: bool = False) -> Solution:
+def restated(graph: Graph, solution: Solution, weights: str, *, packed: bool = False) -> Solution:
     """The solution with weights that multiply in the form that ONNX Runtime's kernels take; they stand for the same.
 
-    Beside quantized inputs that is one scale, or one for each channel, with codes of 8 bits. Beside floats it is groups
-    of at most 256, for 4 bits or fewer or if codes will be `packed`, or else a scale for each channel.
+    Beside quantized inputs that is one scale, or one for each channel, with codes of 8 bits: int8 or uint8, as
+    `weights` says. Beside floats it is groups of at most 256, for 4 bits or fewer or if codes will be `packed`, or else
+    a scale for each channel.
     """
     specs, tensors = solution.specs, dict(solution.tensors)
-    for (layer, role), tensor in solution.tensors.items():
-        node = graph.by_name[layer]
-        if role != "weights" or node.row.kind != "mac" or not is_narrow(tensor.spec):
-            continue
-        if tensor.spec.qscheme != "per_group" and is_narrow(input_spec(layer, graph, specs)):
-            tensors[layer, role] = replace(tensor, spec=replace(tensor.spec, bit_width=8, narrow_range=False))
-        elif graph.weight(node).dim() == 2:
-            tensors[layer, role] = _for_floats(tensor, *graph.weight(node).shape, packed=packed)
+    for key, tensor in solution.tensors.items():
+        node = graph.by_name[key[0]]
+        if _meets_integers(key, tensor.spec, graph, specs):
+            tensors[key] = _for_integers(tensor, weights)
+        elif key[1] == "weights" and node.row.kind == "mac" and is_narrow(tensor.spec):
+            shape = graph.weight(node).shape
+            tensors[key] = _for_floats(tensor, *shape, packed=packed) if len(shape) == 2 else tensor
     return replace(solution, tensors=tensors)
+
+
+def processors(graph: Graph, solution: Solution) -> tuple[str, ...]:
+    """A sentence on where a restated solution is computed right, or faster, if that depends on the processor."""
+    specs = solution.specs
+    met = [each.codes for key, each in solution.tensors.items() if _meets_integers(key, each.spec, graph, specs)]
+    if any(codes is not None and codes.dtype == torch.uint8 for codes in met):
+        return ("8-bit weights are uint8, for any processor; on those with VNNI, --onnx_weights int8 is faster",)
+    if any(codes is not None and int(codes.int().abs().max()) > SAFE for codes in met):
+        return ("8-bit weights are int8: x86 processors without VNNI add up their products wrong",)
+    return ()
+
+
+def _meets_integers(key: Key, spec: QuantizationSpec, graph: Graph, specs: Specs) -> bool:
+    """Whether a tensor is a weight that is multiplied with integers, or may be, as those of recurrent layers."""
+    (layer, role), is_weight = key, base_role(key[1]) == "weights" and is_narrow(spec)
+    if not is_weight or graph.by_name[layer].row.kind != "mac" or spec.qscheme == "per_group":
+        return False
+    return is_narrow(input_spec(layer, graph, specs)) if role == "weights" else spec.bit_width == 8
+
+
+def _for_integers(tensor: QuantizedTensor, weights: str) -> QuantizedTensor:
+    """A weight with codes of 8 bits; those that cannot overflow sums of 16 bits are int8 in any case."""
+    spec = replace(tensor.spec, bit_width=8, narrow_range=False)
+    if tensor.codes is None:
+        return replace(tensor, spec=spec)
+    least, most = (int(end) for end in tensor.codes.aminmax())
+    if weights == "int8" or max(-least, most) <= SAFE:
+        return _shifted(tensor, spec, -SIGN if most > SIGN - 1 else 0, signed=True)
+    return _shifted(tensor, spec, SIGN if tensor.spec.signed else 0, signed=False)
+
+
+def _shifted(tensor: QuantizedTensor, spec: QuantizationSpec, by: int, *, signed: bool) -> QuantizedTensor:
+    """The same values by codes that are `by` higher."""
+    assert tensor.codes is not None
+    codes = (tensor.codes.to(torch.int32) + by).to(torch.int8 if signed else torch.uint8)
+    spec = replace(spec, signed=signed, symmetric=spec.symmetric and by == 0)
+    return replace(tensor, spec=spec, codes=codes, zero_point=tensor.zero_point + by)
 
 
 def _for_floats(tensor: QuantizedTensor, outputs: int, inputs: int, *, packed: bool) -> QuantizedTensor:

@@ -41,18 +41,13 @@ LEAST = 18
 """The first operator set that is written."""
 
 
-def weight_carrier(spec: QuantizationSpec, opset: int) -> tuple[Carrier, int] | None:
-    """The narrowest type for the codes of a weight at this operator set, if there is one, and what to add to them.
+def weight_carrier(spec: QuantizationSpec, opset: int) -> Carrier | None:
+    """The narrowest type for the codes of a weight at this operator set, if there is one.
 
-    INT8 holds those of UINT8, 128 down: ONNX Runtime multiplies it up to twice as fast.
-
-    >>> weight_carrier(QuantizationSpec(bit_width=3), 21)[0].high, weight_carrier(QuantizationSpec(signed=False), 21)[1]
-    (7, -128)
+    >>> weight_carrier(QuantizationSpec(bit_width=3), 21).high, weight_carrier(QuantizationSpec(signed=False), 21).high
+    (7, 255)
     """
-    carrier = _narrowest(CARRIERS, spec, opset)
-    if carrier is UINT8:
-        return INT8, INT8.low - UINT8.low
-    return None if carrier is None else (carrier, 0)
+    return _narrowest(CARRIERS, spec, opset)
 
 
 def activation_carrier(spec: QuantizationSpec, opset: int) -> tuple[Carrier, int] | None:

@@ -25,6 +25,9 @@ from quantizer.export.onnx_speed import speed
 PLAIN, DEFAULT = "ONNX Runtime without optimizations", "a default ONNX Runtime session"
 _EXTERNAL = "session.optimized_model_external_initializers_file_name"
 _HELP = "--deploy pt2 needs no such runtime; another onnx_opset_version may avoid what this one gets wrong"
+_INT8_HELP = (
+    "without VNNI, processors add up int8 weights of 8 bits wrong: use --onnx_weights uint8, or give weights 7 bits"
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
         if not agrees(verification, deployment.sqnr_db):
             other = f"{label} does not compute what test mode does: {verification.figures()}"
             itself = f"test mode itself is {deployment.sqnr_db:.1f} dB from the float network"
-            raise VerificationError(f"{file.name} is not written: {other}; {itself}", help=_HELP)
+            remedy = _INT8_HELP if deployment.choice("onnx_weights") == "int8" else _HELP
+            raise VerificationError(f"{file.name} is not written: {other}; {itself}", help=remedy)
     rows = () if layers is None else tuple(layers.check.rows.values())
     default = replace(verified[DEFAULT], kernels=multiplications, layers=rows, speed=ratio)
     return replace(verified[PLAIN], default_session=default)

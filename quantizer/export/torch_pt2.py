@@ -70,7 +70,7 @@ def _verified(program: nn.Module, deployment: Deployment, name: str) -> Verifica
         raise VerificationError(
             f"{name} is not written: it does not compute what test mode does: {found.figures()}; test mode itself is "
             f"{deployment.sqnr_db:.1f} dB from the float network",
-            help="--deploy pt2_float computes with floats, bit for bit as test mode",
+            help="--deploy pt2_float computes with floats, as test mode does",
         )
     return found
 

@@ -17,8 +17,8 @@ def export(deployment: Deployment, path: Path) -> Verification:
     """Write the program; `torch.export.load(path).module()` is called as the model was, with any batch size, and
     returns dicts, lists and tuples.
 
-    Weights are stored as the float32 values of their codes, and the stored example call is zeros. The file's output
-    equals test mode's bit for bit.
+    Weights are stored as the float32 values of their codes, and the stored example call is zeros. The file computes
+    what test mode does; sums of convolutions are added up in another order on some processors.
     """
     plain = dataclasses.replace(deployment, graph=deployment.graph.replaced(rebuild=None))
     content = saved(exported(plain.network(), plain.graph, *deployment.blank))

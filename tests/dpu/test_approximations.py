@@ -113,7 +113,8 @@ def test_hard_activations_have_the_integer_form() -> None:
 def test_other_devices_compute_what_the_model_computes(device: str) -> None:
     module = Applied(lambda y, x: F.hardswish(F.avg_pool2d(F.leaky_relu(y), 3)))
     with torch.no_grad():
-        assert torch.equal(Network(passed(module, example(), device))(example()), module(example()))
+        found, expected = Network(passed(module, example(), device))(example()), module(example())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)  # sums are in another order on some processors
 
 
 @pytest.mark.slow

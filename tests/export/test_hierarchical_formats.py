@@ -104,7 +104,7 @@ def test_weights_of_every_kind_are_equal_in_every_file(target: str, tmp_path: Pa
 @pytest.mark.parametrize("target", ["pt2", "pt2_float", "safetensors"])
 def test_programs_and_tensor_files_hold_every_kind_of_input(target: str, tmp_path: Path) -> None:
     given = side_by_side(*({"weights": {}, "input": kind} for kind in INPUTS.values()))
-    assert exported(target, given, tmp_path) == 0.0
+    assert exported(target, given, tmp_path) < 2e-6  # as above
 
 
 @pytest.mark.parametrize("target", ["pt2", "pt2_float", "safetensors"])

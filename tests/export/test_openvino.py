@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,12 @@ INTEGERS = {"u8", "i8"}
 
 @pytest.mark.slow
 def test_openvino_runs_it_in_integers(tmp_path: Path) -> None:
-    folder, config = tmp_path / "out", str(ROOT / "configs" / "cpu_int8.json")
-    assert calibrate(folder, "--config_file", config, config=None) == 0
-    assert check(folder, "--deploy", "onnx") == 0
+    folder, config = tmp_path / "out", json.loads((ROOT / "configs" / "cpu_int8.json").read_text())
+    if not torch.cpu._is_vnni_supported():
+        config["tensor_quantize_config"]["weights"]["bit_width"] = 7  # of 8, ONNX Runtime adds up products wrong
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert calibrate(folder, "--config_file", str(tmp_path / "config.json"), config=None) == 0
+    assert check(folder, "--deploy", "onnx", "--onnx_weights", "int8") == 0
     compiled = ov.Core().compile_model(str(folder / "export" / "ResNet.onnx"), "CPU")
     layers = [node.get_rt_info() for node in compiled.get_runtime_model().get_ops()]
     kinds = [(info["layerType"].astype(str), info["runtimePrecision"].astype(str)) for info in layers]
