@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Remark, Rounded
+from quantizer.algorithms.column_scales import columns_of, kinds
 from quantizer.algorithms.gptq_target import GptqTarget, Hessian, Products
 from quantizer.algorithms.gram import zero_channels
 from quantizer.algorithms.optimal_rounding import Columns, optimal_rounding
 from quantizer.algorithms.patches import matrix_weight, weight_matrix
 from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, nearest_qparams, output_error
 from quantizer.config.model import QuantizationSpec
-from quantizer.numerics.granularity import from_rows, to_rows
 from quantizer.numerics.qparams import QParams, uncut
 from quantizer.numerics.two_level import beside
 from quantizer.observers import code_range_of, kernel_of
@@ -67,7 +67,7 @@ class Member:
 
     def stored(self, matrix: Tensor) -> Tensor:
         """A weight matrix as the layer stores it."""
-        return matrix_weight(self.layer, matrix).to(self.layer.get_parameter("weight").dtype)
+        return matrix_weight(self.layer, matrix.to(self.layer.get_parameter("weight").dtype).contiguous())
 
 
 @dataclass(frozen=True)
@@ -208,29 +208,29 @@ def _solve(
     have made of their weights; else the members' scales stay.
     """
     spec, block_size = members[0].spec, objective.settings.block_size
-    spread = [along_columns(each.layer, each.spec, each.qparams) for each in members]
+    layers, qparams = [each.layer for each in members], [each.qparams for each in members]
     weights, targets, errors = [], [], []
     for group, (hessian, sums) in enumerate(zip(hessians, products, strict=True)):
-        weight = torch.cat([each.weight[group] for each in members]).T[hessian.order]
+        stacked = torch.cat([each.weight[group] for each in members])
+        weight = hessian.placed(stacked.T)
         begin: Callable[[int, Tensor], None] | None = None
         if dynamic:
             columns, block_size, begin = _open_columns(spec, weight)
         else:
-            stacked = [torch.cat([each[which][group] for each in spread]) for which in (0, 1)]
-            scale, zero_point, kind = runs(*stacked)
-            columns = Columns(kernel_of(spec), scale, zero_point, kind[hessian.order])
+            columns = columns_of(layers, spec, qparams, group)
+            columns = replace(columns, kind=hessian.placed(columns.kind))
         target, first = objective.target(weight, hessian, sums)
         rounded, error = optimal_rounding(target, hessian.factor, columns, block_size, begin, first)
         errors.append(error - (hessian.damping @ (target - rounded).square_()).double())
-        back = hessian.order.argsort()
-        weights.append(rounded[back].T)
-        targets.append(target[back].T)
+        weights.append(hessian.back(rounded).T)
+        targets.append(stacked if target is weight else hessian.back(target).T)
     rows = [each.weight.shape[1] for each in members]
-    qparams = [each.qparams for each in members]
     if dynamic:
         found = torch.split(columns.scale.T, rows), torch.split(columns.zero_point.T.int(), rows)
         qparams = [QParams(s.contiguous(), z.contiguous()) for s, z in zip(*found, strict=True)]
-    matrices = (torch.split(torch.stack(each), rows, 1) for each in (weights, targets))
+    matrices = (
+        torch.split(each[0][None] if len(each) == 1 else torch.stack(each), rows, 1) for each in (weights, targets)
+    )
     errors_of_rows = torch.split(torch.stack(errors), rows, 1)
     return [GptqSolution(*each) for each in zip(*matrices, errors_of_rows, qparams, strict=True)]
 
@@ -241,8 +241,7 @@ def _open_columns(spec: QuantizationSpec, weight: Tensor) -> tuple[Columns, int,
     depth, rows = weight.shape
     size, each = depth if spec.group_size in (None, -1) else int(spec.group_size), spec.scales_per_group
     empty = weight.new_ones(-(-depth // size) * each, rows)
-    kind = torch.arange(depth, device=weight.device) // (size // each)
-    columns = Columns(kernel_of(spec), empty, torch.zeros_like(empty), kind)
+    columns = Columns(kernel_of(spec), empty, torch.zeros_like(empty), kinds(spec, depth, weight.device))
     known = nearest_qparams(spec, weight.T).scale
     own = replace(spec, scale_type="float") if spec.scale_type == "e4m3" else spec
 
@@ -252,40 +251,3 @@ def _open_columns(spec: QuantizationSpec, weight: Tensor) -> tuple[Columns, int,
         columns.zero_point[here] = found.zero_point.T.float()
 
     return columns, size, begin
-
-
-def along_columns(layer: nn.Module, spec: QuantizationSpec, qparams: QParams) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of each value of the layer's weight matrix, float32 [groups, rows, depth].
-
-    >>> layer, spec = nn.Linear(4, 1), QuantizationSpec(qscheme="per_group", ch_axis=1, group_size=2)
-    >>> qparams = QParams(torch.tensor([[0.5, 0.25]]), torch.zeros(1, 2, dtype=torch.int32))
-    >>> along_columns(layer, spec, qparams)[0].tolist()
-    [[[0.5, 0.5, 0.25, 0.25]]]
-    """
-    shape = tuple(layer.get_parameter("weight").shape)
-    cut = spec.cut
-    length = to_rows(torch.empty(shape, device="meta"), *cut).shape[1]
-
-    def spread(values: Tensor) -> Tensor:
-        rows = values.float().reshape(-1, 1).expand(-1, length).contiguous()
-        return weight_matrix(layer, from_rows(rows, shape, *cut))
-
-    return spread(qparams.scale), spread(qparams.zero_point)
-
-
-def runs(scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Neighbouring columns of equal scales put together.
-
-    Args:
-        scale, zero_point: [rows, depth].
-
-    Returns:
-        scale and zero point of each run [runs, rows], and the run of each column, int64 [depth].
-
-    >>> scale, zero_point, kind = runs(torch.tensor([[0.5, 0.5, 0.25, 0.25]]), torch.zeros(1, 4))
-    >>> scale.tolist(), kind.tolist()
-    ([[0.5], [0.25]], [0, 0, 1, 1])
-    """
-    fresh = torch.ones(scale.shape[1], dtype=torch.bool, device=scale.device)
-    fresh[1:] = (scale.diff() != 0).any(0) | (zero_point.diff() != 0).any(0)
-    return scale[:, fresh].T.contiguous(), zero_point[:, fresh].T.contiguous(), fresh.cumsum(0) - 1

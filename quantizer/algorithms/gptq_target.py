@@ -29,17 +29,31 @@ class Products:
 
 @dataclass(frozen=True)
 class Hessian:
-    """A Gram matrix made ready: columns in the `order` in which they are rounded, `damping` [depth] added to their
-    diagonal, in `factor`s. `raised` is the damping as a share of the mean diagonal if it had to be more than asked."""
+    """A Gram matrix made ready: columns in the `order` in which they are rounded, None for that of the weight,
+    `damping` [depth] added to their diagonal, in `factor`s. `raised` is the damping as a share of the mean diagonal if
+    it had to be more than asked."""
 
-    order: Tensor
+    order: Tensor | None
     damping: Tensor
     factor: Factor
     raised: float | None
 
+    @property
+    def first(self) -> int:
+        """The column that is rounded first."""
+        return 0 if self.order is None else int(self.order[0])
+
+    def placed(self, columns: Tensor) -> Tensor:
+        """Columns [depth, …] in this order, each a run of memory."""
+        return columns.contiguous() if self.order is None else columns[self.order]
+
+    def back(self, columns: Tensor) -> Tensor:
+        """Such columns as the weight has them."""
+        return columns if self.order is None else columns[self.order.argsort()]
+
     def permuted(self, matrix: Tensor) -> Tensor:
         """A matrix [depth, depth] with its rows and columns in this order."""
-        return matrix[self.order][:, self.order]
+        return matrix if self.order is None else matrix[self.order][:, self.order]
 
 
 @dataclass(frozen=True)
@@ -66,13 +80,13 @@ class GptqTarget:
         With `by_size`, columns with large inputs come first. None if not even the whole mean diagonal as damping helps.
         """
         diagonal = gram.diagonal()
-        depth = len(diagonal)
-        order = diagonal.argsort(descending=True, stable=True) if by_size else torch.arange(depth, device=gram.device)
+        order = diagonal.argsort(descending=True, stable=True) if by_size else None
         mean, asked = _mean_diagonal(gram), self.damping(gram)
         damp = asked
         while True:
-            damping = torch.where(diagonal == 0, mean, damp)[order]  # a column of zeros stays on its own
-            damped = gram[order][:, order]
+            damping = torch.where(diagonal == 0, mean, damp)  # a column of zeros stays on its own
+            damping = damping if order is None else damping[order]
+            damped = gram.clone() if order is None else gram[order][:, order]
             damped.diagonal().add_(damping)
             factor = factored(damped)
             if factor is not None:
@@ -129,7 +143,7 @@ class QronosTarget(GptqTarget):
         missing = hessian.permuted(products.drift).T @ weight
         fitted = torch.linalg.solve_triangular(m, missing, upper=True, unitriangular=True) / d[:, None]
         fitted = torch.linalg.solve_triangular(m.T, fitted, upper=False, unitriangular=True)
-        largest = products.gram[hessian.order[0], hessian.order[0]] + hessian.damping[0]
+        largest = products.gram[hessian.first, hessian.first] + hessian.damping[0]
         return weight + fitted, weight[0] + missing[0] / largest
 
 

@@ -13,7 +13,7 @@ from quantizer.observers import ObservationError, Observer
 ROWS = 512
 """Rows that a search over a group's layers looks at."""
 TILE = 256
-"""Columns of a symmetric matrix that are multiplied at once; what is below its diagonal tiles is not read."""
+"""Columns of a symmetric matrix that are multiplied at once; what is above its diagonal tiles is not read."""
 
 
 def nearest_qparams(spec: QuantizationSpec, weight: Tensor) -> QParams:
@@ -55,9 +55,10 @@ def output_error(gram: Tensor, difference: Tensor) -> float:
     wide, found = torch.promote_types(difference.dtype, torch.float64), 0.0
     for start in range(0, difference.shape[2], TILE):
         here, later = difference[..., start : start + TILE], difference[..., start + TILE :]
-        products = here @ gram[:, start : start + TILE, start:]
-        found += float(products[..., : here.shape[2]].mul_(here).sum(dtype=wide))
-        found += 2 * float(products[..., here.shape[2] :].mul_(later).sum(dtype=wide))
+        columns = gram[..., start : start + TILE]
+        products = here @ columns[:, start : start + TILE]
+        products.baddbmm_(later, columns[:, start + TILE :], alpha=2)
+        found += float(products.mul_(here).sum(-1).sum(dtype=wide))
     return found
 
 
