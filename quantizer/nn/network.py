@@ -1,6 +1,7 @@
 """A graph as a module that runs it node by node. It executes and lets others look; it decides nothing."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from quantizer.graph.ir import Graph, Node, references
 from quantizer.graph.lengths import Length
 from quantizer.nn.execution import Execution, Watchers, arguments
 from quantizer.nn.layer import Layer
+from quantizer.numerics.deferred import CPU, DeferredTensor
 
 
 class Network(nn.Module):
@@ -32,6 +34,8 @@ class Network(nn.Module):
             self.layers[node.name] = layer
             self.add_module(self.module_names[node.name], layer)
         self.last_uses: Mapping[str, Sequence[str]] = _last_uses(graph)
+        weighted = [node.name for node in graph.nodes if node.params]
+        self._followers = dict(pairwise(weighted)) if graph.is_deferred else {}
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,6 +60,8 @@ class Network(nn.Module):
         Raises:
             DataError: torch refuses them; tracing accepted the first batch, so it is this one.
         """
+        if node.name in self._followers:
+            _prefetch(self.layers[self._followers[node.name]])
         try:
             return self.layers[node.name](**arguments(node, values))
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -110,6 +116,13 @@ def build_layer(graph: Graph, node: Node) -> Layer:
         tensor = graph.tensors[path]
         setattr(layer, key, tensor if key in layer._buffers else nn.Parameter(tensor, requires_grad=False))
     return layer.eval()
+
+
+def _prefetch(layer: Layer) -> None:
+    """Have a layer's weights read while a device computes what comes before; the CPU has no time to spare."""
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        if isinstance(tensor, DeferredTensor) and tensor.device != CPU:
+            tensor.prefetch()
 
 
 def _names_of_lengths(graph: Graph) -> dict[int, dict[int, str]]:

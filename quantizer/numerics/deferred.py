@@ -8,6 +8,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from quantizer import memory
 from quantizer.errors import DataError
 
 CPU = torch.device("cpu")
+_reader = ThreadPoolExecutor(1, "prefetch")
 
 
 class DeferredTensor(Tensor):
@@ -39,6 +41,7 @@ class DeferredTensor(Tensor):
     """
 
     _read: Callable[[], Tensor]
+    _coming: Future[Tensor] | None = None
 
     @staticmethod
     def __new__(
@@ -57,7 +60,13 @@ class DeferredTensor(Tensor):
 
     def load(self) -> Tensor:
         """The values, where the tensor is."""
-        return self._read().to(self.device)
+        coming, self._coming = self._coming, None
+        return (self._read() if coming is None else coming.result()).to(self.device)
+
+    def prefetch(self) -> None:
+        """Begin to read the values for the next `load`, in a thread of their own; what it raises, `load` raises."""
+        if self._coming is None:
+            self._coming = _reader.submit(self._read)
 
     def at(self, device: torch.device) -> DeferredTensor:
         """The same on a device, still deferred."""

@@ -243,8 +243,10 @@ def test_weights_in_files_give_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_weights_in_files_are_rounded_as_those_in_memory(tmp_path: Path) -> None:
-    folder, found = saved(tmp_path / "model", llama()), []
+def test_weights_in_files_are_rounded_as_those_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, found, ahead = saved(tmp_path / "model", llama()), [], list[Tensor]()
+    prefetch = DeferredTensor.prefetch
+    monkeypatch.setattr(DeferredTensor, "prefetch", lambda tensor: ahead.append(tensor) or prefetch(tensor))
     (tmp_path / "config.json").write_text(json.dumps(HIERARCHICAL["gptq"]))
     made = tmp_path / "net.py"
     made.write_text("from llamas import llama\n\nmodel = lambda: llama(use_cache=False)\n")
@@ -254,6 +256,7 @@ def test_weights_in_files_are_rounded_as_those_in_memory(tmp_path: Path) -> None
         assert run_command(["--quant_mode", "calib", *given]) == 0
         found.append(json.loads((tmp_path / "results" / "quant_info.json").read_text())["header"]["files"])
     assert found[0] == found[1]
+    assert ahead and all(tensor.device == STRICT for tensor in ahead)
 
 
 def test_weights_that_are_deferred_stay_so_on_a_device() -> None:

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import memory
 from quantizer.engine.result_files import write_tensors
@@ -149,6 +150,29 @@ def test_a_damaged_header_is_said_to_be_one(header: object, tmp_path: Path) -> N
     path.write_bytes(len(content).to_bytes(8, "little") + content + bytes(8))
     with pytest.raises(SafetensorError):
         deferred_file(path)
+
+
+def test_what_is_fetched_ahead_is_read_once_in_another_thread() -> None:
+    threads, values = list[int](), torch.arange(3.0)
+
+    def read() -> Tensor:
+        threads.append(threading.get_ident())
+        return values
+
+    tensor = DeferredTensor((3,), torch.float32, read)
+    tensor.prefetch()
+    tensor.prefetch()
+    assert torch.equal(tensor + 1, values + 1)
+    assert len(threads) == 1 and threads[0] != threading.get_ident()
+    assert torch.equal(tensor + 1, values + 1)
+    assert threads[1:] == [threading.get_ident()]
+
+
+def test_what_cannot_be_fetched_ahead_is_told_where_it_is_needed(tmp_path: Path) -> None:
+    tensor = DeferredTensor((3,), torch.float32, lambda: torch.load(tmp_path / "nothing.pt"))
+    tensor.prefetch()
+    with pytest.raises(FileNotFoundError):
+        tensor.sum()
 
 
 @pytest.mark.skipif(memory.resident() is None, reason="the system does not say what is resident")
