@@ -32,7 +32,7 @@ class Exporter:
     What the target cannot hold, the module's function `refusals(graph, specs, opset)` gives, if there is one: from
     specs alone, so that it is known before calibration; what its runtime rounds besides, `as_run(graph, solution)`.
     `for_transformers` says that it takes models of transformers alone; `is_folder` that it writes a folder, which the
-    module's `remove(deployment, path)` removes.
+    module's `remove(deployment, path)` removes; `by_tensor` that it needs no more than one weight in memory at a time.
     """
 
     function: str
@@ -41,6 +41,7 @@ class Exporter:
     extra: str = ""
     is_folder: bool = False
     for_transformers: bool = False
+    by_tensor: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ EXPORTERS: dict[str, Exporter] = {
     "onnx": Exporter("quantizer.export.onnx_qdq:export", ".onnx", ("onnx", "onnxruntime", "onnxscript"), "onnx"),
     "pt2": Exporter("quantizer.export.torch_pt2:export", ".pt2"),
     "pt2_float": Exporter("quantizer.export.torch_pt2_float:export", ".float.pt2"),
-    "safetensors": Exporter("quantizer.export.safetensors:export", ".safetensors"),
+    "safetensors": Exporter("quantizer.export.safetensors:export", ".safetensors", by_tensor=True),
     "compressed-tensors": Exporter(
         "quantizer.export.compressed_tensors:export",
         "-compressed-tensors",
@@ -68,9 +69,15 @@ EXPORTERS: dict[str, Exporter] = {
         "llm",
         is_folder=True,
         for_transformers=True,
+        by_tensor=True,
     ),
     "gguf": Exporter(
-        "quantizer.export.gguf:export", ".gguf", ("transformers", "accelerate", "gguf"), "llm", for_transformers=True
+        "quantizer.export.gguf:export",
+        ".gguf",
+        ("transformers", "accelerate", "gguf"),
+        "llm",
+        for_transformers=True,
+        by_tensor=True,
     ),
 }
 
@@ -153,6 +160,7 @@ def export(
     """
     module, _, name = EXPORTERS[target].function.partition(":")
     exporter = importlib.import_module(module)
+    deployment = deployment if EXPORTERS[target].by_tensor else deployment.in_memory()
     try:
         with Stage(events, f"verify {target}", total) as stage:
             if deployment.batches:

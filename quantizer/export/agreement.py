@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ MARGIN_DB = 3.0
 """Of two roundings of one network, neither worse than the other, the difference has twice the energy of the error."""
 ENOUGH_DB = 40.0
 """A difference of a hundredth is rounding, even where test mode loses less."""
+CHUNK = 1 << 20
+"""Values that are compared at once, in float64."""
 EDGE = 1.001
 """One step of a scale, with room for the float arithmetic that multiplied it."""
 
@@ -140,7 +142,8 @@ class Agreement:
             if index == 0 and want.dim() == 2 and want.shape[1] > 1:
                 self.rows += len(want)
                 self.agreeing += int((want.argmax(1) == got.argmax(1)).sum())
-            self._add(want, got, step)
+            for part, other in zip(want.reshape(-1).split(CHUNK), got.reshape(-1).split(CHUNK), strict=True):
+                self._add(part, other, step)
 
     def _add(self, want: Tensor, got: Tensor, step: float | None) -> None:
         if not want.is_floating_point():
@@ -189,13 +192,14 @@ def agrees(found: Verification, sqnr_db: float) -> bool:
     return found.sqnr_db >= min(ENOUGH_DB, sqnr_db - MARGIN_DB)
 
 
-def verify(compared: str, expected: Sequence[Tensor], found: Sequence[Tensor]) -> Verification:
-    """Compare tensors that should be equal, pairwise.
+def verify(compared: str, expected: Iterable[Tensor], found: Iterable[Tensor]) -> Verification:
+    """Compare tensors that should be equal, pairwise; one pair is in memory at a time if they are made so.
 
     Raises:
         ValueError: the number of tensors or a shape differs.
     """
     agreement = Agreement(compared)
-    agreement.add(expected, found)
+    for want, got in zip(expected, found, strict=True):
+        agreement.add([want], [got])
     every = agreement.result()
     return Verification(compared, every.max_difference, every.mean_difference, every.equal)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -53,8 +53,14 @@ class Deployment:
     ) -> Deployment:
         """What is given to exporters of a calibrated model, verified on all batches."""
         first, opset = next(iter(batches)).to("cpu"), calibrated.settings.onnx_opset_version
-        graph, solution = calibrated.graph.on(torch.device("cpu")).in_memory(), calibrated.solution.in_memory()
+        graph, solution = calibrated.graph.on(torch.device("cpu")), calibrated.solution
         return cls(graph, solution, first.args, first.kwargs, opset, batches, sqnr_db, model, choices)
+
+    def in_memory(self) -> Deployment:
+        """The same with all weights in memory."""
+        if not self.graph.is_deferred:
+            return self
+        return replace(self, graph=self.graph.in_memory(), solution=self.solution.in_memory())
 
     def choice(self, name: str) -> str:
         """What was chosen where a target leaves something open."""

@@ -65,7 +65,7 @@ def export(deployment: Deployment, path: Path) -> Verification:
     network, placement = given.network(), place(given.graph, given.solution.specs)
     values, blocks = values_of(given, network, placement.layers, NAME), _blocks(given, placement)
     tensors = stored(outline, blocks, values)
-    decoded = values | {name: each.decoded() for name, each in blocks.items()}
+    decoded = values | {name: each.parameter() for name, each in blocks.items()}
     calls = (Expected(args, kwargs, tensor_leaves(network(*args, **kwargs))) for args, kwargs in given.calls())
     try:
         with replaced_file(path) as file:

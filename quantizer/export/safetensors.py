@@ -1,7 +1,9 @@
 """The .safetensors target: codes, scales and zero points by layer name. Holds no graph."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,14 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_name
-from quantizer.engine.result_files import read_tensors, write_tensors
+from quantizer.engine.result_files import deferred_tensors, write_tensors
 from quantizer.engine.solution import quantized_network
 from quantizer.errors import ResultError
 from quantizer.export.agreement import Verification, verify
 from quantizer.export.deployment import Deployment
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import decode
+from quantizer.numerics.deferred import DeferredTensor, loaded
 
 FORMAT = 2
 CORRECTION = ".bias_correction"
@@ -50,8 +53,8 @@ def export(deployment: Deployment, path: Path) -> Verification:
     tensors |= {f"{layer}{CORRECTION}": tensor for layer, tensor in solution.corrections.items()}
     described = {"format": FORMAT, "model": deployment.graph.model, "specs": specs, "dtypes": dtypes}
     write_tensors(path, tensors, {METADATA: json.dumps(described, sort_keys=True)})
-    expected, found = _parameters(deployment.network()), load(path)
-    return verify("parameters", list(expected.values()), [found[name] for name in expected])
+    expected, found = _parameters(deployment.network()), _decoded(path)
+    return verify("parameters", map(loaded, expected.values()), (found[name].load() for name in expected))
 
 
 def load(path: Path) -> dict[str, Tensor]:
@@ -60,7 +63,12 @@ def load(path: Path) -> dict[str, Tensor]:
     Raises:
         ResultError: the file is missing, damaged, or not written by this exporter.
     """
-    tensors = read_tensors(path)
+    return {name: tensor.load() for name, tensor in _decoded(path).items()}
+
+
+def _decoded(path: Path) -> dict[str, DeferredTensor]:
+    """The same, each made when it is needed."""
+    tensors = deferred_tensors(path)
     with safe_open(path, "pt") as file:
         described = json.loads((file.metadata() or {}).get(METADATA, "{}"))
     if described.get("format") != FORMAT:
@@ -68,14 +76,26 @@ def load(path: Path) -> dict[str, Tensor]:
     specs = {name: QuantizationSpec(**spec) for name, spec in described["specs"].items()}
     parts = {f"{name}.{part}" for name in specs for part in ("scale", "zero_point")}
     parameters = {name: tensor for name, tensor in tensors.items() if name not in parts}
-    for name, dtype in described["dtypes"].items():
-        scale = tensors.get(f"{name}.scale", torch.ones(()))
-        zero_point = tensors.get(f"{name}.zero_point", torch.zeros_like(scale, dtype=torch.int32))
-        parameters[name] = decode(tensors[name], specs[name], scale, zero_point, getattr(torch, dtype))
+
+    def parameter(name: str, dtype: torch.dtype) -> Tensor:
+        scale = loaded(tensors.get(f"{name}.scale", torch.ones(())))
+        zero_point = loaded(tensors.get(f"{name}.zero_point", torch.zeros_like(scale, dtype=torch.int32)))
+        return decode(tensors[name].load(), specs[name], scale, zero_point, dtype)
+
+    for name, stored in described["dtypes"].items():
+        dtype = getattr(torch, stored)
+        parameters[name] = DeferredTensor(tensors[name].shape, dtype, partial(parameter, name, dtype))
     for name in [name for name in parameters if name.endswith(CORRECTION)]:
         bias, correction = f"{name.removesuffix(CORRECTION)}.bias", parameters.pop(name)
-        parameters[bias] = parameters[bias] + correction if bias in parameters else correction
+        parts_of = [each for each in (parameters.get(bias), correction) if each is not None]
+        parameters[bias] = DeferredTensor(correction.shape, correction.dtype, partial(_sum, parts_of))
     return parameters
+
+
+def _sum(parts: Sequence[DeferredTensor]) -> Tensor:
+    """A bias with what corrects it."""
+    first, *others = (part.load() for part in parts)
+    return sum(others, start=first)
 
 
 def _parameters(network: Network) -> dict[str, Tensor]:

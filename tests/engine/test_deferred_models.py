@@ -15,6 +15,7 @@ from llamas import llama, saved, tokens
 from torch import Tensor
 
 from quantizer.cli.main import run_command
+from quantizer.export import EXPORTERS
 from quantizer.numerics.deferred import DeferredTensor
 from quantizer.sources.hugging_face import load_hugging_face, read_checkpoint
 
@@ -30,6 +31,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smooth": {"global_quant_config": {"weight": ROWS}, "pre_quant_opt_config": {"name": "smooth"}},
     "rotation": {"global_quant_config": {"weight": GROUPS}, "pre_quant_opt_config": {"name": "rotation"}},
 }
+LARGEST = 96 * 64 * 4
+"""Bytes of the largest weight of a layer."""
 IN_MEMORY = """
 from transformers import LlamaForCausalLM
 
@@ -131,5 +134,16 @@ def test_few_weights_are_in_memory_at_once(
     out = ["--model", "model", "--data", "data.py:data", "-q"]
     assert run_command(["--quant_mode", "calib", "--config_file", "config.json", *out]) == 0
     assert run_command(["--quant_mode", "test", *out]) == 0
-    largest = 96 * 64 * 4
-    assert most_alive["bytes"] <= 4 * largest  # of 5 in a layer
+    assert most_alive["bytes"] <= 4 * LARGEST  # of 5 in a layer
+
+
+@pytest.mark.parametrize("target", [name for name, exporter in EXPORTERS.items() if exporter.by_tensor])
+def test_files_for_engines_are_made_weight_by_weight(target: str, most_alive: dict[str, int], folder: Path) -> None:
+    for package in EXPORTERS[target].needs:
+        pytest.importorskip(package, reason="the target needs it")
+    content = CONFIGS["weight-only"] | {"exclude": ["kind:head", "kind:embedding"]}
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    out = ["--model", "model", "--data", "data.py:data", "-q"]
+    assert run_command(["--quant_mode", "calib", "--config_file", "config.json", *out]) == 0
+    assert run_command(["--quant_mode", "test", *out, "--deploy", target]) == 0
+    assert most_alive["bytes"] <= 4 * LARGEST
