@@ -142,7 +142,8 @@ class Agreement:
             if index == 0 and want.dim() == 2 and want.shape[1] > 1:
                 self.rows += len(want)
                 self.agreeing += int((want.argmax(1) == got.argmax(1)).sum())
-            for part, other in zip(want.reshape(-1).split(CHUNK), got.reshape(-1).split(CHUNK), strict=True):
+            parts = (torch.split(tensor.reshape(-1), CHUNK) for tensor in (want, got))
+            for part, other in zip(*parts, strict=True):
                 self._add(part, other, step)
 
     def _add(self, want: Tensor, got: Tensor, step: float | None) -> None:
