@@ -27,12 +27,12 @@ from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
 
 SETTINGS = Settings()
-METHODS = {"maxmin": 1.05, "percentile": 1.25, "entropy": 1.25, "mse": 1.25, "diffs": 1.25}
-ROUND_MODES = {"half_even": 1.25, "half_up": 1.25}
+METHODS = {"maxmin": 0.92, "percentile": 1.0, "entropy": 1.0, "mse": 1.0, "diffs": 1.0}
+ROUND_MODES = {"half_even": 0.92, "half_up": 0.92}
 CORRECTIONS = {
-    "equalization": (Settings(include_cle=True), 3.0),
-    "bias corr": (Settings(include_bias_corr=True), 3.0),
-    "both": (Settings(include_cle=True, include_bias_corr=True), 3.0),
+    "equalization": (Settings(include_cle=True), 1.1),
+    "bias corr": (Settings(include_bias_corr=True), 1.6),
+    "both": (Settings(include_cle=True, include_bias_corr=True), 1.7),
 }
 
 

@@ -28,8 +28,12 @@ def columns_of(layers: Sequence[nn.Module], spec: QuantizationSpec, qparams: Seq
 
 def kinds(spec: QuantizationSpec, depth: int, device: torch.device) -> Tensor:
     """Which of its row's scales each column of a weight in groups of columns has, int64 [depth]."""
-    size = depth if spec.group_size in (None, -1) else int(spec.group_size or depth)
-    return torch.arange(depth, device=device) // (size // spec.scales_per_group)
+    return torch.arange(depth, device=device) // (group_size(spec, depth) // spec.scales_per_group)
+
+
+def group_size(spec: QuantizationSpec, depth: int) -> int:
+    """How many of a row's `depth` columns make a group; all of them in a spec without groups."""
+    return depth if spec.group_size is None or spec.group_size == -1 else spec.group_size
 
 
 def along_columns(layer: nn.Module, spec: QuantizationSpec, qparams: QParams) -> tuple[Tensor, Tensor]:

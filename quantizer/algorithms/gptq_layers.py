@@ -6,15 +6,16 @@ says so.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Remark, Rounded
-from quantizer.algorithms.column_scales import columns_of, kinds
+from quantizer.algorithms.column_scales import columns_of, group_size, kinds
 from quantizer.algorithms.gptq_target import GptqTarget, Hessian, Products
 from quantizer.algorithms.gram import zero_channels
 from quantizer.algorithms.optimal_rounding import Columns, optimal_rounding
@@ -26,6 +27,8 @@ from quantizer.numerics.two_level import beside
 from quantizer.observers import code_range_of, kernel_of
 
 NO_GAIN = "the algorithm promises no smaller errors than round-to-nearest on other data; it stays at round-to-nearest"
+TOGETHER = 1 << 23
+"""Values of layers that are solved twice at once: of these it is calls that cost, and of more it would be memory."""
 UNSTABLE = "its weights would change if they were rounded again; it stays at round-to-nearest"
 
 
@@ -186,12 +189,17 @@ def _search(
     dynamic: bool,
 ) -> list[GptqSolution]:
     """Round layers with one spec; where its rule cuts something off the range, with the scales that do not as well."""
-    solutions, spec = _solve(members, hessians, products, target, dynamic=dynamic), members[0].spec
+    count, spec = len(members), members[0].spec
     if uncut(code_range_of(spec)) == 1 or any(each.given for each in members):
-        return solutions
+        return _solve(members, hessians, products, target, dynamic=dynamic)
     wide = [each.with_spec(replace(spec, symmetric_scale="quant_max")) for each in members]
-    others = _solve(wide, hessians, products, target, dynamic=dynamic)
-    return [each.best_of(other, spec) for each, other in zip(solutions, others, strict=True)]
+    is_small = sum(each.weight.numel() for each in members) <= TOGETHER
+    found = [
+        solution
+        for part in ([[*members, *wide]] if is_small else [members, wide])
+        for solution in _solve(part, hessians, products, target, dynamic=dynamic)
+    ]
+    return [each.best_of(other, spec) for each, other in zip(found[:count], found[count:], strict=True)]
 
 
 def _solve(
@@ -202,7 +210,7 @@ def _solve(
     *,
     dynamic: bool,
 ) -> list[GptqSolution]:
-    """Round layers with one spec; Hessians and products are those of each group of channels.
+    """Round layers with one spec, but for its rule; Hessians and products are those of each group of channels.
 
     With `dynamic`, the scales of groups of columns are found as their first one is rounded, from what the errors so far
     have made of their weights; else the members' scales stay.
@@ -215,7 +223,7 @@ def _solve(
         weight = hessian.placed(stacked.T)
         begin: Callable[[int, Tensor], None] | None = None
         if dynamic:
-            columns, block_size, begin = _open_columns(spec, weight)
+            columns, block_size, begin = _open_columns(members, weight)
         else:
             columns = columns_of(layers, spec, qparams, group)
             columns = replace(columns, kind=hessian.placed(columns.kind))
@@ -235,19 +243,30 @@ def _solve(
     return [GptqSolution(*each) for each in zip(*matrices, errors_of_rows, qparams, strict=True)]
 
 
-def _open_columns(spec: QuantizationSpec, weight: Tensor) -> tuple[Columns, int, Callable[[int, Tensor], None]]:
+def _open_columns(members: Sequence[Member], weight: Tensor) -> tuple[Columns, int, Callable[[int, Tensor], None]]:
     """Columns whose scales are not known yet, how many share one, and what finds it from their weights as they are when
     the first of them is rounded."""
-    depth, rows = weight.shape
-    size, each = depth if spec.group_size in (None, -1) else int(spec.group_size), spec.scales_per_group
+    (depth, rows), spec = weight.shape, members[0].spec
+    size, each = group_size(spec, depth), spec.scales_per_group
     empty = weight.new_ones(-(-depth // size) * each, rows)
     columns = Columns(kernel_of(spec), empty, torch.zeros_like(empty), kinds(spec, depth, weight.device))
-    known = nearest_qparams(spec, weight.T).scale
-    own = replace(spec, scale_type="float") if spec.scale_type == "e4m3" else spec
+    parts = [(each, rows, nearest_qparams(each, weight[:, rows].T).scale) for each, rows in _rows_by_spec(members)]
 
     def begin(start: int, block: Tensor) -> None:
-        found, here = nearest_qparams(own, block.T), slice(start // size * each, (start // size + 1) * each)
-        columns.scale[here] = beside(found.scale, known, spec.scale_type).T
-        columns.zero_point[here] = found.zero_point.T.float()
+        here = slice(start // size * each, (start // size + 1) * each)
+        for own, rows, known in parts:
+            free = replace(own, scale_type="float") if own.scale_type == "e4m3" else own
+            found = nearest_qparams(free, block[:, rows].T)
+            columns.scale[here, rows] = beside(found.scale, known, own.scale_type).T
+            columns.zero_point[here, rows] = found.zero_point.T.float()
 
     return columns, size, begin
+
+
+def _rows_by_spec(members: Sequence[Member]) -> Iterator[tuple[QuantizationSpec, slice]]:
+    """Which rows of the members' matrices, one below the other, have each spec."""
+    start = 0
+    for spec, alike in itertools.groupby(members, lambda each: each.spec):
+        stop = start + sum(each.weight.shape[1] for each in alike)
+        yield spec, slice(start, stop)
+        start = stop

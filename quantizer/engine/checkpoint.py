@@ -10,19 +10,22 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from quantizer.distributed import Ranks
 from quantizer.engine.events import Events, Snapshot, Stage
-from quantizer.engine.result_files import read_json, read_tensors, sha256, write_json, write_tensors
+from quantizer.engine.result_files import deferred_tensors, read_json, sha256, write_json, write_tensors
 from quantizer.errors import DataError, QuantizerError, ResultError
+from quantizer.numerics.deferred import DeferredTensor, out_of_memory
 
 EVERY_S = 30.0  # seconds of work that a kill may cost
-FORMAT = 2  # 2: nested values (`snapshot_of`)
+FORMAT = 3  # 2: nested values (`snapshot_of`); 3: which of them were out of memory
 AGAIN = "run without --resume"
 
 
 class Checkpoint:
     """`checkpoint.<name>.json`, written last, names numbered tensor files; a save writes only tensors that are new.
 
-    A changed tensor must be another object: tensors are told apart by identity. Each comes back on its own device.
+    A changed tensor must be another object: tensors are told apart by identity. Each comes back on its own device, and
+    out of memory if it was.
     """
 
     def __init__(self, folder: Path, name: str, key: Mapping[str, Any]) -> None:
@@ -45,7 +48,7 @@ class Checkpoint:
         used = {number for _, number, _ in self._stored.values()}
         unused, self._files = self._files.keys() - used, {at: self._files[at] for at in sorted(used)}
         tensors = snapshot.tensors.items()
-        places = {name: [*self._stored[id(tensor)][1:], str(tensor.device)] for name, tensor in tensors}
+        places = {name: [*self._stored[id(tensor)][1:], *_whereabouts(tensor)] for name, tensor in tensors}
         content = {"key": self._key, "state": snapshot.state, "files": self._files, "tensors": places}
         write_json(self._info, content)
         for number in unused:
@@ -71,18 +74,30 @@ class Checkpoint:
             path = self._path(number)
             if not path.is_file() or sha256(path) != digest:
                 raise ResultError(f"{path} is damaged", help=AGAIN)
-            parts[number] = read_tensors(path)
+            parts[number] = deferred_tensors(path)
         tensors: dict[str, Tensor] = {}
-        moved: dict[tuple[int, str], Tensor] = {}
-        for name, (number, stored, device) in info["tensors"].items():
-            tensor = moved.setdefault((number, stored), parts[number][stored].to(device))
-            self._stored[id(tensor)] = (tensor, number, stored)
-            tensors[name] = tensor
+        found: dict[tuple[int, str], Tensor] = {}
+        for name, (number, stored, *where) in info["tensors"].items():
+            if (number, stored) not in found:
+                tensor = found[number, stored] = _placed(parts[number][stored], *where)
+                self._stored[id(tensor)] = (tensor, number, stored)
+            tensors[name] = found[number, stored]
         self._is_ours = True
         return Snapshot(tensors, info["state"])
 
     def _path(self, number: int) -> Path:
         return self._info.with_suffix(f".{number:04}.safetensors")
+
+
+def _whereabouts(tensor: Tensor) -> tuple[str, bool]:
+    """The tensor's device, and whether it is out of memory."""
+    return str(tensor.device), isinstance(tensor, DeferredTensor)
+
+
+def _placed(stored: DeferredTensor, device: str, is_deferred: bool) -> Tensor:
+    """A stored tensor where it was; one out of memory is in another file, as the checkpoint goes before it does."""
+    tensor = stored.load().to(device)
+    return out_of_memory(tensor) if is_deferred else tensor
 
 
 class Checkpoints(Events):
@@ -158,6 +173,13 @@ def snapshot_of(value: Any, data: Mapping[str, Any] | None = None) -> Snapshot:
     tensors = {str(at): leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return Snapshot(tensors, {"structure": pytree.treespec_dumps(structure), "values": others, "data": data})
+
+
+def shared(snapshot: Snapshot, ranks: Ranks, place: str) -> Snapshot:
+    """Rank 0's on all ranks, tensor by tensor, so that none has more of them in memory than it keeps there."""
+    names, state = ranks.broadcast((list(snapshot.tensors), snapshot.state), place)
+    own = snapshot.tensors if ranks.is_first else dict.fromkeys(names, torch.empty(0))
+    return Snapshot({name: ranks.broadcast(own[name], f"{place}, {name}") for name in names}, state)
 
 
 def value_of(snapshot: Snapshot) -> Any:

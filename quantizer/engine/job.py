@@ -15,7 +15,7 @@ from quantizer.config.model import Config
 from quantizer.distributed import ALONE, Ranks
 from quantizer.engine import fingerprint
 from quantizer.engine.calibrate import Calibration
-from quantizer.engine.checkpoint import Checkpoints
+from quantizer.engine.checkpoint import Checkpoints, shared
 from quantizer.engine.events import Events, Logged, Snapshot, Stage
 from quantizer.engine.solution import Solution
 from quantizer.engine.target import Target
@@ -114,7 +114,10 @@ class Job:
             ResultError: it is damaged, or belongs to another run.
         """
         found = self.checkpoints.restore(saved_as, {**self.key, **more}) if self.checkpoints else None
-        return self.ranks.broadcast(found, f"the checkpoint of {saved_as}")
+        place = f"the checkpoint of {saved_as}"
+        if not self.ranks.broadcast(found is not None, place):
+            return None
+        return shared(found or Snapshot({}, {}), self.ranks, place)
 
     def first_batch(self) -> Batch:
         """On the target's device.

@@ -21,7 +21,7 @@ from quantizer.config.model import Algorithm
 from quantizer.config.wording import shortened
 from quantizer.engine import fingerprint
 from quantizer.engine.calibrate import check_finite
-from quantizer.engine.checkpoint import other_run, register, snapshot_of, value_of
+from quantizer.engine.checkpoint import other_run, register, shared, snapshot_of, value_of
 from quantizer.engine.events import Snapshot
 from quantizer.engine.job import Job
 from quantizer.engine.target import AlgorithmScope
@@ -138,7 +138,10 @@ def _agreed(job: Job, found: Adjustment) -> Adjustment:
     snapshot = snapshot_of(found)
     tensors = {name: fingerprint.tensor_digest(tensor) for name, tensor in snapshot.tensors.items()}
     digests = job.ranks.gather(fingerprint.digest([tensors, snapshot.state]), "the end of an algorithm")
-    return found if len(set(digests)) == 1 else job.ranks.broadcast(found, "what an algorithm has found")
+    if len(set(digests)) == 1:
+        return found
+    agreed: Adjustment = value_of(shared(snapshot, job.ranks, "what an algorithm has found"))
+    return agreed
 
 
 def load_run(name: str) -> Run:

@@ -87,14 +87,14 @@ def _decoded(path: Path) -> dict[str, DeferredTensor]:
         parameters[name] = DeferredTensor(tensors[name].shape, dtype, partial(parameter, name, dtype))
     for name in [name for name in parameters if name.endswith(CORRECTION)]:
         bias, correction = f"{name.removesuffix(CORRECTION)}.bias", parameters.pop(name)
-        parts_of = [each for each in (parameters.get(bias), correction) if each is not None]
-        parameters[bias] = DeferredTensor(correction.shape, correction.dtype, partial(_sum, parts_of))
+        summands = [each for each in (parameters.get(bias), correction) if each is not None]
+        parameters[bias] = DeferredTensor(correction.shape, correction.dtype, partial(_sum, summands))
     return parameters
 
 
-def _sum(parts: Sequence[DeferredTensor]) -> Tensor:
+def _sum(summands: Sequence[DeferredTensor]) -> Tensor:
     """A bias with what corrects it."""
-    first, *others = (part.load() for part in parts)
+    first, *others = (each.load() for each in summands)
     return sum(others, start=first)
 
 

@@ -108,9 +108,18 @@ def beside(source: Tensor, made: Tensor) -> Tensor:
     Raises:
         DataError: there is no room for it.
     """
-    if not isinstance(source, DeferredTensor) or isinstance(made, DeferredTensor) or not made.numel():
-        return made
-    return _spool.put(made).at(made.device)
+    return out_of_memory(made) if isinstance(source, DeferredTensor) else made
+
+
+def out_of_memory(tensor: Tensor) -> Tensor:
+    """The same in a temporary file, but for one without values.
+
+    Raises:
+        DataError: there is no room for it.
+    """
+    if isinstance(tensor, DeferredTensor) or not tensor.numel():
+        return tensor
+    return _spool.put(tensor).at(tensor.device)
 
 
 SPOOL_BYTES = 1 << 28

@@ -82,9 +82,7 @@ def written(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [*((name,) for name in ALGORITHMS), ("smoothquant", "awq", "gptq"), ("rotation", "gptq")]
-)
+@pytest.mark.parametrize("names", [*((name,) for name in ALGORITHMS), *COMBINED], ids="+".join)
 def test_any_stop_and_any_memory_leave_the_same_bytes(
     names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
