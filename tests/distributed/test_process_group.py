@@ -13,7 +13,10 @@ import torch
 
 from quantizer.distributed import ALONE, Ranks
 from quantizer.distributed.process_group import ProcessGroup
+from quantizer.engine.checkpoint import shared
+from quantizer.engine.events import Snapshot
 from quantizer.errors import QuantizerError, RankError
+from quantizer.numerics.deferred import DeferredTensor, out_of_memory
 
 VALUES = [[1.0, 1e8, float("nan")], [2.0, 1.0, 0.0], [4.0, -1e8, 0.0]]
 
@@ -56,6 +59,16 @@ def test_values_come_in_the_order_of_ranks_whatever_they_are(tmp_path: Path) -> 
     found = on_ranks(3, tmp_path, work)
     order = [[rank, rank, [float(rank)] * 3] for rank in range(3)]
     assert found == [[order, [[[2, 0], [], [3]]] * 3, ["torch.bfloat16"], "x" * 1000]] * 3
+
+
+def test_what_is_out_of_memory_on_one_rank_is_so_on_all(tmp_path: Path) -> None:
+    def work(group: ProcessGroup) -> Any:
+        own = Snapshot({"a": out_of_memory(torch.arange(3)), "b": torch.ones(1)}, {"done": 2})
+        found = shared(own if group.is_first else Snapshot({}, {}), group, "here")
+        rows = {name: [isinstance(each, DeferredTensor), each.tolist()] for name, each in found.tensors.items()}
+        return [rows, found.state]
+
+    assert on_ranks(2, tmp_path, work) == [[{"a": [True, [0, 1, 2]], "b": [False, [1.0]]}, {"done": 2}]] * 2
 
 
 def test_sums_are_of_float64_in_the_order_of_ranks_and_keep_nan(tmp_path: Path) -> None:

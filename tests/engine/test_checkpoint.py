@@ -15,6 +15,7 @@ from quantizer.engine import checkpoint
 from quantizer.engine.checkpoint import Checkpoint, Checkpoints
 from quantizer.engine.events import Forked, Snapshot, Stage
 from quantizer.errors import DataError, ResultError
+from quantizer.numerics.deferred import DeferredTensor, out_of_memory
 
 KEY = {"weights": "a", "seed": 0}
 
@@ -62,6 +63,18 @@ def test_a_tensor_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for snapshot in snapshots():
         saved.save(snapshot)
     assert written == [{"kept", "changing"}, {"changing", "one", "other", "passing"}, {"changing"}]
+
+
+def test_what_was_out_of_memory_comes_back_out_of_it_and_outlives_the_files(tmp_path: Path) -> None:
+    values = torch.arange(6.0).view(2, 3)
+    given = Snapshot({"out": out_of_memory(values), "in": values + 1}, {})
+    Checkpoint(tmp_path, "stage", KEY).save(given)
+    found = Checkpoint(tmp_path, "stage", KEY).restore()
+    assert found is not None
+    assert {name for name, each in found.tensors.items() if isinstance(each, DeferredTensor)} == {"out"}
+    Checkpoints(tmp_path).remove()
+    assert not list(tmp_path.iterdir())
+    assert_equal(found, given)
 
 
 @pytest.mark.parametrize("stop_at", range(7))

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,35 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "llama"
 
 
+@pytest.fixture
+def control_group() -> Iterator[Path | None]:
+    """With the limit on what is resident, where this user may make one; elsewhere the figure must do."""
+    group = limited_group()
+    yield group
+    if group is not None:
+        group.rmdir()
+
+
+def limited_group() -> Path | None:
+    """Of either version of control groups."""
+    for name, limit in (("memory/quantizer-large", "memory.limit_in_bytes"), ("quantizer-large", "memory.max")):
+        group = Path("/sys/fs/cgroup", name)
+        with contextlib.suppress(OSError):
+            group.mkdir(exist_ok=True)
+            (group / limit).write_text(str(LIMIT))
+            return group
+    return None
+
+
 @pytest.mark.large
 @pytest.mark.parametrize("algorithm", [None, "gptq"])
-def test_a_model_larger_than_memory(model: Path, tmp_path: Path, algorithm: str | None) -> None:
+def test_a_model_larger_than_memory(
+    model: Path, tmp_path: Path, control_group: Path | None, algorithm: str | None
+) -> None:
+    def join() -> None:
+        if control_group is not None:
+            (control_group / "cgroup.procs").write_text(str(os.getpid()))
+
     config = CONFIG | ({"algo_config": {"name": algorithm}} if algorithm else {})
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     arguments = ["--quant_mode", "calib", "--config_file", "config.json", "--model", str(model), "--quiet"]
@@ -52,20 +79,9 @@ def test_a_model_larger_than_memory(model: Path, tmp_path: Path, algorithm: str 
         capture_output=True,
         text=True,
         check=False,
-        preexec_fn=limited,
+        preexec_fn=join,
     )
     assert done.returncode == 0, done.stderr
     run = json.loads((tmp_path / "quantize_result" / "run.json").read_text(encoding="utf-8"))
     print(f"{LAYERS} layers, {algorithm}: {run['peak_memory_bytes'] / 1e9:.2f} GB, {run['seconds']:.0f} s")
     assert run["peak_memory_bytes"] < LIMIT
-
-
-def limited() -> None:
-    """What is resident, by a control group of its own where this user may make one; elsewhere the figure must do."""
-    for group, limit in (("memory/quantizer-large", "memory.limit_in_bytes"), ("quantizer-large", "memory.max")):
-        folder = Path("/sys/fs/cgroup", group)
-        with contextlib.suppress(OSError):
-            folder.mkdir(exist_ok=True)
-            (folder / limit).write_text(str(LIMIT))
-            (folder / "cgroup.procs").write_text(str(os.getpid()))
-            return
