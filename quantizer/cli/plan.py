@@ -20,6 +20,7 @@ from quantizer.plan.model import Plan
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
 from quantizer.report import tables
 from quantizer.report.view import View
+from quantizer.sources.models import LoadedModel
 
 _MB = 1e6
 
@@ -38,7 +39,7 @@ def plan(options: Options) -> None:
     """Show how many layers each rule matches, each tensor's spec, the size before and after, and the memory calibration
     takes.
 
-    Only the first batch is read, for its shape. Algorithms do not run; names in their settings are checked.
+    Only the first batches are read, for their shapes. Algorithms do not run; names in their settings are checked.
 
     \b
     quantizer plan --config_file net.json --model my_model.py
@@ -56,7 +57,8 @@ def plan(options: Options) -> None:
     size = session.batch_size(options, batches)
     activations = peak_activation_bytes(found.graph, size)
     data = footprint.Data(size, batches.total or 1, options.memory, batches.is_held)
-    peaks = _peaks(found, read.config, data, finetuned=bool(options.fast_finetune))
+    finetuned, tested = bool(options.fast_finetune), _test_size(options, loaded, size)
+    peaks = _peaks(found, read.config, data, tested, finetuned=finetuned)
     content = found.to_json() | {
         "algorithms": [algorithm.name for algorithm in read.config.algorithms],
         "weight_bytes": {"float": before, "quantized": after},
@@ -80,12 +82,22 @@ def plan(options: Options) -> None:
         raise UsageError("; ".join(texts), help="; ".join(helps))
 
 
-def _peaks(found: Plan, config: Config, data: footprint.Data, *, finetuned: bool) -> dict[str, int | None]:
-    """The peak of memory of each mode: this process has loaded and traced the model as it does."""
+def _test_size(options: Options, loaded: LoadedModel, size: int) -> int:
+    """How many samples a batch of test mode has: that of calibration, unless the model's file offers other data."""
+    if options.data or loaded.evaluation_data is None:
+        return size
+    batches = session.open_data(options, loaded, evaluation=True)
+    next(iter(batches))
+    return session.batch_size(options, batches)
+
+
+def _peaks(found: Plan, config: Config, data: footprint.Data, tested: int, *, finetuned: bool) -> dict[str, int | None]:
+    """The peak of memory of each mode, test mode's with batches of `tested` samples: this process has loaded and traced
+    the model as they do."""
     specs = {key: tensor.spec for key, tensor in found.tensors.items()}
     return {
         "calib": footprint.peak_with(footprint.calibration_bytes(found, config, data, finetuned=finetuned)),
-        "test": footprint.peak_with(footprint.comparison_bytes(found.graph, specs, data.size)),
+        "test": footprint.peak_with(footprint.comparison_bytes(found.graph, specs, tested)),
     }
 
 

@@ -314,3 +314,16 @@ def test_the_plan_knows_what_calibration_may_keep(
         assert run_command(arguments) == 0
         peaks.append(json.loads((tmp_path / "plan.json").read_text())["peak_memory_bytes"]["calib"])
     assert peaks[1] - peaks[0] > 20_000_000
+
+
+def test_the_plan_knows_the_batches_of_test_mode(
+    toy: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantizer.memory.peak", lambda: 0)
+    model, peaks = Path(toy()), []
+    for evaluation in ("", "\ndef evaluation_data():\n    return [torch.ones(1 << 20, 3)]\n"):
+        model.write_text(model.read_text() + evaluation)
+        assert run_command(["plan", "--model", str(model), "-o", str(tmp_path / "plan.json")]) == 0
+        peaks.append(json.loads((tmp_path / "plan.json").read_text())["peak_memory_bytes"])
+    assert peaks[1]["test"] - peaks[0]["test"] > 4 * (5 << 20)
+    assert abs(peaks[1]["calib"] - peaks[0]["calib"]) < 20_000_000
