@@ -223,7 +223,7 @@ def clipped_qparams(
     best = torch.full_like(full.scale, float("inf"))
     scale = full.scale
     powers = spec.scale_type in POWERS_OF_TWO
-    for share in SHRUNK_POWERS if powers else (*shares, uncut(code_range_of(spec))):
+    for share in SHRUNK_POWERS if powers else dict.fromkeys((*shares, uncut(code_range_of(spec)))):
         smaller = (full.scale * share).clamp_min(SMALLEST_SCALE)
         tried = QParams(beside(smaller, full.scale, spec.scale_type), full.zero_point)
         error = scale_errors(layer, spec, nearest(weight, spec, tried).sub_(weight), gram).to(best)
