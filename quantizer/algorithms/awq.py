@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
+from quantizer.algorithms.column_scales import group_size
 from quantizer.algorithms.fold import admissible, folded, input_name, parameter, without_overlap
 from quantizer.algorithms.gram import DEEPEST, UNREACHED, GroupSums, deepest, quantized_layers, zero_channels
 from quantizer.algorithms.patches import matrix_weight, weight_matrix
@@ -244,10 +245,13 @@ def scale_errors(layer: nn.Module, spec: QuantizationSpec, difference: Tensor, g
     matrix = weight_matrix(layer, difference)
     whole_groups = spec.qscheme == "per_group" and spec.scales_per_group == 1
     if whole_groups and difference.dim() == 2 and spec.ch_axis in (1, -1):
-        depth, size = matrix.shape[2], spec.group_size if spec.group_size and spec.group_size > 0 else matrix.shape[2]
-        runs = [slice(start, start + size) for start in range(0, depth, size)]
-        parts = [(matrix[0, :, run] @ gram[0, run, run]).mul_(matrix[0, :, run]).sum(1) for run in runs]
-        return torch.stack(parts, 1)
+        size = group_size(spec, matrix.shape[2])
+        if short := -matrix.shape[2] % size:
+            matrix, gram = nn.functional.pad(matrix, (0, short)), nn.functional.pad(gram, (0, short, 0, short))
+        count = matrix.shape[2] // size
+        runs = matrix[0].view(-1, count, size).transpose(0, 1)
+        within = gram[0].view(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+        return (runs @ within).mul_(runs).sum(2).T
     shape = scale_shape(tuple(difference.shape), *spec.cut)
     channels = 1 if getattr(layer, "transposed", False) else 0
     if spec.qscheme == "per_channel" and spec.ch_axis == channels and len(matrix) * matrix.shape[1] == shape[0]:

@@ -15,6 +15,7 @@ floor      -3  -2  -1   0   0   1   2
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from quantizer.numerics.registry import register
@@ -25,10 +26,26 @@ NEAREST = frozenset({"half_even", "half_up", "half_down", "std_round"})
 """Modes that round to the nearest integer: one's error is the other's."""
 
 
+SHARED, WORTH_IT = 1 << 11, 1 << 15
+"""Torch shares out more values than the first among threads, in these functions; as many as the second are worth it."""
+
+
+def _unshared(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function that changes `x` in place; a few values by this thread alone.
+
+    To wait for another thread takes a thousand times as long as to round a column, where other processes run.
+    """
+    if SHARED < x.numel() < WORTH_IT and x.is_contiguous():
+        for part in torch.split(x.view(-1), SHARED):
+            function(part)
+        return x
+    return function(x)
+
+
 @register(ROUND_MODES, "half_even")
 def half_even(x: Tensor) -> Tensor:
     """Round the floating-point tensor `x` in place, ties to even (IEEE 754, ONNX QuantizeLinear), and return it."""
-    return x.round_()
+    return _unshared(Tensor.round_, x)
 
 
 @register(ROUND_MODES, "half_up")
@@ -38,7 +55,7 @@ def half_up(x: Tensor) -> Tensor:
     Doubling is exact below half of the dtype's largest value, so ceil(floor(2x) / 2) sees ties as they are, where
     floor(x + 0.5) rounds the sum first and takes 0.49999997 for a tie.
     """
-    return x.mul_(2).floor_().mul_(0.5).ceil_()
+    return _unshared(Tensor.ceil_, _unshared(Tensor.floor_, x.mul_(2)).mul_(0.5))
 
 
 @register(ROUND_MODES, "half_down")
