@@ -33,9 +33,10 @@ SHARED, WORTH_IT = 1 << 11, 1 << 15
 def _unshared(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply a function that changes `x` in place; a few values by this thread alone.
 
-    To wait for another thread takes a thousand times as long as to round a column, where other processes run.
+    To wait for another thread takes a thousand times as long as to round a column, where other processes run. What is
+    exported has one operator for any number of values.
     """
-    if SHARED < x.numel() < WORTH_IT and x.is_contiguous():
+    if not torch.compiler.is_compiling() and SHARED < x.numel() < WORTH_IT and x.is_contiguous():
         for part in torch.split(x.view(-1), SHARED):
             function(part)
         return x
