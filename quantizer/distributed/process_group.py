@@ -15,13 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from quantizer.distributed.ranks import Ranks
 from quantizer.errors import DataError, QuantizerError, RankError
-from quantizer.numerics.deferred import DeferredTensor, out_of_memory
 
 T = TypeVar("T")
 PART = 1 << 24  # elements summed at once
@@ -221,32 +220,31 @@ def _packed(value: Any) -> Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    """Sends tensors as their bytes, and says which are on a GPU, and which out of memory; torch's own way is slow for
-    small ones."""
+    """Sends tensors as their bytes, and says which are on a GPU; torch's own way is slow for small ones. Those of
+    another class say themselves how they are sent."""
 
-    def persistent_id(self, value: Any) -> tuple[torch.dtype, tuple[int, ...], bytes, bool, bool] | None:
-        if not isinstance(value, Tensor):
+    def persistent_id(self, value: Any) -> tuple[torch.dtype, tuple[int, ...], bytes, bool] | None:
+        if type(value) not in (Tensor, nn.Parameter):
             return None
         own = value.detach().cpu().contiguous()
         content = ctypes.string_at(own.data_ptr(), own.numel() * own.element_size())  # without numpy
-        return own.dtype, tuple(own.shape), content, value.device.type != "cpu", isinstance(value, DeferredTensor)
+        return own.dtype, tuple(own.shape), content, value.device.type != "cpu"
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes tensors of bytes; those of a GPU go to the device of this rank, and those out of memory to its files."""
+    """Makes tensors of bytes; those of a GPU go to the device of this rank."""
 
     def __init__(self, content: bytes, device: str) -> None:
         super().__init__(io.BytesIO(content))
         self._device = device
 
     def persistent_load(self, sent: Any) -> Tensor:
-        dtype, shape, content, on_gpu, is_deferred = sent
+        dtype, shape, content, on_gpu = sent
         if not content:
             tensor = torch.empty(shape, dtype=dtype)
         else:
             tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).view(shape)
-        placed = tensor.to(self._device) if on_gpu else tensor
-        return out_of_memory(placed) if is_deferred else placed
+        return tensor.to(self._device) if on_gpu else tensor
 
 
 def _line(error: Exception) -> str:

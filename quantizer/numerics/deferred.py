@@ -72,6 +72,10 @@ class DeferredTensor(Tensor):
         """The same on a device, still deferred."""
         return DeferredTensor(self.shape, self.dtype, self._read, device, self.stride())
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Another process gets the values, and puts them into a file of its own."""
+        return out_of_memory, (self.load(),)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeferredTensor({tuple(self.shape)}, {self.dtype})"
 
