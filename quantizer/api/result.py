@@ -27,6 +27,7 @@ from quantizer.export.choices import require_choices
 from quantizer.export.deployment import Deployment
 from quantizer.plan.model import Plan
 from quantizer.report import tables
+from quantizer.report.files import write_report
 from quantizer.report.view import View
 from quantizer.sources.data import Batches, load_batches
 
@@ -148,6 +149,7 @@ class Result:
             elif self._folder is not None and self._folder.resolve() != place.resolve():
                 for name in results.names_of(self._folder):
                     shutil.copyfile(self._folder / name, place / name)
+            write_report(place)
 
     def export(
         self,

@@ -39,6 +39,7 @@ COMMANDS = {
     "explain": ("quantizer.cli.explain:explain", "Explain an error code, a config key, or a layer's settings."),
     "inspect": ("quantizer.cli.inspect:inspect", "List the layers of a model and what can be quantized."),
     "plan": ("quantizer.cli.plan:plan", "Show what a config does to a model, without data."),
+    "report": ("quantizer.cli.report:report", "Write the page about a result folder again."),
     "analyze": ("quantizer.cli.analyze:analyze", "Find how few bits each layer tolerates, for a given size."),
     "merge": ("quantizer.cli.merge:merge", "Make one calibration of result folders calibrated apart."),
     "schema": ("quantizer.cli.schema:schema", "Print the JSON Schema of the config, for editors."),

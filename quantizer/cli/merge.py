@@ -16,6 +16,7 @@ from quantizer.engine.result_files import locked, read_json, write_bytes
 from quantizer.engine.results import QuantInfo
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import ResultError, UsageError
+from quantizer.report.files import write_report
 from quantizer.seeding import seed_everything
 from quantizer.sources.data import Batches
 
@@ -72,6 +73,7 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
         results.write_results(folder, original, config, job.calibration, job.solution, job.header)
         for name, content in origins.items():
             write_bytes(folder / name, content)
+        write_report(folder)
     said = f"{len(job.plan.tensors)} tensors calibrated on {job.calibration.batches} batches; results: {folder}"
     found = {"tensors": len(job.plan.tensors), "batches": job.calibration.batches, "results": str(folder)}
     return Outcome({}, found, [said])

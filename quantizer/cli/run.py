@@ -26,13 +26,14 @@ from quantizer.engine.events import Forked
 from quantizer.engine.exact import require_wide
 from quantizer.engine.finetune import check_checkpoint, check_mode, require_finetuned
 from quantizer.engine.job import Job
-from quantizer.engine.result_files import locked, write_bytes, write_json
+from quantizer.engine.result_files import locked, write_bytes
 from quantizer.engine.scores import Scores, measure, score
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import GateError, UsageError
 from quantizer.export import as_run, planned_refusals, refuse, require_extras
 from quantizer.export.choices import require_choices
 from quantizer.report import tables
+from quantizer.report.files import write_report
 from quantizer.report.view import View
 from quantizer.seeding import seed_everything
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
@@ -137,6 +138,7 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
             raise ConfigError(error.diagnostics, read.sources) from error
         if checkpoints:
             results.write_results(folder, original, read.config, job.calibration, job.solution, job.header)
+            write_report(folder)
             checkpoints.remove()
     return _outcome(job, folder)
 
@@ -242,8 +244,8 @@ def _report(view: View, folder: Path, info: results.QuantInfo, scores: Scores, s
     compared = scores.comparison
     rows = tables.layer_rows(compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()})
     stamp = stamp or info.header.get("stamp")
-    report = tables.report(scores.metrics, rows, stamp)
-    write_json(folder / "report.json", report)
+    report = tables.report(scores.metrics, scores.pairs, rows, stamp)
+    write_report(folder, report)
     write_bytes(folder / "layers.csv", tables.as_csv(rows).encode())
     shown: list[RenderableType] = [tables.damage_table(rows, view), f"results: {folder}"]
     if stamp:

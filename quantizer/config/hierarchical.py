@@ -97,7 +97,9 @@ def translate(document: Document, ignored: Collection[str] = ()) -> Hierarchical
     levels = tuple(file.levels())
     rules = (ConfigRule(Selector("all"), "default", roles=frozenset()), *map(Level.rule, levels), *file.excludes())
     algorithms = read_algorithms(file, "pre_quant_opt_config", "algo_config")
-    config = Config(file.settings(), rules, document.source.name, document.value, "hierarchical", algorithms)
+    config = Config(
+        file.settings(), rules, document.source.name, document.value, "hierarchical", algorithms, document.source.text
+    )
     return Hierarchical(document, config, levels, file.ignored)
 
 

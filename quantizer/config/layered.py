@@ -102,7 +102,9 @@ def translate(document: Document, ignored: Collection[str] = ()) -> Layered:
         *map(Level.rule, layers),
     )
     algorithms = read_algorithms(file, "algorithms")
-    config = Config(file.settings(), rules, document.source.name, document.value, algorithms=algorithms)
+    config = Config(
+        file.settings(), rules, document.source.name, document.value, algorithms=algorithms, text=document.source.text
+    )
     return Layered(document, config, top, layers)
 
 

@@ -281,8 +281,8 @@ class Algorithm:
 class Config:
     """A validated config: settings, and rules in the file's order (overall first, then tensor, then layers).
 
-    `source` is the file as it was shown to the user, `document` the parsed JSON, for `config.resolved.json`;
-    `algorithms` change the weights, in this order.
+    `source` is the file as it was shown to the user, `text` what it holds, `document` the parsed JSON, for
+    `config.resolved.json`; `algorithms` change the weights, in this order.
     """
 
     settings: Settings
@@ -291,3 +291,4 @@ class Config:
     document: Mapping[str, Any] = field(default_factory=dict)
     form: Form = "layered"
     algorithms: tuple[Algorithm, ...] = ()
+    text: str = ""

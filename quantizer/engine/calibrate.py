@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 Watch = Callable[[Tensor], None]
 
 
+DISTRIBUTION = QuantizationSpec(symmetric=False, statistic="pooled")
+"""What all values of a tensor are observed with, whatever its own spec."""
 Observable = Network | ModuleTree
 """A model that shows the values of its nodes to who watches them."""
 
@@ -39,16 +41,18 @@ Observable = Network | ModuleTree
 class Calibration:
     """Observers by (layer, role), mean outputs of the layers to correct, and how many batches they have seen.
 
-    Tensors with one source and one spec have one observer in common, such as a value that several layers read.
+    Tensors with one source and one spec have one observer in common, such as a value that several layers read. Where
+    it keeps ranges alone, `histograms` has the distribution of the source's values, over all batches.
     """
 
     plan: Plan
     observers: dict[Key, Observer] = field(default_factory=dict)
+    histograms: dict[str, Observer] = field(default_factory=dict)
     means: dict[str, ChannelMean] = field(default_factory=dict)
     batches: int = 0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All statistics, keys `<layer>|<role>|<name>`; the role of mean outputs is "output"."""
+        """All statistics, keys `<layer>|<role>|<name>`; mean outputs have the role "output", histograms "histogram"."""
         return {
             f"{layer}|{role}|{name}": tensor
             for (layer, role), found in self._parts().items()
@@ -77,7 +81,7 @@ class Calibration:
     def merge(self, other: Calibration) -> None:
         """Take in what another calibration of this plan has seen after it."""
         for key, observer in self.calibrated.items():
-            observer.merge(other.observers[key])
+            observer.merge(other.calibrated[key])
         for layer, mean in self.means.items():
             mean.merge(other.means[layer])
         self.batches += other.batches
@@ -86,7 +90,9 @@ class Calibration:
         """Another one of activations and means alone, which has seen nothing."""
         observers = {id(each): Observer(each.spec) for each in self.calibrated.values()}
         shared = {key: observers[id(each)] for key, each in self.observers.items() if id(each) in observers}
-        return Calibration(self.plan, shared, {layer: ChannelMean(mean.ch_axis) for layer, mean in self.means.items()})
+        histograms = {name: observers[id(each)] for name, each in self.histograms.items()}
+        means = {layer: ChannelMean(mean.ch_axis) for layer, mean in self.means.items()}
+        return Calibration(self.plan, shared, histograms, means)
 
     def forget_after(self, batches: int) -> None:
         """Drop what was seen of a batch that broke off after the first `batches`."""
@@ -99,7 +105,9 @@ class Calibration:
         tensors = self.plan.tensors
         kept = {key: tensor for key, tensor in tensors.items() if key[0] not in layers or not tensor.is_calibrated}
         observers = {key: observer for key, observer in self.observers.items() if key in kept}
-        return replace(self, plan=replace(self.plan, tensors=kept), observers=observers)
+        sources = {tensor.source for tensor in kept.values() if tensor.is_calibrated}
+        histograms = {name: observer for name, observer in self.histograms.items() if name in sources}
+        return replace(self, plan=replace(self.plan, tensors=kept), observers=observers, histograms=histograms)
 
     def _shape_of(self, key: Key) -> tuple[int, ...] | None:
         """The shape of the value that is observed, as far as the graph has one; the batch counts as 1."""
@@ -109,17 +117,21 @@ class Calibration:
 
     @property
     def calibrated(self) -> dict[Key, Observer]:
-        """The observers of activations, each once."""
+        """The observers of activations, each once, and their histograms."""
         tensors = self.plan.tensors
         found = {id(observer): key for key, observer in reversed(self.observers.items()) if tensors[key].is_calibrated}
-        return {key: self.observers[key] for key in reversed(found.values())}
+        return {key: self.observers[key] for key in reversed(found.values())} | self._histograms()
 
     def _parts(self) -> dict[Key, Observer | ChannelMean]:
         """What has statistics to keep, each once; groups of weights have so many that they are found anew."""
         owners = {id(observer): key for key, observer in reversed(self.observers.items())}
         kept = {key: self.observers[key] for key in self.observers if owners[id(self.observers[key])] == key}
         observers = {key: found for key, found in kept.items() if found.spec.qscheme != "per_group"}
-        return {**observers, **{(layer, "output"): mean for layer, mean in self.means.items()}}
+        means = {(layer, "output"): mean for layer, mean in self.means.items()}
+        return {**observers, **self._histograms(), **means}
+
+    def _histograms(self) -> dict[Key, Observer]:
+        return {(source, "histogram"): observer for source, observer in self.histograms.items()}
 
 
 def start(plan: Plan) -> Calibration:
@@ -144,6 +156,8 @@ def start(plan: Plan) -> Calibration:
                     check_finite(parameter)
         elif tensor.is_calibrated:
             calibration.observers[key] = shared.setdefault((tensor.source, tensor.spec), Observer(tensor.spec))
+            if not calibration.observers[key].has_histogram:
+                calibration.histograms.setdefault(tensor.source, Observer(DISTRIBUTION))
     _warn_of_zeros(calibration.observers)
     return calibration
 
@@ -220,10 +234,13 @@ def check_finite(value: Tensor) -> None:
 def watchers(calibration: Calibration) -> Watchers:
     """Who looks at each node's value: every observer once, and where there is none, whether it is finite."""
     watched: dict[str, dict[int, tuple[TensorPlan, Watch]]] = {name: {} for name in calibration.means}
+    histograms = dict(calibration.histograms)
     for key, tensor in calibration.plan.tensors.items():
         if not is_parameter(tensor.role):
             observer = calibration.observers.get(key)
             look = check_finite if observer is None else observer.observe
+            if observer is not None and tensor.source in histograms:
+                look = partial(observer.observe, beside=histograms.pop(tensor.source))
             watched.setdefault(tensor.source, {}).setdefault(id(observer), (tensor, look))
     means = calibration.means
     return {name: partial(_show, [*looks.values()], means.get(name)) for name, looks in watched.items()}

@@ -22,9 +22,12 @@ from quantizer.errors import ResultError
 from quantizer.graph.edits import with_weights
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
+from quantizer.graph.module_names import path_names
 from quantizer.nn.load import GROUP_SCALES
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.plan.model import Plan
+from quantizer.plan.size import weight_bytes
 
 FORMAT = 3
 INFO = "quant_info.json"
@@ -32,7 +35,7 @@ STATISTICS = "statistics.safetensors"
 ALGORITHMS = "algorithms.json"
 ORIGINS = ("plan.json", "config.resolved.json")
 """Where decisions come from, for people to read. Files that say the same differ in it, so no sum names these."""
-TESTED = ("report.json", "layers.csv", "exact.json", "export/verify.json")
+TESTED = ("report.json", "report.html", "layers.csv", "exact.json", "export/verify.json")
 """What test mode found, which holds for one calibration only."""
 
 
@@ -84,7 +87,7 @@ def write_results(
     tensors = {**tensors_of(network, found), STATISTICS: calibration.state_dict()}
     files = {name: write_tensors(folder / name, own) for name, own in tensors.items()}
     files[f"{graph.model}.py"] = write_bytes(folder / f"{graph.model}.py", emit(graph).encode())
-    for name, content in zip(ORIGINS, (plan.to_json(), resolved_document(config)), strict=True):
+    for name, content in zip(ORIGINS, (_planned(plan, config), resolved_document(config)), strict=True):
         write_json(folder / name, content)
     if found.algorithms:
         files[ALGORITHMS] = write_json(folder / ALGORITHMS, found.algorithms)
@@ -112,6 +115,15 @@ def write_results(
         entries.setdefault(layer, {})[role] = _entry(calibration, network, (layer, role), tensor) | notes
     content = {"header": header, "tensors": entries}
     write_json(folder / INFO, content | {"checksum": _checksum(content), "complete": True})
+
+
+def _planned(plan: Plan, config: Config) -> dict[str, Any]:
+    """plan.json: the plan, what it makes of the weights' size, and the file that its places are in."""
+    before, after = weight_bytes(plan)
+    paths = {"paths": path_names(plan.graph)}
+    sizes = {"weight_bytes": {"float": before, "quantized": after}}
+    file = {"config": {"name": Path(config.source).name, "text": config.text}} if config.text else {}
+    return plan.to_json() | paths | sizes | file
 
 
 def names_of(folder: Path) -> list[str]:

@@ -82,9 +82,15 @@ class Observer:
         """The largest value seen, like `low`."""
         return self._shaped(self._seen().extremes()[1])
 
+    @property
+    def has_histogram(self) -> bool:
+        """Whether it keeps the distribution of all values of the tensor."""
+        return self.spec.statistic == POOLED and self._axis is None
+
     @torch.no_grad()
-    def observe(self, x: Tensor) -> None:
-        """Take in one batch: a floating-point tensor of any layout, on any device.
+    def observe(self, x: Tensor, beside: Observer | None = None) -> None:
+        """Take in one batch: a floating-point tensor of any layout, on any device; and have another observer do so,
+        which shares what can be shared.
 
         Raises:
             NonFiniteError: it holds NaN or infinity. Such a batch leaves no trace, nor do those below.
@@ -99,6 +105,9 @@ class Observer:
             )
         self._memory.add(x, batch)
         self._shape = shape
+        if beside is not None:
+            beside._memory.add(x, batch if beside.spec.cut == self.spec.cut else beside._batch(x))
+            beside._shape = scale_shape(tuple(x.shape), *beside.spec.cut)
 
     def qparams(self) -> QParams:
         """Return scale and zero point for the batches so far, of `scale_shape`.

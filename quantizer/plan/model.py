@@ -46,7 +46,8 @@ class TensorPlan:
 
     def to_json(self) -> dict[str, Any]:
         """For plan.json: what was decided, and where each value comes from."""
-        return self.decided() | {"origins": {k: _portable(v) for k, v in self.origins.items()}}
+        elsewhere = {"source": self.source} if self.source != self.layer else {}
+        return self.decided() | elsewhere | {"origins": {k: _portable(v) for k, v in self.origins.items()}}
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,16 @@ def layer_rows(comparison: Comparison, specs: Mapping[tuple[str, str], Quantizat
     return sorted(rows, key=lambda row: (row["local_sqnr_db"], row["layer"], row["tensor"]))
 
 
-def report(metrics: Mapping[str, float], rows: list[dict[str, Any]], stamp: str | None) -> dict[str, Any]:
-    """report.json, infinite figures as null. `stamp` marks results that say nothing of real data."""
+def report(
+    metrics: Mapping[str, float],
+    pairs: Mapping[str, Mapping[str, float]],
+    rows: list[dict[str, Any]],
+    stamp: str | None,
+) -> dict[str, Any]:
+    """What test mode found, infinite figures as null. `stamp` marks results that say nothing of real data."""
     found: dict[str, Any] = {"metrics": {key: finite(value) for key, value in metrics.items()}}
+    if pairs:
+        found["pairs"] = {name: {kind: finite(value) for kind, value in pair.items()} for name, pair in pairs.items()}
     found["layers"] = [{key: finite(value) for key, value in row.items()} for row in rows]
     return found | {"stamp": stamp} if stamp else found
 

@@ -46,7 +46,23 @@ NAMED = {
     "engine/exact_layers.py": "computes these operators in integers",
 }
 """Files that may name operators, and why: each implements or rewrites those it names."""
-WORDS = {"amax", "bilinear", "index", "max", "maximum", "mean", "median", "min", "minimum", "norm", "pad", "std", "sum"}
+WORDS = {
+    "amax",
+    "bilinear",
+    "div",
+    "index",
+    "max",
+    "maximum",
+    "mean",
+    "median",
+    "min",
+    "minimum",
+    "norm",
+    "pad",
+    "std",
+    "sum",
+    "to",
+}
 """Names that are also words for something else, and count only where they are compared with an operator."""
 TRACED = {"placeholder", "call_function", "get_attr", "output"}
 """What torch.fx calls the operations of its own nodes."""

@@ -63,7 +63,7 @@ def test_metrics_of_evaluate_are_known_after_the_float_model(
     assert check(tmp_path / "out", "--gate", "row>=8", model=model) == 2
     assert 'did you mean "rows"?' in capsys.readouterr().err
     assert calls.read_text() == "x"
-    assert not (tmp_path / "out" / "report.json").exists()
+    assert json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))["metrics"] == {}
     assert check(tmp_path / "out", "--gate", "rows_drop<=0", "--gate", "sqnr_db>=1", model=model) == 0
     assert calls.read_text() == "xxx"
     assert check(tmp_path / "out", "--gate", "sqnr_db>=1", model=model) == 0

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from runs import DIGITS, EXAMPLE, calibrate, check
+from torch import Tensor
 
 from quantizer import atomic
 from quantizer.cli.main import run_command
@@ -285,11 +286,11 @@ def test_interrupted_inside_a_batch(toy: Toy, tmp_path: Path, monkeypatch: pytes
     model = toy("g = torch.Generator().manual_seed(0); return [torch.randn(4, 3, generator=g) for _ in range(4)]")
     original, seen = Observer.observe, []
 
-    def broken_off(self: Observer, x: object) -> None:
+    def broken_off(self: Observer, x: Tensor, beside: Observer | None = None) -> None:
         seen.append(x)
         if len(seen) == 7:  # weights, bias, then input and output of two batches, the input of the third
             raise KeyboardInterrupt
-        original(self, x)  # type: ignore[arg-type]
+        original(self, x, beside)
 
     monkeypatch.setattr(Observer, "observe", broken_off)
     assert calibrate(tmp_path / "out", model=model, config=None) == 130

@@ -146,6 +146,7 @@ GIVE_TO_THE_CPU = {
     "graph/passes/equalization.py:__init__",
     "nn/quantized_tensor.py:at",
     "nn/quantized_tensor.py:encoded",
+    "numerics/histogram.py:of",
     "observers/observed_batch.py:histogram",
     "observers/observer.py:<genexpr>",
 }

@@ -1,0 +1,195 @@
+"""What the report shows, as values: report.json. Read from a result folder alone; nothing is run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantizer.config.model import POOLED, QuantizationSpec
+from quantizer.config.roles import is_parameter
+from quantizer.engine.result_files import deferred_tensors, read_json
+from quantizer.engine.results import ALGORITHMS, INFO, ORIGINS, STATISTICS
+from quantizer.errors import ResultError
+from quantizer.numerics.histogram import Histogram
+from quantizer.numerics.qparams import QParams
+from quantizer.observers import Observer
+from quantizer.plan.size import parameter_bytes
+from quantizer.report.distribution import Distribution
+from quantizer.report.tables import describe_spec, finite
+
+Json = dict[str, Any]
+STABLE = 0.02
+"""A range is stable once later batches change its scale by no more than this share."""
+POINTS = 24
+"""Numbers of batches after which a curve says what was known."""
+MOST_BITS = 16
+"""Wider codes are more than a sample has values."""
+STRIPES = 240
+"""Channels, or runs of them, of which a strip shows the range."""
+
+
+def content(folder: Path, tested: Mapping[str, Any] | None = None) -> Json:
+    """Of a calibration, and of a test of it; by default what the folder's report has of one.
+
+    Raises:
+        ResultError: a file is missing or damaged, or of another version.
+    """
+    info, plan = read_json(folder / INFO), read_json(folder / ORIGINS[0])
+    report = folder / "report.json"
+    if tested is None:
+        tested = read_json(report) if report.exists() else {}
+    algorithms = read_json(folder / ALGORITHMS) if (folder / ALGORITHMS).exists() else None
+    statistics = deferred_tensors(folder / STATISTICS)
+    try:
+        return _content(info, plan, tested, statistics) | {"algorithms": algorithms}
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        why = f"{folder} has no results that a report can be made of: {type(error).__name__}: {error}"
+        raise ResultError(why, help="run --quant_mode calib again") from error
+
+
+def _content(info: Json, plan: Json, tested: Mapping[str, Any], statistics: Mapping[str, Tensor]) -> Json:
+    measured = {(row["layer"], row["tensor"]): row for row in tested.get("layers", ())}
+    rows = [
+        _measured(measured.get((row["layer"], row["tensor"]), {})) | row
+        for row in _tensors(info["tensors"], plan, _by_tensor(statistics))
+    ]
+    return {
+        "model": info["header"]["model"],
+        "header": {name: info["header"][name] for name in _SHOWN if name in info["header"]},
+        "commands": _commands(info["header"], plan),
+        "metrics": tested.get("metrics", {}),
+        "pairs": tested.get("pairs", {}),
+        "stamp": tested.get("stamp", info["header"].get("stamp")),
+        "weight_bytes": plan["weight_bytes"],
+        "layers": sorted(rows, key=_damage),
+        "paths": plan["paths"],
+        "floats": {row["name"]: row["activation_is_float"] for row in plan["layers"] if "activation_is_float" in row},
+        "config": plan.get("config"),
+    }
+
+
+def _damage(row: Json) -> float:
+    """The most damaged first; what is not measured, or without loss, in the order of execution after it."""
+    return math.inf if row["local_sqnr_db"] is None else row["local_sqnr_db"]
+
+
+def _commands(header: Json, plan: Json) -> list[str]:
+    """What makes these results again, but for where files lie."""
+    config = f" --config_file {plan['config']['name']}" if plan.get("config") else ""
+    given = "".join(f" --{name} {header[name]}" for name in ("seed", "batch_size", "subset_len") if header.get(name))
+    return [
+        f"quantizer --quant_mode {mode}{more} --model MODEL" for mode, more in (("calib", config + given), ("test", ""))
+    ]
+
+
+_SHOWN = ("quantizer", "torch", "threads", "batches", "data", "seed", "config")
+_MEASURED = ("local_sqnr_db", "accumulated_sqnr_db", "cosine")
+
+
+def _measured(row: Json) -> Json:
+    return {name: row.get(name) for name in _MEASURED}
+
+
+def _by_tensor(statistics: Mapping[str, Tensor]) -> dict[tuple[str, str], dict[str, Tensor]]:
+    """The statistics of each tensor, by their names."""
+    found: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for key, tensor in statistics.items():
+        layer, role, name = key.rsplit("|", 2)
+        found.setdefault((layer, role), {})[name] = tensor
+    return found
+
+
+def _tensors(
+    entries: Mapping[str, Mapping[str, Json]], plan: Json, statistics: Mapping[tuple[str, str], dict[str, Tensor]]
+) -> Iterator[Json]:
+    """A row for each quantized tensor, in the order of execution."""
+    for order, node in enumerate(plan["layers"]):
+        for role, planned in node.get("tensors", {}).items():
+            entry = entries.get(node["name"], {}).get(role)
+            if entry is None:
+                continue
+            spec = QuantizationSpec(**entry["spec"])
+            row: Json = {
+                "layer": node["name"],
+                "tensor": role,
+                "op": node["op"],
+                "order": order,
+                "spec": describe_spec(spec),
+            }
+            row["origins"] = sorted({place for place in planned["origins"].values() if place != "default"})
+            if "observed_min" in entry:
+                row |= _range(entry)
+            if is_parameter(role) and "codes" in entry:
+                values = torch.Size(entry["codes"]["shape"]).numel()
+                scales = torch.Size(entry.get("scale_shape", ())).numel() or len(_list(entry.get("scale", 1.0)))
+                row["bytes"] = parameter_bytes(values, spec, scales)
+            elif not is_parameter(role) and "scale" in entry and spec.qscheme == "per_tensor":
+                own = statistics.get((node["name"], role), {})
+                seen = statistics.get((planned.get("source", node["name"]), "histogram"), own)
+                row |= _distributed(seen, own, spec, entry) if "counts" in seen else {}
+            yield row
+
+
+def _range(entry: Json) -> Json:
+    """The least and the greatest value, and those of each channel."""
+    lows, highs = _list(entry["observed_min"]), _list(entry["observed_max"])
+    row: Json = {"low": min(lows), "high": max(highs)}
+    if len(lows) > 1:
+        at_once = -(-len(lows) // STRIPES)
+        starts = range(0, len(lows), at_once)
+        row["channels"] = {
+            "low": [min(lows[start : start + at_once]) for start in starts],
+            "high": [max(highs[start : start + at_once]) for start in starts],
+            "count": len(lows),
+        }
+    return row
+
+
+def _distributed(seen: Mapping[str, Tensor], own: Mapping[str, Tensor], spec: QuantizationSpec, entry: Json) -> Json:
+    """What the histogram of an activation says about its scale."""
+    parts = {name: tensor + 0 for name, tensor in seen.items() if name != "batches"}
+    values = Distribution(Histogram.from_tensors(parts), spec)
+    qparams = QParams(torch.tensor(entry["scale"]), torch.tensor(entry.get("zero_point", 0), dtype=torch.int32))
+    row: Json = {
+        "limits": values.limits(qparams),
+        "clipped": values.clipped(qparams),
+        "step": float(qparams.scale),
+        "histogram": values.drawn(),
+        "methods": values.others(),
+    }
+    if spec.dtype == "int" and spec.bit_width <= MOST_BITS:
+        row["codes_used"] = values.codes_used(qparams)
+    if spec.statistic != POOLED and "batches" in own:
+        row["batches"] = _sufficiency(own["batches"] + 0, values)
+    return row
+
+
+def _sufficiency(ranges: Tensor, values: Distribution) -> Json:
+    """What was known after so many batches: the limits, the scale's quality, and from where on nothing changes."""
+    total = len(ranges)
+    counts = sorted({max(1, round(total * at / POINTS)) for at in range(1, POINTS + 1)})
+    curve = []
+    for count in counts:
+        observer = Observer(values.spec)
+        observer.load_state_dict({"batches": ranges[:count]})
+        curve.append(observer.qparams())
+    last = float(curve[-1].scale)
+    apart = [abs(float(each.scale) / last - 1) > STABLE for each in curve]
+    unstable = [count for count, is_apart in zip(counts, apart, strict=True) if is_apart]
+    return {
+        "total": total,
+        "counts": counts,
+        "limits": [values.limits(each) for each in curve],
+        "sqnr_db": [finite(values.sqnr_db(each)) for each in curve],
+        "stable_after": next(count for count in counts if not unstable or count > unstable[-1]),
+    }
+
+
+def _list(value: Any) -> list[float]:
+    """Of one number or of several, nested or not."""
+    return [value] if not isinstance(value, list) else [each for part in value for each in _list(part)]

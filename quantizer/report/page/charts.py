@@ -1,0 +1,163 @@
+"""Drawings in SVG: histograms, lines, strips of channels. They know no tensor and no layer.
+
+All are as wide as the column they stand in. Colours are those of the page's style, by class.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from quantizer.report.page.html import Markup, element, fragment
+
+WIDTH = 720
+"""Of a drawing's own units."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line at a value: where a range ends."""
+
+    value: float
+    label: str
+    kind: str = "other"
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values by position; None where there is none."""
+
+    label: str
+    values: Sequence[float | None]
+    kind: str = "first"
+
+
+def number(value: float) -> str:
+    """For a label.
+
+    >>> number(0.000123456), number(1234.5), number(-0.0), number(12)
+    ('0.000123', '1.23e+03', '0', '12')
+    """
+    return f"{value + 0.0:.3g}" if value else "0"
+
+
+def histogram(counts: Sequence[int], low: float, high: float, marks: Sequence[Mark], *, title: str) -> Markup:
+    """Counts in equal bins from `low` to `high`, their heights logarithmic, with marks above them."""
+    height, ends = 96, [low, high, *(mark.value for mark in marks)]
+    scale = _Scale(min(ends), max(ends), WIDTH)
+    width = (high - low) / len(counts)
+    most = math.log1p(max(counts, default=0)) or 1.0
+    path = []
+    for at, count in enumerate(counts):
+        if count:
+            left, right = scale(low + at * width), scale(low + (at + 1) * width)
+            path.append(f"M{left:.1f} {height}V{height - height * math.log1p(count) / most:.1f}H{right:.1f}V{height}")
+    return _drawing(
+        (WIDTH, height + 34),
+        title,
+        element("path", d="".join(path), class_="bars"),
+        [_mark(mark, scale(mark.value), height, row) for row, mark in enumerate(marks)],
+        _axis(scale, height),
+    )
+
+
+def lines(series: Sequence[Series], names: Sequence[str], unit: str, *, title: str, height: int = 150) -> Markup:
+    """Values along positions, each with its name to read when pointed at; gaps where there is no value."""
+    values = [value for each in series for value in each.values if value is not None]
+    if not values:
+        return Markup("")
+    across, up = _Scale(0, max(1, len(names) - 1), WIDTH - 60), _Scale(min(0.0, *values), max(values), height)
+    drawn = []
+    for each in series:
+        points = [
+            (40 + across(at), height + 6 - up(value), name, value)
+            for at, (name, value) in enumerate(zip(names, each.values, strict=True))
+            if value is not None
+        ]
+        drawn.append(element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y, *_ in points), class_=each.kind))
+        drawn += [_point(x, y, f"{name}: {number(value)} {unit}", each.kind) for x, y, name, value in points]
+    ticks = [_tick(value, height + 6 - up(value)) for value in _ticks(up.low, up.high)]
+    return fragment(_drawing((WIDTH, height + 14), title, ticks, drawn), _legend(series))
+
+
+def _point(x: float, y: float, said: str, kind: str) -> Markup:
+    return element("circle", element("title", said), cx=f"{x:.1f}", cy=f"{y:.1f}", r=2.5, class_=kind)
+
+
+def _tick(value: float, y: float) -> Markup:
+    line = element("line", x1=40, x2=WIDTH - 20, y1=f"{y:.1f}", y2=f"{y:.1f}", class_="grid")
+    return fragment(line, element("text", number(value), x=34, y=f"{y + 4:.1f}", text_anchor="end"))
+
+
+def strip(lows: Sequence[float], highs: Sequence[float], *, title: str) -> Markup:
+    """The range of each channel as a bar, channel by channel."""
+    height = 60
+    up = _Scale(min(0.0, *lows), max(0.0, *highs), height)
+    width = WIDTH / len(lows)
+    path = "".join(
+        f"M{at * width:.1f} {height - up(high):.1f}H{(at + 1) * width:.1f}V{height - up(low):.1f}H{at * width:.1f}Z"
+        for at, (low, high) in enumerate(zip(lows, highs, strict=True))
+    )
+    zero = f"{height - up(0.0):.1f}"
+    return _drawing(
+        (WIDTH, height),
+        title,
+        element("path", d=path, class_="bars"),
+        element("line", x1=0, x2=WIDTH, y1=zero, y2=zero, class_="grid"),
+    )
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """From values to units of a drawing."""
+
+    low: float
+    high: float
+    size: float
+
+    def __call__(self, value: float) -> float:
+        return (value - self.low) / ((self.high - self.low) or 1.0) * self.size
+
+
+def _drawing(size: tuple[int, int], title: str, *parts: Markup | Iterable[Markup]) -> Markup:
+    box = f"0 0 {size[0]} {size[1]}"
+    return element("svg", element("title", title), *parts, viewBox=box, role="img", aria_label=title)
+
+
+def _mark(mark: Mark, x: float, height: int, row: int) -> Markup:
+    anchor = "end" if x > WIDTH / 2 else "start"
+    label = element(
+        "text",
+        mark.label,
+        x=f"{x + (-4 if anchor == 'end' else 4):.1f}",
+        y=10 + 11 * (row // 2 % 6),
+        text_anchor=anchor,
+    )
+    line = element("line", x1=f"{x:.1f}", x2=f"{x:.1f}", y1=0, y2=height)
+    return element("g", line, label, class_=f"mark {mark.kind}")
+
+
+def _axis(scale: _Scale, height: int) -> Markup:
+    ends = ((scale.low, "start"), ((scale.low + scale.high) / 2, "middle"), (scale.high, "end"))
+    texts = [
+        element("text", number(value), x=f"{scale(value):.1f}", y=height + 16, text_anchor=anchor)
+        for value, anchor in ends
+    ]
+    return fragment(element("line", x1=0, x2=WIDTH, y1=height, y2=height, class_="axis"), texts)
+
+
+def _ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round values between two others.
+
+    >>> _ticks(0, 47)
+    [0.0, 10.0, 20.0, 30.0, 40.0]
+    """
+    rough = ((high - low) or 1.0) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * each for each in (1, 2, 5, 10) if power * each >= rough)
+    return [step * at for at in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _legend(series: Sequence[Series]) -> Markup:
+    return element("p", [element("span", each.label, class_=f"key {each.kind}") for each in series], class_="legend")

@@ -1,0 +1,230 @@
+"""The parts of the page, each from the content of report.json; None where there is nothing to show."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from quantizer.report.page import charts
+from quantizer.report.page.charts import Mark, Series, number
+from quantizer.report.page.html import Child, Markup, element, fragment
+from quantizer.report.page.parts import (
+    Json,
+    filter_input,
+    folded,
+    has_dead_channels,
+    in_order,
+    link,
+    most_damaged,
+    name_of,
+    number_cell,
+    of,
+    plain,
+    searched,
+    severity,
+    summary_of,
+    table,
+)
+
+SATURATED = 0.01
+"""A share of values cut off that is worth a look."""
+
+
+def verdict(content: Json) -> Markup:
+    """One line, and the figures it stands on."""
+    metrics, rows = content["metrics"], content["layers"]
+    layers = {row["layer"] for row in rows}
+    said = [f"{len(rows)} tensors of {len(layers)} layers quantized"]
+    if (ratio := metrics.get("sqnr_db")) is not None:
+        said.append(f"output SQNR {ratio:.1f} dB")
+    if (worst := most_damaged(rows)) is not None:
+        said.append(f"worst: {of(content, worst)}, {worst['local_sqnr_db']:.1f} dB")
+    if content["stamp"]:
+        said.append(content["stamp"])
+    sizes = content["weight_bytes"]
+    figures = {name: number(value) for name, value in metrics.items() if value is not None}
+    for name, pair in content["pairs"].items():
+        figures[name] = f"{pair['float']:.4g} → {pair['quantized']:.4g}"
+    figures["weights"] = f"{sizes['float'] / 1e6:.2f} → {sizes['quantized'] / 1e6:.2f} MB"
+    figures["compression"] = f"{sizes['float'] / max(1, sizes['quantized']):.2f}"
+    cells = [element("div", element("dt", name), element("dd", text)) for name, text in figures.items()]
+    return fragment(element("p", "; ".join(said), class_="verdict"), element("dl", cells, class_="figures"))
+
+
+def layers(content: Json) -> Markup | None:
+    """The table of tensors, the most damaged first."""
+    titles = ("layer", "tensor", "spec", "local dB", "accumulated dB", "range", "clipped %", "codes used %", "kB")
+    lines = []
+    for row in content["layers"]:
+        clipped, used, size = row.get("clipped"), row.get("codes_used"), row.get("bytes")
+        spread = f"{number(row['low'])} … {number(row['high'])}" if "low" in row else ""
+        cells: list[Child] = [
+            element("td", link(content, row), class_="name"),
+            element("td", row["tensor"]),
+            element("td", row["spec"], class_="spec"),
+            number_cell(row["local_sqnr_db"], "{:.2f}"),
+            number_cell(row["accumulated_sqnr_db"], "{:.2f}"),
+            element("td", spread, class_="range"),
+            number_cell(None if clipped is None else 100 * clipped, "{:.3g}"),
+            number_cell(None if used is None else 100 * used, "{:.0f}"),
+            number_cell(None if size is None else size / 1e3, "{:.1f}"),
+        ]
+        lines.append(element("tr", cells, class_=severity(row), data_name=searched(content, row)))
+    return fragment(filter_input("layers"), table(titles, lines, numbers=titles[3:5] + titles[6:]))
+
+
+def depth(content: Json) -> Markup | None:
+    """SQNR of activations in the order of execution."""
+    rows = [row for row in in_order(content) if row["accumulated_sqnr_db"] is not None]
+    if not rows:
+        return None
+    series = (
+        Series("this tensor alone", [row["local_sqnr_db"] for row in rows], "second"),
+        Series("the whole network up to here", [row["accumulated_sqnr_db"] for row in rows], "first"),
+    )
+    inside = [row for row in rows if row["op"] != "input"]
+    falls = [
+        (before["accumulated_sqnr_db"] - after["accumulated_sqnr_db"], after)
+        for before, after in itertools.pairwise(inside)
+    ]
+    steepest = max(falls, key=lambda pair: pair[0], default=None)
+    said = None
+    if steepest is not None and steepest[0] > 3:
+        said = element("p", f"The steepest fall, {steepest[0]:.1f} dB, is at {of(content, steepest[1])}.")
+    names = [of(content, row) for row in rows]
+    return fragment(charts.lines(series, names, "dB", title="SQNR by depth"), said)
+
+
+def activations(content: Json) -> Markup | None:
+    """The distribution of each activation, folded."""
+    parts = [_activation(content, row) for row in in_order(content) if "histogram" in row]
+    if not parts:
+        return None
+    said = (
+        "Counts are logarithmic. Solid lines are the least and the greatest value that has a code; "
+        "dashed ones where other range methods would have put them, given all batches at once."
+    )
+    return fragment(element("p", said, class_="dim"), filter_input("activations"), parts)
+
+
+def _activation(content: Json, row: Json) -> Markup:
+    drawn, limits = row["histogram"], row["limits"]
+    marks = [Mark(limit, side, "limit") for limit, side in zip(limits, ("least code", "greatest code"), strict=True)]
+    low, high = drawn["low"], drawn["high"]
+    for name, (least, most) in row["methods"].items():
+        marks += [Mark(end, name) for end in (least, most) if low < end < high]
+    title = of(content, row)
+    facts = f"{row['spec']}, step {number(row['step'])}, {100 * row['clipped']:.3g} % clipped"
+    ranges = [
+        element("tr", element("td", name), element("td", number(least)), element("td", number(most)))
+        for name, (least, most) in {"chosen": limits, **row["methods"]}.items()
+    ]
+    return element(
+        "details",
+        summary_of(content, row, facts),
+        charts.histogram(drawn["counts"], low, high, marks, title=f"Values of {title}"),
+        table(("method", "from", "to"), ranges, is_sortable=False),
+        data_name=searched(content, row),
+    )
+
+
+def weights(content: Json) -> Markup | None:
+    """The ranges of each weight's channels, folded."""
+    parts = []
+    for row in in_order(content):
+        if "channels" in row:
+            channels = row["channels"]
+            widths = [high - low for low, high in zip(channels["low"], channels["high"], strict=True)]
+            ratio = max(widths) / max(min(widths), 1e-30)
+            facts = f"{channels['count']} channels, the widest range {number(ratio)} times the narrowest"
+            drawn = charts.strip(channels["low"], channels["high"], title=f"Channels: {of(content, row)}")
+            parts.append(element("details", summary_of(content, row, facts), drawn, data_name=searched(content, row)))
+    return fragment(filter_input("weights"), parts) if parts else None
+
+
+def sufficiency(content: Json) -> Markup | None:
+    """From how many batches on ranges stay."""
+    rows = [row for row in content["layers"] if "batches" in row]
+    if not rows:
+        return None
+    total = max(row["batches"]["total"] for row in rows)
+    late = sorted(rows, key=lambda row: -row["batches"]["stable_after"])
+    growing = [row for row in rows if row["batches"]["stable_after"] == row["batches"]["total"] > 1]
+    said = f"After {late[0]['batches']['stable_after']} of {total} batches no scale changes by more than 2 %."
+    if growing:
+        said = f"{len(growing)} of {len(rows)} tensors still change with the last batches: more data may help."
+    parts = []
+    for row in late:
+        batches = row["batches"]
+        names = [f"{count} batches" for count in batches["counts"]]
+        facts = f"stable after {batches['stable_after']} of {batches['total']} batches"
+        ends = [Series(label, [pair[at] for pair in batches["limits"]], kind) for at, (label, kind) in enumerate(_ENDS)]
+        drawn = charts.lines(ends, names, "", title=f"Limits by batches: {of(content, row)}", height=90)
+        quality = charts.lines(
+            [Series("SQNR on all values, dB", batches["sqnr_db"])], names, "dB", title="SQNR by batches", height=60
+        )
+        summary = summary_of(content, row, facts)
+        parts.append(element("details", summary, drawn, quality, data_name=searched(content, row)))
+    return fragment(element("p", said), parts)
+
+
+_ENDS = (("least code", "second"), ("greatest code", "first"))
+
+
+def coverage(content: Json) -> Markup | None:
+    """What was not seen, or is of no use: floats, dead and constant tensors, and those that are cut off."""
+    tests: dict[str, Callable[[Json], bool]] = {
+        "always zero": lambda row: row.get("low") == 0 == row.get("high"),
+        "constant": lambda row: "low" in row and row["low"] == row["high"] != 0,
+        f"more than {100 * SATURATED:g} % cut off": lambda row: row.get("clipped", 0) > SATURATED,
+        "with dead channels": has_dead_channels,
+    }
+    found = {what: [of(content, row) for row in content["layers"] if test(row)] for what, test in tests.items()}
+    floats = {name: why for name, why in content["floats"].items() if not why.startswith("quantized at")}
+    found["in float"] = [f"{name_of(content, name)}: {why}" for name, why in floats.items()]
+    return fragment(folded(names, f"tensor{'' if len(names) == 1 else 's'} {what}") for what, names in found.items())
+
+
+def algorithms(content: Json) -> Markup | None:
+    """By layer, what rounding algorithms left of round-to-nearest's error, and all remarks."""
+    ran = content["algorithms"]
+    if ran is None:
+        return None
+    rows = sorted(ran["rounded"].items(), key=lambda item: -item[1]["error_rtn"])
+    lines = [
+        element(
+            "tr",
+            element("td", name_of(content, name), class_="name", title=name),
+            number_cell(row["error_rtn"], "{:.3g}"),
+            number_cell(row["error"], "{:.3g}"),
+            number_cell(100 * row["error"] / row["error_rtn"] if row["error_rtn"] else None, "{:.0f}"),
+        )
+        for name, row in rows
+    ]
+    titles = ("layer", "round-to-nearest's error", "error", "of it %")
+    said = ", then ".join(each["name"] for each in ran["algorithms"])
+    remarks = [f"{name_of(content, each['layer'])}: {each['text']}" for each in ran["remarks"]]
+    return fragment(
+        element("p", f"{said}; errors are shares of the energy of a layer's outputs."),
+        table(titles, lines, numbers=titles[1:]) if lines else None,
+        folded(remarks, "remarks"),
+    )
+
+
+def config(content: Json) -> Markup | None:
+    """The file, each line with a name that layers link to."""
+    file = content["config"]
+    if file is None:
+        return None
+    lines = file["text"].splitlines()
+    numbered = [fragment(element("span", line, id=f"line-{at}"), "\n") for at, line in enumerate(lines, 1)]
+    return fragment(element("p", file["name"], class_="dim"), element("pre", numbered))
+
+
+def reproduce(content: Json) -> Markup | None:
+    """Commands, versions and digests."""
+    commands = element("pre", "\n".join(content["commands"]))
+    rows = [
+        element("tr", element("td", name), element("td", plain(value))) for name, value in content["header"].items()
+    ]
+    return fragment(commands, table(("", ""), rows, is_sortable=False))
