@@ -1,11 +1,11 @@
 """What a notebook shows: tables as HTML, and progress as bars. Elsewhere a run reports to the log."""
 
-import html
 import sys
 import time
 from typing import Any
 
 from quantizer.engine.events import Events, Forked, Logged, Stage
+from quantizer.report.page.html import Markup, element
 from quantizer.report.view import Listing
 
 REDRAW_S = 0.1
@@ -49,10 +49,10 @@ class NotebookBars(Events):
         self._drawn = time.monotonic()
 
 
-def _bar(stage: Stage) -> str:
-    limits = f' value="{stage.done}" max="{stage.total}"' if stage.total else ""
+def _bar(stage: Stage) -> Markup:
+    bar = element("progress", value=stage.done if stage.total else None, max=stage.total or None)
     count = f"{stage.done}/{stage.total}" if stage.total else str(stage.done)
-    return f"<div>{html.escape(stage.name)} <progress{limits}></progress> {count} {html.escape(stage.unit)}</div>"
+    return element("div", f"{stage.name} ", bar, f" {count} {stage.unit}")
 
 
 def in_notebook() -> bool:
@@ -62,16 +62,13 @@ def in_notebook() -> bool:
     return type(shell).__name__ == "ZMQInteractiveShell"
 
 
-def html_table(listing: Listing) -> str:
-    """An HTML table of the same rows in the widest layout; all text is escaped."""
-    head = _row("th", listing.widest, listing)
-    body = "".join(_row("td", row, listing) for row in listing.rows_of(listing.widest))
-    return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
+def html_table(listing: Listing) -> Markup:
+    """An HTML table of the same rows in the widest layout."""
+    rows = [_row("td", row, listing) for row in listing.rows_of(listing.widest)]
+    return element("table", element("thead", _row("th", listing.widest, listing)), element("tbody", rows))
 
 
-def _row(tag: str, values: tuple[str, ...], listing: Listing) -> str:
-    cells = []
-    for title, text in zip(listing.widest, values, strict=True):
-        side = "right" if title in listing.numbers else "left"
-        cells.append(f'<{tag} style="text-align:{side}">{html.escape(text)}</{tag}>')
-    return f"<tr>{''.join(cells)}</tr>"
+def _row(tag: str, values: tuple[str, ...], listing: Listing) -> Markup:
+    sides = ("right" if title in listing.numbers else "left" for title in listing.widest)
+    cells = [element(tag, text, style=f"text-align:{side}") for text, side in zip(values, sides, strict=True)]
+    return element("tr", cells)

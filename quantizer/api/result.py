@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
@@ -18,7 +19,7 @@ from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.events import Events
 from quantizer.engine.job import Job
 from quantizer.engine.module_target import evaluating
-from quantizer.engine.result_files import locked
+from quantizer.engine.result_files import locked, write_bytes
 from quantizer.engine.scores import Scores, score
 from quantizer.errors import DataError, GateError, UsageError
 from quantizer.export import EXPORTERS, check, export, require_extras
@@ -28,6 +29,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.plan.model import Plan
 from quantizer.report import tables
 from quantizer.report.files import write_report
+from quantizer.report.page.page import page
 from quantizer.report.view import View
 from quantizer.sources.data import Batches, load_batches
 
@@ -57,11 +59,11 @@ class Comparison:
         layers: a row per quantized tensor, the most damaged first, with local and accumulated SQNR in dB.
     """
 
-    def __init__(self, scores: Scores, calibrated: Calibrated) -> None:
+    def __init__(self, scores: Scores, calibrated: Calibrated, stamp: str | None = None) -> None:
         specs = {key: tensor.spec for key, tensor in calibrated.solution.tensors.items()}
         self.metrics: Mapping[str, float] = scores.metrics
         self.layers = tables.layer_rows(scores.comparison, specs)
-        self._pairs = scores.pairs
+        self._pairs, self._stamp = scores.pairs, stamp
 
     def require(self, **least: float) -> Comparison:
         """Raise GateError for each metric below what is given: `require(sqnr_db=20)`; returns itself.
@@ -79,6 +81,10 @@ class Comparison:
         if failed:
             raise GateError(f"not met: {', '.join(failed)}", help="layers, the worst first, shows which lose most")
         return self
+
+    def to_json(self) -> dict[str, Any]:
+        """As report.json has it, beside what calibration found."""
+        return tables.report(self.metrics, self._pairs, self.layers, self._stamp)
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(f'{name}={value:.6g}' for name, value in self.metrics.items())})"
@@ -131,7 +137,8 @@ class Result:
         """
         batches = self._given(data)
         with evaluating(self._model):
-            return Comparison(score(self._calibrated, self._model, batches, self._events, evaluate), self._calibrated)
+            scores = score(self._calibrated, self._model, batches, self._events, evaluate)
+        return Comparison(scores, self._calibrated, batches.stamp)
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the result folder, as the shell does: the same files, byte for byte, but run.json and run.log.
@@ -150,6 +157,17 @@ class Result:
                 for name in results.names_of(self._folder):
                     shutil.copyfile(self._folder / name, place / name)
             write_report(place)
+
+    def report(self, path: str | os.PathLike[str], tested: Comparison | None = None) -> None:
+        """Write the page about this calibration, as the result folder has it, and about a test of it.
+
+        Raises:
+            ResultError: it cannot be written.
+        """
+        with TemporaryDirectory() as place:
+            self.save(place)
+            found = write_report(Path(place), tested.to_json() if tested else {})
+        write_bytes(Path(path), page(found).encode())
 
     def export(
         self,

@@ -143,6 +143,20 @@ def test_a_test_adds_its_figures_and_report_makes_the_same_bytes(tmp_path: Path)
     assert any(re.fullmatch(r"#line-\d+", link or "") for link in links)
 
 
+def test_python_writes_the_page_of_the_shell(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    data = [torch.randn(4, 3, 8, 8) for _ in range(2)]
+    result = quantizer.calibrate(Net().eval(), document(), data)
+    result.save(tmp_path / "out")
+    result.report(tmp_path / "calibrated.html")
+    assert (tmp_path / "calibrated.html").read_bytes() == (tmp_path / "out" / "report.html").read_bytes()
+    tested = result.test(data)
+    result.report(tmp_path / "tested.html", tested)
+    texts = Texts((tmp_path / "tested.html").read_text(encoding="utf-8")).texts
+    assert f"{tested.metrics['sqnr_db']:.3g}" in texts
+    assert "Error along the network" in texts
+
+
 def test_a_page_of_little_is_a_page() -> None:
     nothing: dict[str, Any] = {key: {} for key in ("metrics", "pairs", "floats", "header", "paths")}
     nothing |= {"model": "Net", "commands": [], "stamp": None, "layers": [], "algorithms": None, "config": None}
