@@ -31,10 +31,10 @@ from quantizer.sources.batches import Batch
 
 SPEC = QuantizationSpec(bit_width=4, symmetric=False, qscheme="per_group", ch_axis=1, group_size=128)
 ROWS: dict[str, tuple[AlgoConfig, float]] = {
-    "GPTQ": (GPTQConfig(), 3.2),
+    "GPTQ": (GPTQConfig(), 1.5),
     "GPTAQ": (GPTAQConfig(), 6.4),
     "Qronos": (QronosConfig(), 6.4),
-    "AWQ": (AWQConfig(), 5.0),
+    "AWQ": (AWQConfig(), 2.2),
     "SmoothQuant": (SmoothQuantConfig(alpha=0.5), 2.0),
 }
 """Settings, and the ratio that is not to be exceeded."""

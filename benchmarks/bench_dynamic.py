@@ -24,7 +24,7 @@ from quantizer import (
     QuantizationSpec,
 )
 
-TARGET = 1.5
+TARGET = 1.15
 WEIGHT = QuantizationSpec(Dtype.int8, False, PerChannelMinMaxObserver, QSchemeType.per_channel, ch_axis=0)
 INPUTS = {
     "per token": QuantizationSpec(Dtype.int8, is_dynamic=True, qscheme=QSchemeType.per_token),
