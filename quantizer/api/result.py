@@ -28,8 +28,7 @@ from quantizer.export.choices import require_choices
 from quantizer.export.deployment import Deployment
 from quantizer.plan.model import Plan
 from quantizer.report import tables
-from quantizer.report.files import write_report
-from quantizer.report.page.page import page
+from quantizer.report.files import report_of, write_report
 from quantizer.report.view import View
 from quantizer.sources.data import Batches, load_batches
 
@@ -150,13 +149,15 @@ class Result:
         with locked(place):
             results.check_owner(place, self._calibrated.graph.model, overwrite=overwrite)
             if self._job is not None:
-                job = self._job
-                original = self._calibrated.original
-                results.write_results(place, original, job.config, job.calibration, job.solution, job.header)
+                self._write(place, self._job)
             elif self._folder is not None and self._folder.resolve() != place.resolve():
                 for name in results.names_of(self._folder):
                     shutil.copyfile(self._folder / name, place / name)
             write_report(place)
+
+    def _write(self, place: Path, job: Job) -> None:
+        original = self._calibrated.original
+        results.write_results(place, original, job.config, job.calibration, job.solution, job.header)
 
     def report(self, path: str | os.PathLike[str], tested: Comparison | None = None) -> None:
         """Write the page about this calibration, as the result folder has it, and about a test of it.
@@ -165,9 +166,11 @@ class Result:
             ResultError: it cannot be written.
         """
         with TemporaryDirectory() as place:
-            self.save(place)
-            found = write_report(Path(place), tested.to_json() if tested else {})
-        write_bytes(Path(path), page(found).encode())
+            folder = self._folder or Path(place)
+            if self._job is not None:
+                self._write(folder := Path(place), self._job)
+            _, page = report_of(folder, tested.to_json() if tested else {})
+        write_bytes(Path(path), page.encode())
 
     def export(
         self,

@@ -29,7 +29,7 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Plan
 from quantizer.plan.size import weight_bytes
 
-FORMAT = 3
+FORMAT = 4  # 4: plan.json has what the report reads
 INFO = "quant_info.json"
 STATISTICS = "statistics.safetensors"
 ALGORITHMS = "algorithms.json"

@@ -63,7 +63,7 @@ def half_up(x: Tensor) -> Tensor:
 def half_down(x: Tensor) -> Tensor:
     """Round the floating-point tensor `x` in place, ties toward zero, and return it; needs one temporary."""
     sign = x.sign()
-    return x.abs_().mul_(2).ceil_().mul_(0.5).floor_().mul_(sign)
+    return _unshared(Tensor.floor_, _unshared(Tensor.ceil_, x.abs_().mul_(2)).mul_(0.5)).mul_(sign)
 
 
 @register(ROUND_MODES, "std_round")
@@ -79,4 +79,4 @@ def floor(x: Tensor) -> Tensor:
 
     A code times its scale may become the code below: (3 * s) / s is 2.9999998 for some s.
     """
-    return x.floor_()
+    return _unshared(Tensor.floor_, x)

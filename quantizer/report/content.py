@@ -33,16 +33,13 @@ STRIPES = 240
 """Channels, or runs of them, of which a strip shows the range."""
 
 
-def content(folder: Path, tested: Mapping[str, Any] | None = None) -> Json:
-    """Of a calibration, and of a test of it; by default what the folder's report has of one.
+def content(folder: Path, tested: Mapping[str, Any]) -> Json:
+    """Of a calibration, and of a test of it: what `tables.report` makes of one, or nothing.
 
     Raises:
-        ResultError: a file is missing or damaged, or of another version.
+        ResultError: a file is missing or damaged.
     """
     info, plan = read_json(folder / INFO), read_json(folder / ORIGINS[0])
-    report = folder / "report.json"
-    if tested is None:
-        tested = read_json(report) if report.exists() else {}
     algorithms = read_json(folder / ALGORITHMS) if (folder / ALGORITHMS).exists() else None
     statistics = deferred_tensors(folder / STATISTICS)
     try:
@@ -82,9 +79,8 @@ def _commands(header: Json, plan: Json) -> list[str]:
     """What makes these results again, but for where files lie."""
     config = f" --config_file {plan['config']['name']}" if plan.get("config") else ""
     given = "".join(f" --{name} {header[name]}" for name in ("seed", "batch_size", "subset_len") if header.get(name))
-    return [
-        f"quantizer --quant_mode {mode}{more} --model MODEL" for mode, more in (("calib", config + given), ("test", ""))
-    ]
+    modes = {"calib": config + given, "test": ""}
+    return [f"quantizer --quant_mode {mode}{more} --model MODEL" for mode, more in modes.items()]
 
 
 _SHOWN = ("quantizer", "torch", "threads", "batches", "data", "seed", "config")
@@ -108,19 +104,15 @@ def _tensors(
     entries: Mapping[str, Mapping[str, Json]], plan: Json, statistics: Mapping[tuple[str, str], dict[str, Tensor]]
 ) -> Iterator[Json]:
     """A row for each quantized tensor, in the order of execution."""
+    observed = _observed(plan, statistics)
     for order, node in enumerate(plan["layers"]):
         for role, planned in node.get("tensors", {}).items():
             entry = entries.get(node["name"], {}).get(role)
             if entry is None:
                 continue
             spec = QuantizationSpec(**entry["spec"])
-            row: Json = {
-                "layer": node["name"],
-                "tensor": role,
-                "op": node["op"],
-                "order": order,
-                "spec": describe_spec(spec),
-            }
+            row: Json = {"layer": node["name"], "tensor": role, "op": node["op"], "order": order}
+            row["spec"] = describe_spec(spec)
             row["origins"] = sorted({place for place in planned["origins"].values() if place != "default"})
             if "observed_min" in entry:
                 row |= _range(entry)
@@ -129,10 +121,23 @@ def _tensors(
                 scales = torch.Size(entry.get("scale_shape", ())).numel() or len(_list(entry.get("scale", 1.0)))
                 row["bytes"] = parameter_bytes(values, spec, scales)
             elif not is_parameter(role) and "scale" in entry and spec.qscheme == "per_tensor":
-                own = statistics.get((node["name"], role), {})
-                seen = statistics.get((planned.get("source", node["name"]), "histogram"), own)
+                source = planned.get("source", node["name"])
+                own = observed.get((source, str(planned["spec"])), {})
+                seen = statistics.get((source, "histogram"), own)
                 row |= _distributed(seen, own, spec, entry) if "counts" in seen else {}
             yield row
+
+
+def _observed(
+    plan: Json, statistics: Mapping[tuple[str, str], dict[str, Tensor]]
+) -> dict[tuple[str, str], dict[str, Tensor]]:
+    """What was observed of each value under each spec; one tensor keeps it for all that have both in common."""
+    return {
+        (planned.get("source", node["name"]), str(planned["spec"])): statistics[node["name"], role]
+        for node in plan["layers"]
+        for role, planned in node.get("tensors", {}).items()
+        if not is_parameter(role) and (node["name"], role) in statistics
+    }
 
 
 def _range(entry: Json) -> Json:
@@ -140,12 +145,14 @@ def _range(entry: Json) -> Json:
     lows, highs = _list(entry["observed_min"]), _list(entry["observed_max"])
     row: Json = {"low": min(lows), "high": max(highs)}
     if len(lows) > 1:
-        at_once = -(-len(lows) // STRIPES)
+        at_once, widths = -(-len(lows) // STRIPES), [high - low for low, high in zip(lows, highs, strict=True)]
         starts = range(0, len(lows), at_once)
         row["channels"] = {
             "low": [min(lows[start : start + at_once]) for start in starts],
             "high": [max(highs[start : start + at_once]) for start in starts],
             "count": len(lows),
+            "dead": sum(low == 0 == high for low, high in zip(lows, highs, strict=True)),
+            "widths": [min(filter(None, widths), default=0.0), max(widths)],
         }
     return row
 

@@ -1,5 +1,6 @@
 """The report in the result folder: report.json, its values, and report.html, which shows them."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,29 @@ from quantizer.report.page.page import page
 VALUES, PAGE = "report.json", "report.html"
 
 
+def report_of(folder: Path, tested: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The values and the page, of a calibration and of a test of it: what `tables.report` makes of one, or nothing.
+
+    Raises:
+        ResultError: a file is missing or damaged.
+    """
+    values: dict[str, Any] = json.loads(json.dumps(content(folder, tested), sort_keys=True))  # as readers find them
+    return values, page(values)
+
+
 def write_report(folder: Path, tested: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Write both, of a calibration and of what test mode found of it; return the values.
+    """Write both into the folder of a complete calibration; return the values.
 
     Args:
-        folder: of a complete calibration.
-        tested: what `tables.report` makes of a test; by default what the report in the folder has of one.
+        folder: where it is.
+        tested: as `report_of` takes it; by default what the report in the folder has of a test.
 
     Raises:
         ResultError: a file is missing, damaged, or cannot be written.
     """
-    write_json(folder / VALUES, content(folder, tested))
-    found: dict[str, Any] = read_json(folder / VALUES)  # in the order that any reader finds
-    write_bytes(folder / PAGE, page(found).encode())
-    return found
+    if tested is None:
+        tested = read_json(folder / VALUES) if (folder / VALUES).exists() else {}
+    values, shown = report_of(folder, tested)
+    write_json(folder / VALUES, values)
+    write_bytes(folder / PAGE, shown.encode())
+    return values

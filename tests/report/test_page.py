@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import quantizer
 from configs import document
 from quantizer.cli.main import run_command
+from quantizer.report import tables
+from quantizer.report.files import report_of
 from quantizer.report.page.page import SECTIONS, page
 
 HOSTILE = '<img src=x onerror="alert(1)">&'
@@ -141,6 +143,37 @@ def test_a_test_adds_its_figures_and_report_makes_the_same_bytes(tmp_path: Path)
     names = {f"#{attributes['id']}" for _, attributes in found.tags if "id" in attributes}
     assert links <= names
     assert any(re.fullmatch(r"#line-\d+", link or "") for link in links)
+
+
+def test_each_dead_channel_counts_and_each_reader_of_a_value_shows_it(tmp_path: Path) -> None:
+    """Strips of many channels are of runs of them; tensors of one value and spec have their statistics in common."""
+
+    class Readers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.many, self.other = nn.Linear(4, 600), nn.Linear(4, 600)
+            with torch.no_grad():
+                self.many.weight[17] = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.many(x) + self.other(x)
+
+    weight = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
+    static = {"weight": weight, "input_tensors": {"dtype": "int8", "qscheme": "per_tensor"}}
+    result = quantizer.calibrate(Readers().eval(), {"global_quant_config": static}, [torch.randn(9, 4)] * 2)
+    result.save(tmp_path / "out")
+    rows = content(tmp_path / "out")["layers"]
+    channels = {row["layer"].rpartition("[")[2]: row["channels"] for row in rows if "channels" in row}
+    assert {name: found["dead"] for name, found in channels.items()} == {"many]/linear": 1, "other]/linear": 0}
+    assert len(channels["many]/linear"]["low"]) <= 240
+    assert [("histogram" in row) for row in rows if row["tensor"] == "input"] == [True, True]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 12.5])
+def test_metrics_that_are_not_finite_are_shown(folder: Path, value: float) -> None:
+    tested = tables.report({"perplexity": value}, {"perplexity": {"float": 9.0, "quantized": value}}, [], None)
+    texts = Texts(report_of(folder, tested)[1]).texts
+    assert f"9 → {'12.5' if value == 12.5 else 'not finite'}" in texts
 
 
 def test_python_writes_the_page_of_the_shell(tmp_path: Path) -> None:

@@ -41,12 +41,6 @@ def summary_of(content: Json, row: Json, facts: str) -> Markup:
     return element("summary", name, " ", element("small", f"{row['tensor']}; {facts}"))
 
 
-def has_dead_channels(row: Json) -> bool:
-    """Whether a channel, or a run of them, is nothing but zeros."""
-    channels = row.get("channels") or {"low": (), "high": ()}
-    return any(low == high == 0 for low, high in zip(channels["low"], channels["high"], strict=True))
-
-
 def most_damaged(rows: Sequence[Json]) -> Json | None:
     """The tensor with the lowest local SQNR, once one was measured."""
     measured = [row for row in rows if row["local_sqnr_db"] is not None]
@@ -86,6 +80,7 @@ def number_cell(value: float | None, form: str) -> Markup:
 def table(
     titles: Sequence[str], rows: Iterable[Markup], numbers: Sequence[str] = (), *, is_sortable: bool = True
 ) -> Markup:
+    """A table that scrolls sideways; the script sorts its rows by a column if `is_sortable`."""
     heads = [element("th", title, scope="col", class_="number" if title in numbers else None) for title in titles]
     table = element(
         "table",

@@ -12,7 +12,6 @@ from quantizer.report.page.parts import (
     Json,
     filter_input,
     folded,
-    has_dead_channels,
     in_order,
     link,
     most_damaged,
@@ -44,11 +43,15 @@ def verdict(content: Json) -> Markup:
     sizes = content["weight_bytes"]
     figures = {name: number(value) for name, value in metrics.items() if value is not None}
     for name, pair in content["pairs"].items():
-        figures[name] = f"{pair['float']:.4g} → {pair['quantized']:.4g}"
+        figures[name] = " → ".join(map(_figure, (pair["float"], pair["quantized"])))
     figures["weights"] = f"{sizes['float'] / 1e6:.2f} → {sizes['quantized'] / 1e6:.2f} MB"
     figures["compression"] = f"{sizes['float'] / max(1, sizes['quantized']):.2f}"
     cells = [element("div", element("dt", name), element("dd", text)) for name, text in figures.items()]
     return fragment(element("p", "; ".join(said), class_="verdict"), element("dl", cells, class_="figures"))
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
 
 
 def layers(content: Json) -> Markup | None:
@@ -134,9 +137,9 @@ def weights(content: Json) -> Markup | None:
     for row in in_order(content):
         if "channels" in row:
             channels = row["channels"]
-            widths = [high - low for low, high in zip(channels["low"], channels["high"], strict=True)]
-            ratio = max(widths) / max(min(widths), 1e-30)
-            facts = f"{channels['count']} channels, the widest range {number(ratio)} times the narrowest"
+            least, most = channels["widths"]
+            facts = f"{channels['count']} channels, {channels['dead']} of them dead"
+            facts += f", the widest range {number(most / least)} times the narrowest" if least else ""
             drawn = charts.strip(channels["low"], channels["high"], title=f"Channels: {of(content, row)}")
             parts.append(element("details", summary_of(content, row, facts), drawn, data_name=searched(content, row)))
     return fragment(filter_input("weights"), parts) if parts else None
@@ -177,7 +180,7 @@ def coverage(content: Json) -> Markup | None:
         "always zero": lambda row: row.get("low") == 0 == row.get("high"),
         "constant": lambda row: "low" in row and row["low"] == row["high"] != 0,
         f"more than {100 * SATURATED:g} % cut off": lambda row: row.get("clipped", 0) > SATURATED,
-        "with dead channels": has_dead_channels,
+        "with dead channels": lambda row: row.get("channels", {}).get("dead", 0) > 0,
     }
     found = {what: [of(content, row) for row in content["layers"] if test(row)] for what, test in tests.items()}
     floats = {name: why for name, why in content["floats"].items() if not why.startswith("quantized at")}
