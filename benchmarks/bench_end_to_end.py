@@ -7,7 +7,6 @@ data. All else is overhead, which is to be at most 15 %; but for the search of a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import statistics
 import subprocess
@@ -15,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,18 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Job:
-    """A model's file, its data there, and a config."""
+    """A model's file, its data there, a config, and the size of its groups where that of the file does not fit."""
 
     file: str
     data: str
     config: str
+    group_size: int | None = None
 
 
 JOBS = {
     "ResNet-18": Job("benchmarks/workloads.py:resnet18", "images", "cpu_int8"),
     "EfficientNet-Lite0": Job("examples/efficientnet_lite.py:model", "calibration_data", "cpu_int8"),
-    "SmolLM2": Job("examples/smollm2.py:model", "calibration_data", "gptq_int4_group"),
+    "SmolLM2": Job("examples/smollm2.py:model", "calibration_data", "gptq_int4_group", 64),
 }
 
 
@@ -60,7 +60,7 @@ def child(which: str, job: Job) -> tuple[float, dict[str, float]]:
     """Wall time of a process, and of its parts."""
     with tempfile.TemporaryDirectory() as folder:
         parts = Path(folder) / "parts.json"
-        command = [sys.executable, __file__, "--child", which, str(parts), job.file, job.data, job.config]
+        command = [sys.executable, __file__, "--child", which, str(parts), json.dumps(astuple(job))]
         started = time.perf_counter()
         subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         return time.perf_counter() - started, json.loads(parts.read_text())
@@ -122,17 +122,23 @@ def run_quantizer(parts: Parts, job: Job) -> None:
     pipeline.STEPS = tuple(replace(step, run=parts.timed(step.run.__name__, step.run)) for step in pipeline.STEPS)
     file, _, _ = job.file.partition(":")
     arguments = ["--quant_mode", "calib", "--model", str(ROOT / job.file), "--data", f"{ROOT / file}:{job.data}"]
-    config = ["--config_file", str(ROOT / "configs" / f"{job.config}.json")]
-    sys.argv = ["quantizer", *arguments, *config]
-    with contextlib.suppress(SystemExit):
+    config = json.loads((ROOT / "configs" / f"{job.config}.json").read_text())
+    if job.group_size:
+        config["global_quant_config"]["weight"]["group_size"] = job.group_size
+    Path("config.json").write_text(json.dumps(config))
+    sys.argv = ["quantizer", *arguments, "--config_file", "config.json"]
+    try:
         command_line()
+    except SystemExit as ended:
+        if ended.code:
+            raise
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        _, _, which, target, *words = sys.argv
+        _, _, which, target, given = sys.argv
         found = Parts()
-        {"floor": run_floor, "quantizer": run_quantizer}[which](found, Job(*words))
+        {"floor": run_floor, "quantizer": run_quantizer}[which](found, Job(*json.loads(given)))
         Path(target).write_text(json.dumps(found))
     else:
         main()

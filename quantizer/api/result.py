@@ -13,13 +13,14 @@ from typing import Any
 from torch import nn
 
 from quantizer.api.notebook import html_table
+from quantizer.api.report import Report
 from quantizer.config.wording import closest
 from quantizer.engine import results
 from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.events import Events
 from quantizer.engine.job import Job
 from quantizer.engine.module_target import evaluating
-from quantizer.engine.result_files import locked, write_bytes
+from quantizer.engine.result_files import locked
 from quantizer.engine.scores import Scores, score
 from quantizer.errors import DataError, GateError, UsageError
 from quantizer.export import EXPORTERS, check, export, require_extras
@@ -28,7 +29,7 @@ from quantizer.export.choices import require_choices
 from quantizer.export.deployment import Deployment
 from quantizer.plan.model import Plan
 from quantizer.report import tables
-from quantizer.report.files import report_of, write_report
+from quantizer.report.files import write_report
 from quantizer.report.view import View
 from quantizer.sources.data import Batches, load_batches
 
@@ -159,8 +160,12 @@ class Result:
         original = self._calibrated.original
         results.write_results(place, original, job.config, job.calibration, job.solution, job.header)
 
-    def report(self, path: str | os.PathLike[str], tested: Comparison | None = None) -> None:
-        """Write the page about this calibration, as the result folder has it, and about a test of it.
+    def report(self, path: str | os.PathLike[str] | None = None, tested: Comparison | None = None) -> Report:
+        """The page about this calibration, as the result folder has it, and about a test of it.
+
+        Args:
+            path: where to write it, too; a notebook shows what is returned.
+            tested: what `test` gave.
 
         Raises:
             ResultError: it cannot be written.
@@ -169,8 +174,10 @@ class Result:
             folder = self._folder or Path(place)
             if self._job is not None:
                 self._write(folder := Path(place), self._job)
-            _, page = report_of(folder, tested.to_json() if tested else {})
-        write_bytes(Path(path), page.encode())
+            report = Report(folder, tested.to_json() if tested else {})
+        if path is not None:
+            report.save(path)
+        return report
 
     def export(
         self,

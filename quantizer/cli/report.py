@@ -1,20 +1,31 @@
 """`quantizer report`: the page about a result folder, made again from what lies there."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from quantizer.cli import session
-from quantizer.cli.options import Options, command, takes
+from quantizer.cli.options import Options, command, option, takes
 from quantizer.engine import results
 from quantizer.engine.result_files import locked
 from quantizer.report.files import PAGE, write_report
+from quantizer.report.plots import KINDS, write_events, write_plots
+
+
+@dataclass(frozen=True)
+class ReportOptions(Options):
+    """Those of all commands, and its own."""
+
+    plots: str | None = option("Write each drawing there as a file, too.", metavar="DIR")
+    plots_as: str = option("What files they are; png needs the extra plots.", default="svg", type=click.Choice(KINDS))
+    tensorboard: str | None = option("Write figures and histograms for TensorBoard there, too.", metavar="DIR")
 
 
 @command()
 @click.argument("folder", default="quantize_result", type=click.Path(), metavar="[DIR]")
-@takes("json")
-def report(folder: str, options: Options) -> None:
+@takes("json", "plots", "plots_as", "tensorboard", kind=ReportOptions)
+def report(folder: str, options: ReportOptions) -> None:
     """Write report.html and report.json into a result folder again; calibration and test mode write them as well.
 
     The page is one file that loads nothing: what each layer loses, how its values are distributed, whether there was
@@ -22,10 +33,14 @@ def report(folder: str, options: Options) -> None:
 
     \b
     quantizer report
-    quantizer report quantize_result --json
+    quantizer report quantize_result --plots drawings
     """
     place = Path(folder)
     results.read_info(place)  # it is complete, and nobody has changed it
     with locked(place):
         found = write_report(place)
+    if options.plots:
+        write_plots(found, Path(options.plots), options.plots_as)
+    if options.tensorboard:
+        write_events(found, Path(options.tensorboard))
     click.echo(session.as_json(found) if options.json else place / PAGE)

@@ -5,12 +5,14 @@ values run along the features that the layer sums over.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.model import QuantizationSpec, Sourced
 from quantizer.config.roles import base_role, is_parameter, parameter_name
+from quantizer.config.wording import shortened
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.qparams import SHARED
 
@@ -34,6 +36,10 @@ class TensorView:
     def rank(self) -> int | None:
         """The number of axes, if it is known."""
         return None if self.sizes is None else len(self.sizes)
+
+
+SMALLEST_GROUP = 16
+"""Smaller ones cost as many bits for scales as for values."""
 
 
 @dataclass(frozen=True)
@@ -122,14 +128,18 @@ def misfit(
 
 
 def misfits(found: Sequence[Misfit]) -> Iterator[Diagnostic]:
-    """One error for each place in the file, with all its layers."""
+    """One error for each place in the file, with its layers by the lengths of their axes."""
     for place in dict.fromkeys(each.place for each in found):
         here = [each for each in found if each.place == place]
         sizes = ", ".join(str(size) for size in sorted({each.group_size for each in here}))
-        rows = "; ".join(f"{each.role} of {each.layer}: {each.length} by {each.group_size}" for each in here)
+        lengths = dict.fromkeys(each.length for each in here)
+        named = {at: [f"{each.role} of {each.layer}" for each in here if each.length == at] for at in lengths}
+        rows = "; ".join(f"{length} long in {shortened(names)}" for length, names in named.items())
+        fitting = math.gcd(*lengths, *(each.group_size for each in here))
+        help_ = "-1 takes the whole axis; or choose another qscheme for these layers, or exclude them"
         yield Diagnostic(
             "QZ407",
             f"group_size {sizes} does not divide the axis of {len(here)} tensor(s): {rows}",
             place,
-            help="give these layers a size that divides, -1 for the whole axis, or another qscheme; or exclude them",
+            help=f"{fitting} divides all of them, {help_}" if fitting >= SMALLEST_GROUP else help_,
         )

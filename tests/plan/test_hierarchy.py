@@ -173,6 +173,16 @@ def test_groups_run_along_the_inputs(toy: str, op: str, axis: int, scales: int) 
     assert found.scales == shape.numel() // 2
 
 
+def test_a_group_size_that_does_not_divide_names_layers_and_one_that_does() -> None:
+    """A language model has hundreds of layers of one size: five of them say enough."""
+    model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(9))).eval()
+    graph = trace(model, (torch.zeros(2, 96),))
+    plan = resolve(hierarchy({"weights": INT4 | {"qscheme": "per_group", "group_size": 64}}), graph, graph)
+    (found,) = findings(plan, "QZ407")
+    assert "of 9 tensor(s): 96 long in weights of " in found.message and "and 4 more" in found.message
+    assert found.help is not None and found.help.startswith("32 divides all of them")
+
+
 def test_a_group_size_that_does_not_divide_lists_all_layers_at_once() -> None:
     plan = planned(hierarchy({"weights": INT4 | {"qscheme": "per_group", "group_size": 3}}))
     (found,) = findings(plan, "QZ407")
@@ -180,7 +190,8 @@ def test_a_group_size_that_does_not_divide_lists_all_layers_at_once() -> None:
     for node in plan.graph.nodes:
         if node.row.weight and node.params:
             length = 3 if node.name == ROOT + "Conv2d[conv1]/conv2d" else 4
-            assert (f"weights of {node.name}: 4 by 3" in found.message) == (length == 4)
+            assert (f"weights of {node.name}" in found.message) == (length == 4)
+    assert "4 long in weights of" in found.message
     whole = planned(hierarchy({"weights": INT4 | {"qscheme": "per_group", "group_size": -1}}))
     assert whole.diagnostics == () and whole.tensors[FC, "weights"].scales == 5
 

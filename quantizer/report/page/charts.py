@@ -1,4 +1,4 @@
-"""Drawings in SVG: histograms, lines, strips of channels. They know no tensor and no layer.
+"""Drawings in SVG: histograms, lines, points, strips of channels. They know no tensor and no layer.
 
 All are as wide as the column they stand in. Colours are those of the page's style, by class.
 """
@@ -13,6 +13,8 @@ from quantizer.report.page.html import Markup, element, fragment
 
 WIDTH = 720
 """Of a drawing's own units."""
+TOP = 22
+"""Room for a legend."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,14 @@ def lines(series: Sequence[Series], names: Sequence[str], unit: str, *, title: s
     drawn = []
     for each in series:
         points = [
-            (40 + across(at), height + 6 - up(value), name, value)
+            (40 + across(at), TOP + height - up(value), name, value)
             for at, (name, value) in enumerate(zip(names, each.values, strict=True))
             if value is not None
         ]
         drawn.append(element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y, *_ in points), class_=each.kind))
         drawn += [_point(x, y, f"{name}: {number(value)} {unit}", each.kind) for x, y, name, value in points]
-    ticks = [_tick(value, height + 6 - up(value)) for value in _ticks(up.low, up.high)]
-    return fragment(_drawing((WIDTH, height + 14), title, ticks, drawn), _legend(series))
+    ticks = [_tick(value, TOP + height - up(value)) for value in _ticks(up.low, up.high)]
+    return _drawing((WIDTH, TOP + height + 8), title, _legend(series), ticks, drawn)
 
 
 def _point(x: float, y: float, said: str, kind: str) -> Markup:
@@ -160,4 +162,7 @@ def _ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def _legend(series: Sequence[Series]) -> Markup:
-    return element("p", [element("span", each.label, class_=f"key {each.kind}") for each in series], class_="legend")
+    apart = (WIDTH - 60) / max(2, len(series))
+    return fragment(
+        element("text", f"■ {each.label}", x=40 + at * apart, y=10, class_=each.kind) for at, each in enumerate(series)
+    )

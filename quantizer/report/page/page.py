@@ -7,6 +7,7 @@ from importlib import resources
 from typing import Any
 
 from quantizer.report.page import sections
+from quantizer.report.page.figures import styles
 from quantizer.report.page.html import Markup, element
 
 Section = Callable[[dict[str, Any]], Markup | None]
@@ -33,7 +34,7 @@ def page(content: dict[str, Any]) -> str:
         element("meta", charset="utf-8"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", title),
-        element("style", Markup(_file("page.css"))),
+        element("style", Markup(styles() + _file("page.css"))),
     )
     links = element(
         "nav", [element("a", text, href=f"#{name}") for name, (text, _) in shown.items()], aria_label="Sections"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from quantizer.report.page import charts
-from quantizer.report.page.charts import Mark, Series, number
+from quantizer.report.page import figures
+from quantizer.report.page.charts import number
 from quantizer.report.page.html import Child, Markup, element, fragment
 from quantizer.report.page.parts import (
     Json,
@@ -41,12 +41,12 @@ def verdict(content: Json) -> Markup:
     if content["stamp"]:
         said.append(content["stamp"])
     sizes = content["weight_bytes"]
-    figures = {name: number(value) for name, value in metrics.items() if value is not None}
+    shown = {name: number(value) for name, value in metrics.items() if value is not None}
     for name, pair in content["pairs"].items():
-        figures[name] = " → ".join(map(_figure, (pair["float"], pair["quantized"])))
-    figures["weights"] = f"{sizes['float'] / 1e6:.2f} → {sizes['quantized'] / 1e6:.2f} MB"
-    figures["compression"] = f"{sizes['float'] / max(1, sizes['quantized']):.2f}"
-    cells = [element("div", element("dt", name), element("dd", text)) for name, text in figures.items()]
+        shown[name] = " → ".join(map(_figure, (pair["float"], pair["quantized"])))
+    shown["weights"] = f"{sizes['float'] / 1e6:.2f} → {sizes['quantized'] / 1e6:.2f} MB"
+    shown["compression"] = f"{sizes['float'] / max(1, sizes['quantized']):.2f}"
+    cells = [element("div", element("dt", name), element("dd", text)) for name, text in shown.items()]
     return fragment(element("p", "; ".join(said), class_="verdict"), element("dl", cells, class_="figures"))
 
 
@@ -78,14 +78,7 @@ def layers(content: Json) -> Markup | None:
 
 def depth(content: Json) -> Markup | None:
     """SQNR of activations in the order of execution."""
-    rows = [row for row in in_order(content) if row["accumulated_sqnr_db"] is not None]
-    if not rows:
-        return None
-    series = (
-        Series("this tensor alone", [row["local_sqnr_db"] for row in rows], "second"),
-        Series("the whole network up to here", [row["accumulated_sqnr_db"] for row in rows], "first"),
-    )
-    inside = [row for row in rows if row["op"] != "input"]
+    inside = [row for row in figures.measured(content) if row["op"] != "input"]
     falls = [
         (before["accumulated_sqnr_db"] - after["accumulated_sqnr_db"], after)
         for before, after in itertools.pairwise(inside)
@@ -94,8 +87,8 @@ def depth(content: Json) -> Markup | None:
     said = None
     if steepest is not None and steepest[0] > 3:
         said = element("p", f"The steepest fall, {steepest[0]:.1f} dB, is at {of(content, steepest[1])}.")
-    names = [of(content, row) for row in rows]
-    return fragment(charts.lines(series, names, "dB", title="SQNR by depth"), said)
+    drawn = figures.depth(content)
+    return None if drawn is None else fragment(drawn, said)
 
 
 def activations(content: Json) -> Markup | None:
@@ -111,21 +104,15 @@ def activations(content: Json) -> Markup | None:
 
 
 def _activation(content: Json, row: Json) -> Markup:
-    drawn, limits = row["histogram"], row["limits"]
-    marks = [Mark(limit, side, "limit") for limit, side in zip(limits, ("least code", "greatest code"), strict=True)]
-    low, high = drawn["low"], drawn["high"]
-    for name, (least, most) in row["methods"].items():
-        marks += [Mark(end, name) for end in (least, most) if low < end < high]
-    title = of(content, row)
     facts = f"{row['spec']}, step {number(row['step'])}, {100 * row['clipped']:.3g} % clipped"
     ranges = [
         element("tr", element("td", name), element("td", number(least)), element("td", number(most)))
-        for name, (least, most) in {"chosen": limits, **row["methods"]}.items()
+        for name, (least, most) in {"chosen": row["limits"], **row["methods"]}.items()
     ]
     return element(
         "details",
         summary_of(content, row, facts),
-        charts.histogram(drawn["counts"], low, high, marks, title=f"Values of {title}"),
+        figures.histogram(content, row),
         table(("method", "from", "to"), ranges, is_sortable=False),
         data_name=searched(content, row),
     )
@@ -140,8 +127,8 @@ def weights(content: Json) -> Markup | None:
             least, most = channels["widths"]
             facts = f"{channels['count']} channels, {channels['dead']} of them dead"
             facts += f", the widest range {number(most / least)} times the narrowest" if least else ""
-            drawn = charts.strip(channels["low"], channels["high"], title=f"Channels: {of(content, row)}")
-            parts.append(element("details", summary_of(content, row, facts), drawn, data_name=searched(content, row)))
+            drawn, summary = figures.channels(content, row), summary_of(content, row, facts)
+            parts.append(element("details", summary, drawn, data_name=searched(content, row)))
     return fragment(filter_input("weights"), parts) if parts else None
 
 
@@ -159,19 +146,10 @@ def sufficiency(content: Json) -> Markup | None:
     parts = []
     for row in late:
         batches = row["batches"]
-        names = [f"{count} batches" for count in batches["counts"]]
-        facts = f"stable after {batches['stable_after']} of {batches['total']} batches"
-        ends = [Series(label, [pair[at] for pair in batches["limits"]], kind) for at, (label, kind) in enumerate(_ENDS)]
-        drawn = charts.lines(ends, names, "", title=f"Limits by batches: {of(content, row)}", height=90)
-        quality = charts.lines(
-            [Series("SQNR on all values, dB", batches["sqnr_db"])], names, "dB", title="SQNR by batches", height=60
-        )
-        summary = summary_of(content, row, facts)
-        parts.append(element("details", summary, drawn, quality, data_name=searched(content, row)))
+        summary = summary_of(content, row, f"stable after {batches['stable_after']} of {batches['total']} batches")
+        drawn = figures.limits(content, row), figures.quality(content, row)
+        parts.append(element("details", summary, drawn, data_name=searched(content, row)))
     return fragment(element("p", said), parts)
-
-
-_ENDS = (("least code", "second"), ("greatest code", "first"))
 
 
 def coverage(content: Json) -> Markup | None:

@@ -1,0 +1,57 @@
+"""The report on a calibration, in Python: a page in a notebook, and files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from quantizer.engine.result_files import write_bytes
+from quantizer.report.files import report_of
+from quantizer.report.page.html import element
+from quantizer.report.plots import write_events, write_plots
+
+
+class Report:
+    """What a calibration found, and a test of it; shows as a page in a notebook.
+
+    Attributes:
+        values: as report.json has them.
+        html: the page, as report.html has it.
+    """
+
+    def __init__(self, folder: Path, tested: dict[str, Any]) -> None:
+        self.values, self.html = report_of(folder, tested)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the page.
+
+        Raises:
+            ResultError: it cannot be written.
+        """
+        write_bytes(Path(path), self.html.encode())
+
+    def save_plots(self, folder: str | os.PathLike[str], kind: str = "svg") -> list[Path]:
+        """Write each drawing as a file, "svg" or, with the extra "plots", "png"; return their paths.
+
+        Raises:
+            UsageError: there is no such kind, or its package is missing.
+            ResultError: a file cannot be written.
+        """
+        return write_plots(self.values, Path(folder), kind)
+
+    def save_tensorboard(self, folder: str | os.PathLike[str]) -> None:
+        """Write figures and histograms for TensorBoard.
+
+        Raises:
+            UsageError: the package tensorboard is missing.
+            ResultError: the folder cannot be written.
+        """
+        write_events(self.values, Path(folder))
+
+    def __repr__(self) -> str:
+        return f"Report({len(self.values['layers'])} tensors of {self.values['model']})"
+
+    def _repr_html_(self) -> str:
+        """The page in a frame, so that its style is its own."""
+        return element("iframe", srcdoc=self.html, style="width: 100%; height: 50rem; border: 0", title=repr(self))

@@ -1,0 +1,135 @@
+"""What each quantized tensor does to the network's output: it alone quantized, and all quantized but it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.errors import DataError
+from quantizer.graph.parameters import set_parameter
+from quantizer.nn.execution import Execution
+from quantizer.nn.layer import Layer
+from quantizer.nn.network import Network
+from quantizer.numerics.metrics import decibel, energy
+from quantizer.plan.model import Key
+from quantizer.sources.batches import Batch, naming_batch
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Of one tensor, batch by batch: the noise at the output when it alone is quantized, and when all others are."""
+
+    key: Key
+    alone: tuple[float, ...]
+    without: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """All tensors in execution order; `signal` and `noise` are the output's, with everything quantized, by batch."""
+
+    effects: tuple[Effect, ...]
+    signal: tuple[float, ...]
+    noise: tuple[float, ...]
+
+    @property
+    def sqnr_db(self) -> float:
+        """Of the output with everything quantized."""
+        return decibel(math.fsum(self.signal), math.fsum(self.noise))
+
+    def alone_db(self, effect: Effect) -> float:
+        """Output SQNR when this tensor alone is quantized."""
+        return decibel(math.fsum(self.signal), math.fsum(effect.alone))
+
+    def gain_db(self, effect: Effect) -> float:
+        """By how much output SQNR rises when this tensor is left in float; below 0 where errors cancel."""
+        return decibel(math.fsum(self.noise), math.fsum(effect.without))
+
+    @property
+    def floor_db(self) -> float | None:
+        """What differences of gains mean nothing below: how far those of two halves of the data are apart, in the
+        median over tensors; None with a single batch."""
+        if len(self.signal) < 2:
+            return None
+        apart = [abs(self._half(effect, 0) - self._half(effect, 1)) for effect in self.effects]
+        finite = [value for value in apart if math.isfinite(value)]
+        return statistics.median(finite) if finite else None
+
+    def _half(self, effect: Effect, first: int) -> float:
+        return decibel(math.fsum(self.noise[first::2]), math.fsum(effect.without[first::2]))
+
+
+def ablate(
+    reference: Network, quantized: Network, batches: Iterable[Batch], after_tensor: Callable[[], None] = lambda: None
+) -> Ablation:
+    """Measure every tensor that `quantized` quantizes; `reference` has the same nodes in float.
+
+    For each batch and tensor what comes after it runs twice.
+
+    Raises:
+        DataError: no batch, or an output of the float network that is not finite.
+    """
+    keys = [(name, role) for name, role, _ in quantized.quantizers()]
+    alone: dict[Key, list[float]] = {key: [] for key in keys}
+    without: dict[Key, list[float]] = {key: [] for key in keys}
+    signal, noise = list[float](), list[float]()
+    with torch.no_grad():
+        for batch in batches:
+            with naming_batch(len(signal)):
+                left, right = (each.start(batch.args, batch.kwargs) for each in (reference, quantized))
+                expected = left.branch().advance().float_outputs()
+                noise.append(_distance(expected, right.branch()))
+            signal.append(math.fsum(map(energy, expected)))
+            if not math.isfinite(signal[-1]):
+                raise DataError("the float model's output is not finite", help="check the data and the weights")
+            for node in quantized.graph.nodes:
+                mine, its = reference.layers[node.name], quantized.layers[node.name]
+                for role in list(its.quantizers):
+                    with _tensor_of(mine, its, role):
+                        alone[node.name, role].append(_distance(expected, left.branch()))
+                    with _tensor_of(its, mine, role):
+                        without[node.name, role].append(_distance(expected, right.branch()))
+                    after_tensor()
+                left.step()
+                right.step()
+    if not signal:
+        raise DataError("the calibration data has no batches", help="check --data and --subset_len")
+    effects = tuple(Effect(key, tuple(alone[key]), tuple(without[key])) for key in keys)
+    return Ablation(effects, tuple(signal), tuple(noise))
+
+
+@contextlib.contextmanager
+def _tensor_of(layer: Layer, other: Layer, role: str) -> Iterator[None]:
+    """A layer with one tensor as another layer has it, for a while: a parameter, or what quantizes an activation."""
+    if is_parameter(role):
+        name = parameter_name(role)
+        kept, given = layer.get_parameter(name), other.get_parameter(name)
+        try:
+            set_parameter(layer, name, given)
+            yield
+        finally:
+            set_parameter(layer, name, kept)
+        return
+    before = layer.quantizers._modules.pop(role, None)
+    try:
+        if (given_quantizer := other.quantizers._modules.get(role)) is not None:
+            layer.quantizers[role] = given_quantizer
+        yield
+    finally:
+        layer.quantizers._modules.pop(role, None)
+        if before is not None:
+            layer.quantizers[role] = before
+
+
+def _distance(expected: Sequence[Tensor], execution: Execution) -> float:
+    """Squared; infinite where quantization makes an output that is no number."""
+    found = execution.advance().float_outputs()
+    value = math.fsum(energy(x - y) for x, y in zip(expected, found, strict=True))
+    return value if math.isfinite(value) else math.inf
