@@ -56,7 +56,7 @@ def plan(options: Options) -> None:
     before, after = weight_bytes(found)
     size = session.batch_size(options, batches)
     activations = peak_activation_bytes(found.graph, size)
-    data = footprint.Data(size, batches.total or 1, options.memory, batches.is_held)
+    data = footprint.Data(size, batches.total or 1, options.memory)
     finetuned, tested = bool(options.fast_finetune), _test_size(options, loaded, size)
     peaks = _peaks(found, read.config, data, tested, finetuned=finetuned)
     content = found.to_json() | {

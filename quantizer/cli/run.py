@@ -216,7 +216,7 @@ def _confirm(options: Options, job: Job) -> None:
     if job.needs_data and job.batches.stands_in:
         raise session.missing_data()
     size, batches = session.batch_size(options, job.batches), job.batches
-    data = footprint.Data(size, batches.total or 1, options.memory, batches.is_held)
+    data = footprint.Data(size, batches.total or 1, options.memory)
     more = footprint.calibration_bytes(job.plan, job.config, data, finetuned=bool(options.fast_finetune))
     footprint.require_room("calibration", more, footprint.remedies(job.plan.graph))
     if options.resume and job.checkpoints:

@@ -35,13 +35,11 @@ SURE = 1.2
 
 @dataclass(frozen=True)
 class Data:
-    """What activations depend on: how many `batches` there are, of what `size`, their budget of memory, and whether the
-    user's own are all in memory while they are read."""
+    """What activations depend on: how many `batches` there are, of what `size`, and their budget of memory."""
 
     size: int
     batches: int = 1
     budget: int | None = None
-    held: bool = False
 
 
 def calibration_bytes(plan: Plan, config: Config, data: Data, *, finetuned: bool = False) -> int:
@@ -123,13 +121,12 @@ def _weights_bytes(graph: Graph, rounded: Collection[str]) -> int:
 
 
 def _pass_bytes(graph: Graph, data: Data, upto: int | None = None) -> int:
-    """Of one pass, before the node of index `upto` if not to its end, and of all batches where the user holds them."""
+    """Of one pass, before the node of index `upto` if not to its end."""
     alive, most = alive_bytes(graph, data.size), 0
     for node in graph.nodes[:upto]:
         beside = working_bytes(graph, node, data.size) + _read_bytes(graph, node)
         most = max(most, alive[node.name][0] + beside)
-    inputs = sum(value_bytes(graph, node.name, data.size) for node in graph.nodes if node.op == "input")
-    return int(_holes(graph) * most) + (data.batches * inputs if data.held else 0)
+    return int(_holes(graph) * most)
 
 
 def _algorithm_bytes(graph: Graph, rounded: Collection[str], algorithm: Algorithm, data: Data) -> int:

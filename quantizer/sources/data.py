@@ -46,8 +46,7 @@ class Batches:
     """Batches that can be gone through several times, the same ones each time.
 
     `stamp` says what reports must say about the data ("random data"); a batch that `stands_in` for data shows no more
-    than their shape; `is_held` says that all are in memory during a pass. `fingerprint` is None until one pass is
-    complete.
+    than their shape. `fingerprint` is None until one pass is complete.
 
     Raises (when it is iterated):
         DataError: the data cannot be had or used; the batch is named by its number.
@@ -61,7 +60,6 @@ class Batches:
     length: int | None = None
     first_size: int | None = None
     stands_in: bool = False
-    is_held: bool = False
     _reported: bool = field(default=False, repr=False)
     _seen: Fingerprint = field(default_factory=Fingerprint, repr=False)
 
@@ -93,7 +91,6 @@ class Batches:
 
     def note_length(self, items: object) -> None:
         """Take the length of the user's data, if they tell one; a wrong one makes only the progress wrong."""
-        self.is_held = isinstance(items, (list, tuple))
         with contextlib.suppress(Exception):
             self.length = len(items)  # type: ignore[arg-type]
 
@@ -188,6 +185,7 @@ def load_batches(
         return Batches(draw, source, subset_len, stamp="random data", length=math.ceil(shape[0] / size))
     items, label = _from_python(source) if isinstance(source, str) else (source, label)
     batches = Batches(lambda: iter(()), label, subset_len)
+    items = _asked_once(items) if callable(items) and not isinstance(items, Iterable) else items
     batches.open_pass = partial(_user_batches, items, label, positional_inputs(module), seed, batches.note_length)
     return batches
 
@@ -258,6 +256,19 @@ def _from_python(spec: str) -> tuple[Any, str]:
     user = import_user_module(location, DataError)
     source = user.get("calibration_data" if name is None else name)
     return partial(user.call, source, DataError) if callable(source) else source, spec
+
+
+def _asked_once(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The function, but a list that it returns stays for the passes that follow: it is in memory in each of them."""
+    kept: list[Any] = []
+
+    def ask() -> Any:
+        found = kept[0] if kept else function()
+        if not kept and isinstance(found, (list, tuple)):
+            kept.append(found)
+        return found
+
+    return ask
 
 
 def _user_batches(

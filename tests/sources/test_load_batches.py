@@ -227,3 +227,22 @@ def test_a_loader_that_draws_gives_the_same_batches_in_every_pass(tmp_path: Path
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
     other = [batch.args[0] for batch in load_batches(draws, seed=4)]
     assert not (other[0] == first[0]).any()
+
+
+def test_a_list_is_asked_for_once_and_a_generator_for_each_pass() -> None:
+    """The tracer, calibration and bias correction all read the data, and making them may take longer than a pass."""
+    calls: list[str] = []
+
+    def listed() -> list[Tensor]:
+        calls.append("list")
+        return [torch.ones(2, 3)] * 2
+
+    def generated() -> Iterator[Tensor]:
+        calls.append("generator")
+        yield torch.ones(2, 3)
+
+    for source, passes in ((listed, ["list"]), (generated, ["generator"] * 3)):
+        calls.clear()
+        batches = load_batches(source)
+        assert len({len(list(batches)) for _ in range(3)}) == 1
+        assert calls == passes
