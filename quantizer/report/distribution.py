@@ -63,12 +63,11 @@ class Distribution:
         centres, _ = self._occupied
         half, first = self.histogram.width / 2, round(low / scale)
         begins, stops = (
-            ((end.clamp(low, high) / scale).round() - first).int().tolist() for end in (centres - half, centres + half)
+            ((end.clamp(low, high) / scale).round() - first).long() for end in (centres - half, centres + half)
         )
-        used = torch.zeros(round(high / scale) - first + 1, dtype=torch.bool)
-        for begin, stop in zip(begins, stops, strict=True):
-            used[begin : stop + 1] = True
-        return float(used.double().mean())
+        covering = torch.zeros(round(high / scale) - first + 2, dtype=torch.int64)
+        covering.index_add_(0, begins, torch.ones_like(begins)).index_add_(0, stops + 1, -torch.ones_like(stops))
+        return float((covering.cumsum(0)[:-1] > 0).double().mean())
 
     def others(self) -> dict[str, tuple[float, float]]:
         """Where the other range methods that suit the spec would have cut, given all values at once, by name."""
