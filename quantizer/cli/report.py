@@ -18,7 +18,9 @@ class ReportOptions(Options):
     """Those of all commands, and its own."""
 
     plots: str | None = option("Write each drawing there as a file, too.", metavar="DIR")
-    plots_as: str = option("What files they are; png needs the extra plots.", default="svg", type=click.Choice(KINDS))
+    plots_as: str = option(
+        "What files they are; png needs the extra plots.", default="svg", type=click.Choice(list(KINDS))
+    )
     tensorboard: str | None = option("Write figures and histograms for TensorBoard there, too.", metavar="DIR")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,24 @@ from quantizer.errors import ResultError, UsageError
 from quantizer.report.page.figures import figures, standalone
 from quantizer.report.page.parts import in_order, name_of
 
-KINDS = ("svg", "png")
-DPI_SCALE = 2
-"""Pixels of a PNG for one unit of a drawing."""
+PIXELS = 2
+"""Of a PNG for one unit of a drawing."""
+
+
+def _svg(drawing: str) -> bytes:
+    return drawing.encode()
+
+
+def _png(drawing: str) -> bytes:
+    try:
+        import resvg_py
+    except ImportError:
+        raise UsageError("PNG needs resvg-py", help="pip install 'quantizer-torch[plots]', or write SVG") from None
+    return bytes(resvg_py.svg_to_bytes(svg_string=drawing, zoom=PIXELS))
+
+
+KINDS: Mapping[str, Callable[[str], bytes]] = {"svg": _svg, "png": _png}
+"""Of files, and what makes their content."""
 
 
 def write_plots(values: Mapping[str, Any], folder: Path, kind: str = "svg") -> list[Path]:
@@ -24,23 +39,14 @@ def write_plots(values: Mapping[str, Any], folder: Path, kind: str = "svg") -> l
         UsageError: there is no such kind, or its package is missing.
         ResultError: a file cannot be written.
     """
-    draw = {"svg": str.encode, "png": _png}.get(kind)
-    if draw is None:
+    if kind not in KINDS:
         raise UsageError(f"there are no plots of kind {kind!r}", help=f"known are {', '.join(KINDS)}")
     written = []
     for name, drawing in figures(dict(values)):
         file = re.sub(r"[^\w.-]+", "_", name)
         written.append(folder / f"{file}.{kind}")
-        write_bytes(written[-1], draw(standalone(drawing)))
+        write_bytes(written[-1], KINDS[kind](standalone(drawing)))
     return written
-
-
-def _png(drawing: str) -> bytes:
-    try:
-        import resvg_py
-    except ImportError:
-        raise UsageError("PNG needs resvg-py", help="pip install 'quantizer-torch[plots]', or write SVG") from None
-    return bytes(resvg_py.svg_to_bytes(svg_string=drawing, zoom=DPI_SCALE))
 
 
 def write_events(values: Mapping[str, Any], folder: Path) -> None:

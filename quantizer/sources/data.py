@@ -14,19 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch import nn
 
-from quantizer.config.wording import a_kind
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError, UsageError
 from quantizer.numerics.deferred import GROWTH, give_back
-from quantizer.seeding import seed_everything
-from quantizer.sources.batches import Batch, Fingerprint, as_batch, naming, not_finite, positional_inputs
+from quantizer.sources.batches import Batch, Fingerprint, not_finite, positional_inputs
 from quantizer.sources.images import EXAMPLE, IMAGE_SUFFIXES, find_images, image_batches, parse_preprocess
 from quantizer.sources.tensor_files import READERS, tensor_batches
 from quantizer.sources.text import TextData, Windows
-from quantizer.sources.user_code import import_user_module, split_spec, user_errors
+from quantizer.sources.user_code import split_spec
+from quantizer.sources.user_data import asked_once, from_python, user_batches
 
 _END: Any = object()
 logger = logging.getLogger(__name__)
@@ -183,10 +181,10 @@ def load_batches(
         shape = _random_shape(source)
         draw = partial(_random_batches, shape, size, seed)
         return Batches(draw, source, subset_len, stamp="random data", length=math.ceil(shape[0] / size))
-    items, label = _from_python(source) if isinstance(source, str) else (source, label)
+    items, label = from_python(source) if isinstance(source, str) else (source, label)
     batches = Batches(lambda: iter(()), label, subset_len)
-    items = _asked_once(items) if callable(items) and not isinstance(items, Iterable) else items
-    batches.open_pass = partial(_user_batches, items, label, positional_inputs(module), seed, batches.note_length)
+    items = asked_once(items) if callable(items) and not isinstance(items, Iterable) else items
+    batches.open_pass = partial(user_batches, items, label, positional_inputs(module), seed, batches.note_length)
     return batches
 
 
@@ -249,55 +247,3 @@ def _random_batches(shape: tuple[int, ...], size: int, seed: int) -> Iterator[Ba
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, shape[0], size):
         yield Batch.of(torch.randn(min(size, shape[0] - start), *shape[1:], generator=generator))
-
-
-def _from_python(spec: str) -> tuple[Any, str]:
-    location, name = split_spec(spec)
-    user = import_user_module(location, DataError)
-    source = user.get("calibration_data" if name is None else name)
-    return partial(user.call, source, DataError) if callable(source) else source, spec
-
-
-def _asked_once(function: Callable[[], Any]) -> Callable[[], Any]:
-    """The function, but a list that it returns stays for the passes that follow: it is in memory in each of them."""
-    kept: list[Any] = []
-
-    def ask() -> Any:
-        found = kept[0] if kept else function()
-        if not kept and isinstance(found, (list, tuple)):
-            kept.append(found)
-        return found
-
-    return ask
-
-
-def _user_batches(
-    source: Any, label: str, inputs: tuple[int, int], seed: int, tell: Callable[[object], None]
-) -> Iterator[Batch]:
-    seed_everything(seed)  # a loader that shuffles or crops gives the same batches in every pass
-    with user_errors(label, DataError):
-        items = _iterator(source, label, tell)
-    for index in range(1 << 62):
-        place = f"batch {index} of {label}"
-        with user_errors(f"loading {place}", DataError):
-            item = next(items, items)
-        if item is items:
-            return
-        with naming(f"{place} "):
-            batch = as_batch(item, inputs)
-        yield batch
-
-
-def _iterator(source: Any, label: str, tell: Callable[[object], None]) -> Iterator[Any]:
-    if isinstance(source, Iterator):
-        raise DataError(f"{label} can be gone through only once", help="give the function that returns the iterator")
-    if callable(source) and not isinstance(source, Iterable):
-        source = source()
-    if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
-        remedy = "wrap it: torch.utils.data.DataLoader(dataset, batch_size=32)"
-        raise DataError(f"{label} is a Dataset, which gives single samples, not batches", help=remedy)
-    if isinstance(source, Tensor | str | Mapping) or not isinstance(source, Iterable):
-        remedy = "give a list of batches, a DataLoader, or a function that returns one"
-        raise DataError(f"{label} is {a_kind(source)}, not an iterable of batches", help=remedy)
-    tell(source)
-    return iter(source)
