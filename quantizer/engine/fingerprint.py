@@ -4,16 +4,17 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantizer.config.model import Config
+from quantizer.config.model import Config, QuantizationSpec
 from quantizer.config.resolved import resolved_document
 from quantizer.graph.ir import Graph
 from quantizer.numerics.deferred import bytes_of
-from quantizer.plan.model import Plan
+from quantizer.plan.model import Key, Plan
 
 
 def weights(graph: Graph) -> dict[str, str]:
@@ -50,8 +51,12 @@ def config(value: Config) -> str:
 def decisions(plan: Plan) -> str:
     """A digest of what a plan decided: the settings, and the spec of each tensor. Where it was said does not count."""
     settings = {key: value for key, value in asdict(plan.settings).items() if key != "places"}
-    specs = [[*key, tensor.spec.to_json()] for key, tensor in sorted(plan.tensors.items())]
-    return digest([settings, specs])
+    return decided(settings, {key: tensor.spec for key, tensor in plan.tensors.items()})
+
+
+def decided(settings: Mapping[str, Any], specs: Mapping[Key, QuantizationSpec]) -> str:
+    """The same of its parts."""
+    return digest([settings, [[*key, spec.to_json()] for key, spec in sorted(specs.items(), key=itemgetter(0))]])
 
 
 def first_difference(stored: Mapping[str, str], current: Mapping[str, str]) -> str | None:

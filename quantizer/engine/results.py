@@ -113,6 +113,11 @@ def write_results(
     for (layer, role), tensor in found.tensors.items():
         notes = {"notes": list(found.notes[layer, role])} if (layer, role) in found.notes else {}
         entries.setdefault(layer, {})[role] = _entry(calibration, network, (layer, role), tensor) | notes
+    write_info(folder, header, entries)
+
+
+def write_info(folder: Path, header: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
+    """Write quant_info.json, after which the folder is a complete calibration."""
     content = {"header": header, "tensors": entries}
     write_json(folder / INFO, content | {"checksum": _checksum(content), "complete": True})
 

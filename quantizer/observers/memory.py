@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,6 +69,18 @@ class Memory(ABC):
         """Replace what was seen; ValueError if it is something else."""
 
     @abstractmethod
+    def take_up(self, other: Memory, beside: Memory | None) -> None:
+        """Hold, if new, what there would be had this one seen the batches of `other`, of any kind, in its place.
+
+        Args:
+            other: what saw them.
+            beside: what kept a histogram of the same values, if anything did.
+
+        Raises:
+            LookupError: that cannot be told; what is missing.
+        """
+
+    @abstractmethod
     def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
         """Hold what grows with the rows as `keep` gives it back, for as long as nothing is asked for."""
 
@@ -103,6 +115,23 @@ class RangeMemory(Memory):
 
     def merge(self, *others: Memory) -> None:
         self._batches += in_turn(other._batches for other in others if isinstance(other, RangeMemory))
+
+    def take_up(self, other: Memory, beside: Memory | None) -> None:
+        """Extremes are kept whatever the method; of a histogram only the outermost ones of all batches are known."""
+        spec, seen = self.spec, other.spec
+        if isinstance(other, RangeMemory) and replace(seen, statistic=spec.statistic) == spec:
+            self._batches = list(other._batches)
+        elif isinstance(other, RangeMemory) and spec.method == "maxmin":
+            self._batches = [(low, high, low, high) for _, _, low, high in other._batches]
+        elif isinstance(other, PooledMemory) and (spec.method, spec.statistic) == ("maxmin", "max"):
+            low, high = other.extremes()
+            self._batches = [(low, high, low, high)]
+        elif isinstance(other, PooledMemory):
+            raise LookupError(
+                f"{spec.statistic} of {spec.method} needs the range of each batch, and one histogram is kept"
+            )
+        else:
+            raise LookupError(f"{spec.method} needs a histogram of each batch, and the range of each is kept")
 
     def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
         kept = {id(tensor): keep(tensor) for batch in self._batches for tensor in batch}
@@ -162,6 +191,12 @@ class PooledMemory(Memory):
             found, self._batches = other._all(), self._batches + other._batches
             if found is not None:
                 self._pool, self._last = self._all(), found
+
+    def take_up(self, other: Memory, beside: Memory | None) -> None:
+        kept = next((each for each in (other, beside) if isinstance(each, PooledMemory)), None)
+        if kept is None or (other.spec.qscheme, self.spec.qscheme) != ("per_tensor", "per_tensor"):
+            raise LookupError(f"{self.spec.method} needs a histogram, and only ranges are kept")
+        self._pool, self._last, self._batches = kept._all(), None, kept._batches
 
     def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
         """Histograms stay where they are."""

@@ -143,6 +143,24 @@ class Observer:
             self._shape = other._shape if self._shape is None else self._shape
         self._memory.merge(*(other._memory for other in others))
 
+    def restated(self, spec: QuantizationSpec, beside: Observer | None = None) -> Observer:
+        """What would be here had the same batches been observed for another spec of the same granularity.
+
+        Args:
+            spec: with another method, percentage or statistic.
+            beside: an observer of the same values that kept a histogram.
+
+        Raises:
+            ValueError: no range exists for this spec, or its granularity is another.
+            LookupError: what was kept does not say it; what is missing.
+        """
+        if spec.cut != self.spec.cut:
+            raise ValueError(f"What was observed {self.spec.qscheme} cannot be restated {spec.qscheme}.")
+        other = Observer(spec)
+        other._memory.take_up(self._memory, beside._memory if beside else None)
+        other._shape = self._shape
+        return other
+
     def __reduce__(self) -> tuple[Any, ...]:
         """How it is sent to another process: as its state."""
         return _restored, (self.spec, self._shape, self.state_dict())

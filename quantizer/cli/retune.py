@@ -1,0 +1,127 @@
+"""`quantizer retune`: new scales from what calibration has kept, without the model and without data."""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import click
+from rich.text import Text
+
+from quantizer.cli import session
+from quantizer.cli.options import Options, command, option, takes, write_text
+from quantizer.config.wording import closest
+from quantizer.engine.calibrated_folder import CalibratedFolder
+from quantizer.engine.result_files import locked
+from quantizer.engine.results import check_owner
+from quantizer.engine.retune import Change, Retuned, retuned
+from quantizer.errors import UsageError
+from quantizer.observers import METHODS, STATISTICS
+from quantizer.report.files import write_report
+from quantizer.report.view import View
+
+
+@dataclass(frozen=True)
+class RetuneOptions(Options):
+    """Those of all commands, and its own."""
+
+    method: str | None = option("How ranges are found.", type=click.Choice(list(METHODS)))
+    percentage: float | None = option(
+        "Of the percentile method.", type=click.FloatRange(0, 100, min_open=True), metavar="P"
+    )
+    statistic: str | None = option(
+        "What is made of the ranges of several batches.", type=click.Choice(list(STATISTICS))
+    )
+    layer: tuple[str, ...] = option(
+        "Only this layer's activations: a name, a module path or a pattern; may be repeated.",
+        default=(),
+        metavar="NAME",
+    )
+    dry_run: bool = option("Show what would change, and write no results.", default=False)
+
+
+@command()
+@click.argument("folder", default="quantize_result", type=click.Path(), metavar="[DIR]")
+@takes(
+    *("method", "percentage", "statistic", "layer", "dry_run", "output_dir", "overwrite", "output", "json"),
+    kind=RetuneOptions,
+    output_dir="The result folder to write.  [default: DIR]",
+    output="Write the config with the change to FILE.",
+)
+def retune(folder: str, options: RetuneOptions) -> None:
+    """Find scales of activations anew from what calibration has kept: no model, no data, no waiting.
+
+    The result is that of a calibration with the changed config, to the last bit. What was not kept cannot be had: the
+    error says what that is.
+
+    \b
+    quantizer retune --method maxmin
+    quantizer retune quantize_result --percentage 99.9 --layer 'layer4.*' -o net.json
+    """
+    change = Change(options.method, options.percentage, options.statistic)
+    if change == Change():
+        raise UsageError("nothing is changed", help="give --method, --percentage or --statistic")
+    place = Path(folder)
+    before = CalibratedFolder(place)
+    found = retuned(before, change, _layers(options.layer, before) if options.layer else None)
+    target = Path(options.output_dir or place)
+    entries, _ = found.entries
+    if not options.dry_run:
+        with locked(target):
+            check_owner(target, before.header["model"], overwrite=options.overwrite)
+            found.write(target)
+            write_report(target)
+    if options.file:
+        write_text(options.file, found.text)
+    rows = _rows(before, found)
+    if options.json:
+        click.echo(session.as_json({"results": str(target), "tensors": rows}))
+        return
+    titles = ("layer", "tensor", "method", "scale before", "scale", "ratio")
+    paths, console = before.plan["paths"], session.console()
+    texts = [(paths.get(row["layer"], row["layer"]), *(str(row[key]) for key in _SHOWN), _ratio(row)) for row in rows]
+    console.print(View().listing(titles, texts, numbers=titles[3:]))
+    said = "would change; nothing is written" if options.dry_run else f"retuned; results: {target}"
+    console.print(Text(f"{len(entries)} tensors {said}"), soft_wrap=True)
+
+
+_SHOWN = ("tensor", "method", "scale_before", "scale")
+
+
+def _layers(words: tuple[str, ...], folder: CalibratedFolder) -> frozenset[str]:
+    """The layers that names, module paths or patterns mean.
+
+    Raises:
+        UsageError: one means none.
+    """
+    known = {layer for layer, _ in folder.activations}
+    names = {name: str(folder.plan["paths"].get(name, name)) for name in known}
+    found: set[str] = set()
+    for word in words:
+        here = {name for name, path in names.items() if word in (name, path) or fnmatchcase(path, word)}
+        if not here:
+            near = closest(word, names.values())
+            raise UsageError(
+                f"--layer {word!r} finds no activation with a scale",
+                help=f"did you mean {near}?" if near else "`quantizer plan` shows all layers",
+            )
+        found |= here
+    return frozenset(found)
+
+
+def _rows(folder: CalibratedFolder, found: Retuned) -> list[dict[str, object]]:
+    entries, _ = found.entries
+    return [
+        {
+            "layer": layer,
+            "tensor": role,
+            "method": found.tensors[layer, role].after.method,
+            "scale_before": folder.entries[layer][role]["scale"],
+            "scale": entry["scale"],
+        }
+        for (layer, role), entry in entries.items()
+    ]
+
+
+def _ratio(row: dict[str, object]) -> str:
+    before, after = row["scale_before"], row["scale"]
+    return f"{after / before:.4f}" if isinstance(before, float) and isinstance(after, float) and before else ""

@@ -1,0 +1,140 @@
+"""A result folder as it lies there, without the model: what it says of activations, and how it gets other scales."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantizer.config.document import Document, Text
+from quantizer.config.model import Config, QuantizationSpec
+from quantizer.config.read import parse_document
+from quantizer.config.resolved import resolved_document
+from quantizer.config.roles import is_parameter
+from quantizer.engine import fingerprint, results
+from quantizer.engine.result_files import deferred_tensors, read_json, read_tensors, write_json, write_tensors
+from quantizer.engine.results import INFO, ORIGINS, STATISTICS, TESTED
+from quantizer.errors import ResultError
+from quantizer.nn.load import WEIGHTS
+from quantizer.plan.model import Key
+
+Json = dict[str, Any]
+
+
+class CalibratedFolder:
+    """A result folder, and what it says of activations whose scales are found on data.
+
+    Raises:
+        ResultError: it is incomplete, damaged, or something in it depends on the scales of activations.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        results.read_info(place)  # complete, and nobody has changed it
+        self.info, self.plan = read_json(place / INFO), read_json(place / ORIGINS[0])
+        self.header, self.entries = self.info["header"], self.info["tensors"]
+        for why in self._dependent():
+            raise ResultError(f"{place} cannot be retuned: {why}", help="calibrate again with the other config")
+        self.specs = {
+            (layer, role): QuantizationSpec(**entry["spec"])
+            for layer, roles in self.entries.items()
+            for role, entry in roles.items()
+        }
+        self.planned: dict[Key, Json] = {
+            (row["name"], role): tensor
+            for row in self.plan["layers"]
+            for role, tensor in row.get("tensors", {}).items()
+        }
+
+    @property
+    def activations(self) -> list[Key]:
+        """Those with a scale that was found on data, in the order of execution."""
+        return [key for key in self.quantized if self.specs[key].is_scaled and not self.specs[key].is_dynamic]
+
+    @property
+    def quantized(self) -> list[Key]:
+        """All quantized activations."""
+        return [key for key in self.planned if key in self.specs and not is_parameter(key[1])]
+
+    @property
+    def document(self) -> Document:
+        """The config that it was calibrated with, as far as there is a file; else as it took effect."""
+        if file := self.plan.get("config"):
+            return parse_document(Text(file["name"], file["text"]))
+        return Document.of(read_json(self.place / ORIGINS[1]), "config")
+
+    def source(self, key: Key) -> str:
+        """The layer whose value is quantized."""
+        return str(self.planned[key].get("source", key[0]))
+
+    def members(self, key: Key) -> list[str]:
+        """The layers that share the quantization of a tensor, its own last."""
+        return [*self.planned[key].get("shared_with", ()), key[0]]
+
+    def _dependent(self) -> Iterator[str]:
+        if self.header["settings"]["target_device"] == "DPU":
+            yield "scales for the DPU are aligned with each other, layer by layer"
+        if self.header["settings"]["include_bias_corr"]:
+            yield "bias correction needs the outputs of the quantized network, whose scales change"
+        if self.header.get("fast_finetune"):
+            yield "fast finetuning needs the values that layers read, and statistics do not hold them"
+        if not self.header["batches"]:
+            yield "it was quantized without data, so there is nothing to retune"
+
+    def statistics(self) -> dict[tuple[str, str], dict[str, Tensor]]:
+        """What calibration has kept, by layer and role."""
+        found: dict[tuple[str, str], dict[str, Tensor]] = {}
+        for key, tensor in read_tensors(self.place / STATISTICS).items():
+            layer, role, name = key.rsplit("|", 2)
+            found.setdefault((layer, role), {})[name] = tensor
+        return found
+
+    def write(
+        self,
+        place: Path,
+        entries: Mapping[Key, Json],
+        planned: Mapping[Key, Json],
+        statistics: Mapping[tuple[str, str], Mapping[str, Tensor]],
+        config: Config,
+    ) -> None:
+        """Write the same calibration with other entries of quant_info.json and plan.json for single tensors.
+
+        The folder does not count as calibrated before the last file is in place.
+        """
+        header = {**self.header, "files": dict(self.header["files"])}
+        if place.resolve() != self.place.resolve():
+            for name in header["files"]:
+                shutil.copyfile(self.place / name, place / name)
+        for name in (INFO, *TESTED):
+            (place / name).unlink(missing_ok=True)
+        tensors: dict[str, Tensor] = dict(deferred_tensors(place / WEIGHTS))
+        info: dict[str, dict[str, Json]] = {layer: dict(roles) for layer, roles in self.entries.items()}
+        for (layer, role), entry in entries.items():
+            info[layer][role] = entry
+            for part in ("scale", "zero_point"):
+                name = f"{entry['module']}.quantizers.{role}.{part}"
+                if name in tensors and part in entry:
+                    tensors[name] = torch.tensor(entry[part], dtype=tensors[name].dtype)
+        flat = {
+            f"{layer}|{role}|{name}": each for (layer, role), own in statistics.items() for name, each in own.items()
+        }
+        header["files"] |= {
+            WEIGHTS: write_tensors(place / WEIGHTS, tensors),
+            STATISTICS: write_tensors(place / STATISTICS, flat),
+        }
+        specs = {
+            (layer, role): QuantizationSpec(**each["spec"]) for layer, own in info.items() for role, each in own.items()
+        }
+        header["config"] = fingerprint.decided(header["settings"], specs)
+        for row in self.plan["layers"]:
+            row.get("tensors", {}).update(
+                {role: planned[key] for role in row.get("tensors", ()) if (key := (row["name"], role)) in planned}
+            )
+        plan = {name: value for name, value in self.plan.items() if name != "rules"}  # whom they reach, the model says
+        write_json(place / ORIGINS[0], plan | {"config": {"name": Path(config.source).name, "text": config.text}})
+        write_json(place / ORIGINS[1], resolved_document(config))
+        results.write_info(place, header, info)

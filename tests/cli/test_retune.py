@@ -1,0 +1,150 @@
+"""`quantizer retune`: scales from what was kept are those that a calibration would find, or it is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_ranks import MODEL, calib, config_file, differing
+
+from configs import document, layer
+from quantizer.cli.main import run_command
+
+Capture = pytest.CaptureFixture[str]
+INT8 = {"dtype": "int8", "qscheme": "per_tensor", "is_dynamic": False}
+WEIGHT = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
+PERCENTILE = {"observer_cls": "PerTensorPercentileObserver", "percentage": 99.0}
+MEAN = {"activation": {"method": "percentile", "percentage": 99, "calib_statistic_method": "mean"}}
+STATIC = {"global_quant_config": {"weight": WEIGHT, "input_tensors": INT8, "output_tensors": INT8}}
+REPORT = {"report.json", "report.html"}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "maxmin": document(),
+    "percentile": document(tensor=MEAN),
+    "asymmetric": document(overall={"symmetry": False, "calib_statistic_method": "mean"}),
+    "entries": document(layer(type="linear", calib_statistic_method="median"), tensor=MEAN),
+    "gptq": document() | {"algorithms": [{"name": "gptq"}]},
+    "smoothquant": STATIC | {"pre_quant_opt_config": [{"name": "smooth", "alpha": 0.5}]},
+    "hierarchical": STATIC,
+    "pooled": {"global_quant_config": {"weight": WEIGHT, "input_tensors": INT8 | PERCENTILE}},
+}
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    (tmp_path / "net.py").write_text(MODEL)
+    return str(tmp_path / "net.py")
+
+
+def calibrated(net: str, config: dict[str, Any], tmp_path: Path, name: str = "out") -> Path:
+    (tmp_path / f"{name}.json").write_text(json.dumps(config, indent=1))
+    assert run_command(calib(net, str(tmp_path / f"{name}.json"), tmp_path / name, "-q")) == 0
+    return tmp_path / name
+
+
+def specs_of(plan: dict[str, Any]) -> list[Any]:
+    rows = [
+        (row["name"], role, tensor["spec"]) for row in plan["layers"] for role, tensor in row.get("tensors", {}).items()
+    ]
+    return [plan["paths"], plan["weight_bytes"], rows]
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "apart"),
+    [
+        ("maxmin", ["--statistic", "mean"], set()),
+        ("percentile", ["--statistic", "median"], set()),
+        ("percentile", ["--method", "maxmin"], set()),
+        ("percentile", ["--method", "maxmin", "--statistic", "max", "--layer", "relu"], set()),
+        ("asymmetric", ["--statistic", "max"], set()),
+        ("entries", ["--method", "maxmin", "--statistic", "mean"], set()),
+        ("gptq", ["--statistic", "mean"], set()),
+        ("smoothquant", ["--method", "percentile"], set()),
+        ("hierarchical", ["--method", "percentile"], set()),
+        ("hierarchical", ["--method", "percentile", "--percentage", "99.5", "--layer", "head"], REPORT),
+        ("hierarchical", ["--method", "mse"], set()),
+        ("pooled", ["--percentage", "97"], set()),
+        ("pooled", ["--method", "mse"], set()),
+        ("pooled", ["--method", "maxmin"], REPORT | {"quant_info.json", "statistics.safetensors"}),
+    ],
+)
+def test_it_is_a_calibration_with_the_changed_config(
+    config: str, words: list[str], apart: set[str], net: str, tmp_path: Path
+) -> None:
+    """Of one histogram the outermost values are known, but not batch by batch: then statistics are others, no scale.
+
+    The report names the lines of the config; those of an entry for a layer in the hierarchical form are one.
+    """
+    folder, changed = calibrated(net, CONFIGS[config], tmp_path), tmp_path / "changed" / "out.json"
+    changed.parent.mkdir()
+    before = (folder / "quant_info.json").read_bytes()
+    written = ["--output_dir", str(tmp_path / "retuned"), "-o", str(changed)]
+    assert run_command(["retune", str(folder), *words, *written]) == 0
+    assert run_command(calib(net, str(changed), tmp_path / "anew", "-q")) == 0
+    assert differing(tmp_path / "anew", tmp_path / "retuned") == {"plan.json"} | apart
+    plans = [json.loads((tmp_path / at / "plan.json").read_text()) for at in ("anew", "retuned")]
+    assert "rules" in plans[0] and "rules" not in plans[1]
+    assert plans[0]["config"] == plans[1]["config"]
+    assert specs_of(plans[0]) == specs_of(plans[1])
+    if "--layer" not in words:
+        del plans[0]["rules"]
+        assert plans[0] == plans[1], "and each word has its place"
+    anew, retuned = (json.loads((tmp_path / at / "quant_info.json").read_text()) for at in ("anew", "retuned"))
+    assert anew["tensors"] == retuned["tensors"]
+    assert (
+        (folder / "quant_info.json").read_bytes() == before != (tmp_path / "retuned" / "quant_info.json").read_bytes()
+    )
+    test = ["--quant_mode", "test", "--model", net, "--output_dir", str(tmp_path / "retuned"), "-q"]
+    assert run_command([*test, "--config_file", str(changed)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "code", "said"),
+    [
+        ("percentile", ["--method", "mse"], 5, "mse needs a histogram of each batch, and the range of each is kept"),
+        ("maxmin", ["--method", "percentile"], 5, "percentile needs a histogram of each batch"),
+        ("maxmin", ["--method", "maxmin"], 2, "nothing changes"),
+        ("maxmin", [], 2, "nothing is changed"),
+        ("hierarchical", ["--statistic", "mean"], 2, "--statistic is for the layered form"),
+        ("hierarchical", ["--method", "entropy"], 2, "the hierarchical form has no observer for entropy per_tensor"),
+        ("maxmin", ["--statistic", "mean", "--layer", "rellu"], 2, "did you mean relu?"),
+    ],
+)
+def test_what_was_not_kept_or_said_is_refused_and_nothing_is_written(
+    config: str, words: list[str], code: int, said: str, net: str, tmp_path: Path, capsys: Capture
+) -> None:
+    folder = calibrated(net, CONFIGS[config], tmp_path)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    capsys.readouterr()
+    assert run_command(["retune", str(folder), *words]) == code
+    assert said in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("bias correction", "bias correction needs the outputs of the quantized network"),
+        ("dpu", "scales for the DPU are aligned with each other"),
+        ("weights", "it was quantized without data"),
+    ],
+)
+def test_what_depends_on_scales_is_refused(kind: str, said: str, net: str, tmp_path: Path, capsys: Capture) -> None:
+    folder = str(tmp_path / "out")
+    assert run_command(calib(net, config_file(tmp_path, kind), tmp_path / "out", "-q")) == 0
+    assert run_command(["retune", folder, "--method", "maxmin"]) == 5
+    assert f"{folder} cannot be retuned: {said}" in capsys.readouterr().err
+
+
+def test_it_writes_in_place_and_a_dry_run_writes_nothing(net: str, tmp_path: Path, capsys: Capture) -> None:
+    folder = calibrated(net, CONFIGS["maxmin"], tmp_path)
+    before = (folder / "quant_info.json").read_bytes()
+    capsys.readouterr()
+    assert run_command(["retune", str(folder), "--statistic", "mean", "--dry_run"]) == 0
+    assert "10 tensors would change; nothing is written" in capsys.readouterr().out
+    assert (folder / "quant_info.json").read_bytes() == before
+    assert run_command(["retune", str(folder), "--statistic", "mean", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert len(said["tensors"]) == 10 and all(row["scale"] < row["scale_before"] for row in said["tensors"])
+    assert run_command(["--quant_mode", "test", "--model", net, "--output_dir", str(folder), "-q"]) == 0
