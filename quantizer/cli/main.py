@@ -42,6 +42,7 @@ COMMANDS = {
     "report": ("quantizer.cli.report:report", "Write the page about a result folder again."),
     "analyze": ("quantizer.cli.analyze:analyze", "Find how few bits each layer tolerates, for a given size."),
     "retune": ("quantizer.cli.retune:retune", "Find scales anew from what calibration has kept."),
+    "diff": ("quantizer.cli.diff:diff", "Show what differs between two configs or two result folders."),
     "merge": ("quantizer.cli.merge:merge", "Make one calibration of result folders calibrated apart."),
     "schema": ("quantizer.cli.schema:schema", "Print the JSON Schema of the config, for editors."),
 }

@@ -125,7 +125,7 @@ def option(help: str, *others: str, default: Any = None, group: str = "", **sett
     elif default == ():
         settings["multiple"] = True
     elif default is not None:
-        settings |= {"default": default, "show_default": True}
+        settings = {"default": default, "show_default": True} | settings
     return field(default=default, metadata={"names": others, "settings": {**settings, "help": help, "group": group}})
 
 

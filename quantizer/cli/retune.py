@@ -8,7 +8,8 @@ import click
 from rich.text import Text
 
 from quantizer.cli import session
-from quantizer.cli.options import Options, command, option, takes, write_text
+from quantizer.cli.options import TABLE, Options, command, option, takes, write_text
+from quantizer.cli.table_view import view_of
 from quantizer.config.wording import closest
 from quantizer.engine.calibrated_folder import CalibratedFolder
 from quantizer.engine.result_files import locked
@@ -17,13 +18,15 @@ from quantizer.engine.retune import Change, Retuned, retuned
 from quantizer.errors import UsageError
 from quantizer.observers import METHODS, STATISTICS
 from quantizer.report.files import write_report
-from quantizer.report.view import View
 
 
 @dataclass(frozen=True)
 class RetuneOptions(Options):
     """Those of all commands, and its own."""
 
+    output_dir: str = option(
+        "The result folder to write.  [default: the one that is read]", default="", show_default=False, metavar="DIR"
+    )
     method: str | None = option("How ranges are found.", type=click.Choice(list(METHODS)))
     percentage: float | None = option(
         "Of the percentile method.", type=click.FloatRange(0, 100, min_open=True), metavar="P"
@@ -42,9 +45,8 @@ class RetuneOptions(Options):
 @command()
 @click.argument("folder", default="quantize_result", type=click.Path(), metavar="[DIR]")
 @takes(
-    *("method", "percentage", "statistic", "layer", "dry_run", "output_dir", "overwrite", "output", "json"),
+    *("method", "percentage", "statistic", "layer", "dry_run", "output_dir", "overwrite", "output", "json", *TABLE),
     kind=RetuneOptions,
-    output_dir="The result folder to write.  [default: DIR]",
     output="Write the config with the change to FILE.",
 )
 def retune(folder: str, options: RetuneOptions) -> None:
@@ -55,7 +57,7 @@ def retune(folder: str, options: RetuneOptions) -> None:
 
     \b
     quantizer retune --method maxmin
-    quantizer retune quantize_result --percentage 99.9 --layer 'layer4.*' -o net.json
+    quantizer retune --percentage 99 --layer 'layer1.*' -o net.json
     """
     change = Change(options.method, options.percentage, options.statistic)
     if change == Change():
@@ -77,14 +79,14 @@ def retune(folder: str, options: RetuneOptions) -> None:
         click.echo(session.as_json({"results": str(target), "tensors": rows}))
         return
     titles = ("layer", "tensor", "method", "scale before", "scale", "ratio")
-    paths, console = before.plan["paths"], session.console()
-    texts = [(paths.get(row["layer"], row["layer"]), *(str(row[key]) for key in _SHOWN), _ratio(row)) for row in rows]
-    console.print(View().listing(titles, texts, numbers=titles[3:]))
+    texts = [(*(str(row[key]) for key in _SHOWN), _ratio(row)) for row in rows]
+    console, view = session.console(), view_of(options, before.plan["paths"])
+    console.print(view.listing(titles, texts, numbers=titles[3:], what="tensor"))
     said = "would change; nothing is written" if options.dry_run else f"retuned; results: {target}"
     console.print(Text(f"{len(entries)} tensors {said}"), soft_wrap=True)
 
 
-_SHOWN = ("tensor", "method", "scale_before", "scale")
+_SHOWN = ("layer", "tensor", "method", "scale_before", "scale")
 
 
 def _layers(words: tuple[str, ...], folder: CalibratedFolder) -> frozenset[str]:

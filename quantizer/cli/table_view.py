@@ -21,6 +21,11 @@ ROWS = 15
 
 
 def table_view(options: Options, graph: Graph, *, stderr: bool = False) -> View:
+    """What `--names` and `--top` ask for, of the layers of a graph."""
+    return view_of(options, path_names(graph), stderr=stderr)
+
+
+def view_of(options: Options, paths: Mapping[str, str], *, stderr: bool = False) -> View:
     """What `--names` and `--top` ask for: by default module paths and few rows on a terminal.
 
     A pipe or a file gets every row under its exact name, so that nothing is lost.
@@ -28,7 +33,7 @@ def table_view(options: Options, graph: Graph, *, stderr: bool = False) -> View:
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
     by_path = options.names == "path" if options.names else terminal
     top = options.top or (ROWS if terminal else "all")
-    return View(path_names(graph) if by_path else {}, None if isinstance(top, str) else top)
+    return View(paths if by_path else {}, None if isinstance(top, str) else top)
 
 
 def filtered_view(options: Options, graph: Graph, original: Graph) -> View:

@@ -147,4 +147,6 @@ def test_it_writes_in_place_and_a_dry_run_writes_nothing(net: str, tmp_path: Pat
     assert run_command(["retune", str(folder), "--statistic", "mean", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert len(said["tensors"]) == 10 and all(row["scale"] < row["scale_before"] for row in said["tensors"])
+    entries = json.loads((folder / "quant_info.json").read_text())["tensors"]
+    assert all(entries[row["layer"]][row["tensor"]]["scale"] == row["scale"] for row in said["tensors"])
     assert run_command(["--quant_mode", "test", "--model", net, "--output_dir", str(folder), "-q"]) == 0

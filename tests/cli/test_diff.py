@@ -1,0 +1,107 @@
+"""`quantizer diff`: configs value by value, what they do to a model, result folders tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_ranks import MODEL, calib
+
+from configs import document, layer
+from quantizer.cli.main import run_command
+
+Capture = pytest.CaptureFixture[str]
+HEAD = "Net::Net/Linear[head]/linear"
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    (tmp_path / "net.py").write_text(MODEL)
+    return str(tmp_path / "net.py")
+
+
+def written(tmp_path: Path, name: str, config: dict[str, Any]) -> str:
+    (tmp_path / name).write_text(json.dumps(config))
+    return str(tmp_path / name)
+
+
+def calibrated(net: str, config: str, folder: Path, *, tested: bool = True) -> str:
+    assert run_command(calib(net, config, folder, "-q")) == 0
+    if tested:
+        assert run_command(["--quant_mode", "test", "--model", net, "--output_dir", str(folder), "-q"]) == 0
+    return str(folder)
+
+
+def test_configs_are_compared_value_by_value_and_entries_by_what_they_are_for(tmp_path: Path, capsys: Capture) -> None:
+    relu, head = layer("relu"), layer(HEAD, bit_width=6)
+    first = written(tmp_path, "a.json", document(relu, head))
+    second = written(tmp_path, "b.json", document(layer(HEAD, bit_width=4), relu) | {"include_cle": True})
+    assert run_command(["diff", first, second]) == 0
+    *lines, count = capsys.readouterr().out.splitlines()
+    name = HEAD.replace("/", "~1")
+    assert sorted(lines) == [
+        "/include_cle: false → true",
+        f"/layer_quantize_config/{name}/overall_quantize_config/bit_width: 6 → 4",
+    ]
+    assert count == "2 values differ"
+    assert run_command(["diff", first, first, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"values": {}}
+
+
+def test_configs_are_compared_by_what_they_do_to_a_model(net: str, tmp_path: Path, capsys: Capture) -> None:
+    """Also where they are of different forms."""
+    static = {"global_quant_config": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}}}
+    first = written(tmp_path, "a.json", document(layer(HEAD, bit_width=6)))
+    second, other = written(tmp_path, "b.json", document()), written(tmp_path, "c.json", static)
+    assert run_command(["diff", first, second, "--model", net, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {(row["layer"], tuple(row["spec"]["bit_width"])) for row in found["tensors"]} == {(HEAD, (6, 8))}
+    assert found["figures"]["weight_bytes"][0] < found["figures"]["weight_bytes"][1]
+    assert run_command(["diff", first, second, "--model", net, "--fail-on", "worse"]) == 1
+    assert "worse: weight_bytes" in capsys.readouterr().err
+    assert run_command(["diff", second, first, "--model", net, "--fail-on", "worse"]) == 0
+    assert run_command(["diff", first, other]) == 2
+    assert "give --model" in capsys.readouterr().err
+    assert run_command(["diff", first, other, "--model", net]) == 0
+    assert "only in the first" in capsys.readouterr().out
+
+
+def test_results_tell_scales_and_damage_and_a_worse_one_fails(net: str, tmp_path: Path, capsys: Capture) -> None:
+    eight = calibrated(net, written(tmp_path, "a.json", document()), tmp_path / "eight")
+    four = calibrated(net, written(tmp_path, "b.json", document(layer(HEAD, bit_width=4))), tmp_path / "four")
+    capsys.readouterr()
+    assert run_command(["diff", eight, four, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {(row["layer"], row["tensor"]): row for row in found["tensors"]}
+    assert rows[HEAD, "weights"]["spec"] == {"bit_width": [8, 4]}
+    before, after = rows[HEAD, "weights"]["scale"]
+    assert 15 < after / before < 19
+    assert "sqnr_db" in found["worse"]
+    assert run_command(["diff", eight, four, "--fail-on", "worse"]) == 1
+    said = capsys.readouterr()
+    assert "bit_width 8 → 4" in said.out and "error: worse: cosine, sqnr_db" in said.err
+    assert run_command(["diff", four, eight, "--fail-on", "worse"]) == 1, "it is larger"
+    assert run_command(["diff", eight, eight, "--fail-on", "worse"]) == 0
+
+
+@pytest.mark.parametrize("what", ["a file and a folder", "another model", "no results", "no judge"])
+def test_what_cannot_be_compared_is_said(what: str, net: str, tmp_path: Path, capsys: Capture) -> None:
+    config = written(tmp_path, "a.json", document())
+    folder = calibrated(net, config, tmp_path / "out", tested=False)
+    other = tmp_path / "other.py"
+    other.write_text(MODEL.replace("class Net", "class Other").replace("Net()", "Other()"))
+    given, code, said = {
+        "a file and a folder": ([config, folder], 2, "one is a folder and the other is not"),
+        "another model": (
+            [folder, calibrated(str(other), config, tmp_path / "b", tested=False)],
+            2,
+            "the first is of Net",
+        ),
+        "no results": ([folder, str(tmp_path)], 5, "quant_info.json does not exist"),
+        "no judge": ([config, config, "--fail-on", "worse"], 2, "do not tell which is worse"),
+    }[what]
+    capsys.readouterr()
+    assert run_command(["diff", *given]) == code
+    assert said in capsys.readouterr().err
