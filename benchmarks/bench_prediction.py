@@ -49,7 +49,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "int4": {"global_quant_config": {"weight": INT4}, "exclude": ["kind:embedding", "kind:head"]},
 }
 CONFIGS["GPTQ"] = CONFIGS["int4"] | {"algo_config": {"name": "gptq"}}
-GIVEN = {"ViT": ("cpu_int8", "GPTQ"), "BERT": ("cpu_int8", "GPTQ"), "GPT-2": ("int4", "GPTQ"), "OPT": ("int4", "GPTQ")}
+CONFIGS["GPTQ, no stem"] = CONFIGS["GPTQ"] | {"exclude": ["kind:head", "*Conv2d*"]}
+GIVEN = {"ViT": ("cpu_int8", "GPTQ, no stem"), "BERT": ("cpu_int8", "GPTQ"), "GPT-2": ("int4", "GPTQ"), "OPT": ("int4", "GPTQ")}
 """Where other configs than the first two are measured."""
 
 

@@ -17,6 +17,8 @@ from quantizer.observers.methods import METHODS
 from quantizer.observers.observed_batch import Distribution, ObservedBatch, PooledBatches, Range, slices
 
 ROWS_AT_ONCE = 1 << 12  # histograms of 4096 bins of each take 128 MB
+ROOM = 16
+"""Batches that there is room for at first."""
 
 
 def memory_of(spec: QuantizationSpec) -> Memory:
@@ -86,15 +88,19 @@ class Memory(ABC):
 
 
 class RangeMemory(Memory):
-    """Of each batch the method's low and high, the least and the greatest value, each (R,)."""
+    """Of each batch the method's low and high, the least and the greatest value, each (R,).
+
+    All are in one tensor with room for more: small ones that stay, a few for each batch, would lie between the large
+    values of a pass and keep the C library from using their memory again, which took three times as much.
+    """
 
     def __init__(self, spec: QuantizationSpec) -> None:
         super().__init__(spec)
-        self._batches: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._kept, self._count = torch.empty(0, 4, 0, dtype=torch.float64), 0
 
     @property
     def is_empty(self) -> bool:
-        return not self._batches
+        return not self._count
 
     def add(self, x: Tensor, batch: ObservedBatch) -> None:
         if self.spec.method == "maxmin":  # reads no histogram, so all rows at once
@@ -102,56 +108,64 @@ class RangeMemory(Memory):
         else:
             parts = [ranges(part, self.spec) for part in batch.split(ROWS_AT_ONCE)]
             low, high = (torch.cat(ends) for ends in zip(*parts, strict=True))
-        self._batches.append((low, high, batch.low, batch.high))
+        ends = (low, high, batch.low, batch.high)
+        if self._count == len(self._kept):
+            room = max(self._count, ROOM if len(low) < ROWS_AT_ONCE else 1)
+            more = torch.empty(room, 4, len(low), dtype=torch.float64)
+            self._kept = torch.cat([self._seen, more]) if self._count else more
+        for at, end in enumerate(ends):
+            self._kept[self._count, at] = end
+        self._count += 1
 
     def ranges(self) -> Range:
-        return self._seen(0), self._seen(1)
+        return self._seen[:, 0], self._seen[:, 1]
 
     def extremes(self) -> Range:
-        return self._seen(2).double().amin(0), self._seen(3).double().amax(0)
+        return self._seen[:, 2].amin(0), self._seen[:, 3].amax(0)
 
     def forget_after(self, batches: int) -> None:
-        del self._batches[batches:]
+        self._count = min(self._count, batches)
 
     def merge(self, *others: Memory) -> None:
-        self._batches += in_turn(other._batches for other in others if isinstance(other, RangeMemory))
+        batches = in_turn([*other._seen] for other in others if isinstance(other, RangeMemory))
+        if batches:
+            self._hold(torch.cat([self._seen, torch.stack(batches)] if self._count else [torch.stack(batches)]))
 
     def take_up(self, other: Memory, beside: Memory | None) -> None:
         """Extremes are kept whatever the method; of a histogram only the outermost ones of all batches are known."""
         spec, seen = self.spec, other.spec
         if isinstance(other, RangeMemory) and replace(seen, statistic=spec.statistic) == spec:
-            self._batches = list(other._batches)
+            self._hold(other._seen.clone())
         elif isinstance(other, RangeMemory) and spec.method == "maxmin":
-            self._batches = [(low, high, low, high) for _, _, low, high in other._batches]
+            self._hold(other._seen[:, [2, 3, 2, 3]])
         elif isinstance(other, PooledMemory) and (spec.method, spec.statistic) == ("maxmin", "max"):
-            low, high = other.extremes()
-            self._batches = [(low, high, low, high)]
+            self._hold(torch.stack([*other.extremes(), *other.extremes()])[None])
         elif isinstance(other, PooledMemory):
-            raise LookupError(
-                f"{spec.statistic} of {spec.method} needs the range of each batch, and one histogram is kept"
-            )
+            needs = f"{spec.statistic} of {spec.method} needs the range of each batch"
+            raise LookupError(f"{needs}, and one histogram is kept")
         else:
             raise LookupError(f"{spec.method} needs a histogram of each batch, and the range of each is kept")
 
     def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
-        kept = {id(tensor): keep(tensor) for batch in self._batches for tensor in batch}
-        self._batches = [(kept[id(a)], kept[id(b)], kept[id(c)], kept[id(d)]) for a, b, c, d in self._batches]
+        self._kept = keep(self._seen.clone())  # without the room for more
 
     def state_dict(self) -> dict[str, Tensor]:
         """One tensor "batches", float64 (B, 4, R), 32 bytes per batch and row; (0, 4, 0) if new."""
-        batches = torch.empty(0, 4, 0) if self.is_empty else torch.stack([self._seen(end) for end in range(4)], 1)
-        return {"batches": batches.double()}
+        return {"batches": self._seen.clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         batches = state.get("batches")
         if set(state) != {"batches"} or batches is None or batches.ndim != 3 or batches.shape[1] != 4:
             raise ValueError(f'An observer\'s state is one tensor "batches" of shape (B, 4, R), not {sorted(state)}.')
-        self._batches = [(low, high, least, most) for low, high, least, most in batches.double()]
+        self._hold(batches.double())
 
-    def _seen(self, end: int) -> Tensor:
-        """One end of the ranges of all batches, (B, R)."""
-        ends = [batch[end] for batch in self._batches]
-        return torch.stack(ends) if len(ends) > 1 else ends[0][None]
+    @property
+    def _seen(self) -> Tensor:
+        """What is kept of the batches so far, (B, 4, R) float64."""
+        return self._kept[: self._count]
+
+    def _hold(self, batches: Tensor) -> None:
+        self._kept, self._count = batches, len(batches)
 
 
 class PooledMemory(Memory):
