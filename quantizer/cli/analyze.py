@@ -6,12 +6,14 @@ import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 from rich.text import Text
 
 from quantizer.cli import session
+from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_tensors
 from quantizer.cli.follow import progress
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes, write_text
 from quantizer.cli.table_view import table_view
@@ -21,13 +23,19 @@ from quantizer.config.load import check_document
 from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
 from quantizer.config.weight_widths import patched
 from quantizer.engine import analyze as engine
+from quantizer.engine import results
+from quantizer.engine.ablation import Ablation
 from quantizer.engine.analyze import Analysis, Budget, Width, width_bits
 from quantizer.engine.events import Stage
+from quantizer.engine.result_files import locked, write_json
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
+from quantizer.graph.module_names import path_names
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
 from quantizer.report import sensitivity
+from quantizer.report.files import write_report
+from quantizer.report.view import Listing, View
 from quantizer.seeding import seed_everything
 from quantizer.sources.data import Batches
 
@@ -52,37 +60,57 @@ class AnalyzeOptions(Options):
         f"[default: network; over {MANY} weights fast]",
         type=click.Choice(engine.PASSES),
     )
+    tensors: bool = option("Also measure each quantized tensor: alone, and all others without it.", default=False)
+    metric: str | None = option(
+        "Leave the fewest bytes in float for which this holds in test runs, e.g. 'top1_drop<=0.005'.", metavar="TEST"
+    )
+    apply: bool = option("Write the changed config into --config_file.", default=False)
+    report: str | None = option("Add what is found to the report of this result folder.", metavar="DIR")
 
 
 BUDGETS = ("budget", "size", "max_mb")
 
 
 @command()
-@takes(*TABLE, *LOOK, *BUDGETS, "choices", "passes", "subset_len", "seed", "device", kind=AnalyzeOptions)
+@takes(
+    *("metric", *BUDGETS, "choices", "passes", "tensors", "apply", "report"),
+    *(*TABLE, *LOOK, "eval_data", "evaluate", "subset_len", "seed", "device", "memory"),
+    kind=AnalyzeOptions,
+)
 def analyze(options: AnalyzeOptions) -> None:
     """Measure how much each weight loses at each bit width; with a budget, choose widths and write a config with them.
 
     If one width for all weights turns out to be better, the config has that one. Without -o FILE the config is printed,
-    and the table goes to standard error.
+    and the table goes to standard error. With --metric layers stay in float instead, as few as test runs allow.
 
     \b
     quantizer analyze --config_file net.json --model my_model.py
     quantizer analyze --budget 4 --config net.json --model my_model.py -o mix.json
+    quantizer analyze --metric 'sqnr_db>=20' --config net.json --model my_model.py
     """
     widths, budget = parse_choices(options.choices), parse_budget(options)
-    if budget and options.config_file is None:
-        raise UsageError("Missing option '--config_file'", help="a budget changes the widths that a config states")
+    changes = options.metric or budget
+    if options.config_file is None and (changes or options.tensors):
+        raise UsageError("Missing option '--config_file'", help="it says what is measured, and what would be changed")
+    if options.metric and budget:
+        raise UsageError("--metric and a budget of size are two searches: give one of them")
+    if options.apply and (not changes or options.output):
+        raise UsageError("--apply writes a changed config", help="give --metric or a budget of size, and no -o")
     with session.notes_on_stderr(options.json), redirect_stdout(sys.stderr):
-        result = _run(options, widths, budget)
-    if options.file:
-        write_text(options.file, result.text)
+        result = _floats(options) if options.metric else _run(options, widths, budget)
+    file = options.config_file if options.apply else options.file
+    if file:
+        write_text(file, result.text)
+    if options.report:
+        _add_to_report(Path(options.report), result.content)
     if options.json:
         click.echo(session.as_json(result.content))
         return
-    on_stdout = budget is None or options.file is not None
+    on_stdout = not changes or file is not None
     console, view = session.console(stderr=not on_stdout), table_view(options, result.graph, stderr=not on_stdout)
-    console.print(sensitivity.table(result.found, result.picked, view))
-    for line in (*sensitivity.kept_lines(result.found, view), *result.lines):
+    for table in result.tables(view):
+        console.print(table)
+    for line in (*result.notes(view), *result.lines):
         console.print(Text(line), soft_wrap=True)  # a path is one line however long, and no markup
     if not on_stdout:
         click.echo(result.text, nl=False)
@@ -94,11 +122,22 @@ class Findings:
     what --json prints, `lines` what people see below the table."""
 
     graph: Graph
-    found: Analysis
     content: dict[str, Any]
     text: str
+    found: Analysis | None = None
     picked: Choice | None = None
     lines: tuple[str, ...] = ()
+    tensors: Ablation | None = None
+
+    def tables(self, view: View) -> list[Listing]:
+        """What people see first."""
+        widths = [] if self.found is None else [sensitivity.table(self.found, self.picked, view)]
+        return [*([] if self.tensors is None else [sensitivity.ablation_table(self.tensors, view)]), *widths]
+
+    def notes(self, view: View) -> list[str]:
+        """What is said of the tables."""
+        said = [] if self.tensors is None else [sensitivity.ablation_line(self.tensors)]
+        return said if self.found is None else [*said, *sensitivity.kept_lines(self.found, view)]
 
 
 def parse_choices(text: str) -> tuple[Width, ...]:
@@ -141,22 +180,51 @@ def parse_budget(options: AnalyzeOptions) -> Budget | None:
     return sizes[name]
 
 
-def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | None) -> Findings:
+def _subject(options: AnalyzeOptions) -> Subject:
     seed_everything(options.seed)
     read = session.read_config(options.config_file)
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded)
     if batches.stands_in:
         raise session.missing_data()
-    original = session.trace_model(options, loaded, batches)
+    return Subject(options, read, loaded, batches, session.trace_model(options, loaded, batches))
+
+
+def _floats(options: AnalyzeOptions) -> Findings:
+    """The search for the fewest bytes in float."""
+    subject = _subject(options)
+    session.make_plan(subject.read, subject.original, quiet=options.json)
+    found, gate, tensors = cheapest_floats(subject, options.metric or "")
+    content = found.to_json(gate) | {"tensors": sensitivity.ablation_json(tensors)}
+    lines = found.lines(gate, path_names(subject.original))
+    return Findings(subject.original, content, found.text, lines=tuple(lines), tensors=tensors)
+
+
+def _add_to_report(folder: Path, content: dict[str, Any]) -> None:
+    """Keep what was found in a result folder, and write its report again.
+
+    Raises:
+        ResultError: it holds no complete calibration.
+    """
+    results.read_info(folder)
+    with locked(folder):
+        write_json(folder / results.ANALYSIS, content)
+        write_report(folder)
+
+
+def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | None) -> Findings:
+    subject = _subject(options)
+    read, original, batches = subject.read, subject.original, subject.batches
     plan = session.make_plan(read, original, quiet=options.json)
+    tensors = measured_tensors(subject)[0] if options.tensors else None
+    beside = {"tensors": sensitivity.ablation_json(tensors)} if tensors else {}
     if read.config.algorithms:
         names = ", ".join(algorithm.name for algorithm in read.config.algorithms)
         click.echo(f"note: errors are those of round-to-nearest, without {names}", err=True)
     found = _measure(options, plan, widths, batches)
     if budget is None:
-        content = sensitivity.analysis_json(found)
-        return Findings(plan.graph, found, content, session.as_json(content) + "\n")
+        content = sensitivity.analysis_json(found) | beside
+        return Findings(plan.graph, content, session.as_json(content) + "\n", found, tensors=tensors)
     both = {"mixed": engine.chosen(found, budget), "uniform": engine.uniform(found, budget)}
     choices = {label: picked for label, picked in both.items() if picked is not None}
     noise = {
@@ -167,7 +235,7 @@ def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | No
     changes = engine.specs_of(plan, found, choices[best])
     changed = patched(read.config.document, changes)
     _check(plan, original, changes, changed)
-    content = sensitivity.analysis_json(found, choices[best]) | {"written": best, "config": changed}
+    content = sensitivity.analysis_json(found, choices[best]) | {"written": best, "config": changed} | beside
     lines = []
     for label, picked in choices.items():
         content[label] = sensitivity.choice_json(found, picked, noise[label])
@@ -176,10 +244,10 @@ def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | No
     if best == "uniform":
         lines.append("note: as measured, the uniform width is better, so the config has that one")
         lines.append("note: --passes every or other --choices may find better widths")
-    if options.file:
-        lines.append(f"config: {options.output}")
+    if file := options.config_file if options.apply else options.file:
+        lines.append(f"config: {file}")
     text = json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
-    return Findings(plan.graph, found, content, text, choices[best], tuple(lines))
+    return Findings(plan.graph, content, text, found, choices[best], tuple(lines), tensors)
 
 
 def _measure(options: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batches: Batches) -> Analysis:

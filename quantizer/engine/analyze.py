@@ -31,6 +31,8 @@ from quantizer.sources.batches import Batch
 
 NOISE_BATCHES = 4
 """How many batches the network's output is compared on: each costs half a pass for every layer, or eight gradients."""
+POINTS = 24
+"""Budgets between the smallest widths and the largest, of which a curve shows the best choice."""
 PASSES = ("network", "every", "fast")
 """How the noise at the output is found: measured at the smallest width, measured at every width, or from gradients."""
 
@@ -231,6 +233,16 @@ def uniform(found: Analysis, budget: Budget) -> tuple[int, ...] | None:
     costs, limit = _costs(found, budget)
     fitting = [at for at in range(len(found.widths)) if sum(sizes[at] for sizes in costs) <= limit]
     return (max(fitting, key=found.bits.__getitem__),) * len(found.rows) if fitting else None
+
+
+def curve(found: Analysis) -> list[tuple[int, ...]]:
+    """The best choices under ever larger budgets of bytes, from the smallest widths to the largest."""
+    costs = [list(row.sizes) for row in found.rows]
+    least, most = (sum(map(pick, costs)) for pick in (min, max))
+    options = [list(map(Option, sizes, row.noise)) for sizes, row in zip(costs, found.rows, strict=True)]
+    limits = [least + (most - least) * at // (POINTS - 1) for at in range(POINTS)]
+    picked = [choice for limit in limits if (choice := choose(options, limit)) is not None]
+    return list(dict.fromkeys(picked))
 
 
 def _costs(found: Analysis, budget: Budget) -> tuple[list[list[int]], int]:

@@ -3,7 +3,7 @@
 Codes, int32 accumulators, shifts with the rounding of each tensor's spec. It executes and compares; it decides nothing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +117,7 @@ class _IntegerNetwork:
         self.graph, self.solution, self.result = graph, solution, result
         self.simulation = quantized_network(graph, solution)
         self.last_uses = self.simulation.last_uses
+        self.overwritten: Collection[str] = self.simulation.overwritten
         self.plain = Network(graph).double()
         self.positions = solution.positions
         self.biases: dict[str, Fixed] = {}

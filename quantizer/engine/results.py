@@ -35,8 +35,9 @@ STATISTICS = "statistics.safetensors"
 ALGORITHMS = "algorithms.json"
 ORIGINS = ("plan.json", "config.resolved.json")
 """Where decisions come from, for people to read. Files that say the same differ in it, so no sum names these."""
-TESTED = ("report.json", "report.html", "layers.csv", "exact.json", "export/verify.json")
-"""What test mode found, which holds for one calibration only."""
+ANALYSIS = "analysis.json"
+TESTED = ("report.json", "report.html", "layers.csv", "exact.json", "export/verify.json", ANALYSIS)
+"""What test mode and `analyze` found, which holds for one calibration only."""
 
 
 @dataclass(frozen=True)

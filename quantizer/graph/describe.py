@@ -82,14 +82,19 @@ def describe(graph: Graph, node: Node) -> LayerCall:
         return LayerCall(OWN_LAYERS[node.target], sizes, kwargs)
     if node.params:
         kwargs["params"] = {key: list(graph.tensors[path].shape) for key, path in node.params.items()}
-    source = next(iter(node.refs()), None)
-    is_alone = source is not None and graph.by_name[source].row.fresh and graph.consumers[source] == (node.name,)
-    if node.op in _INPLACE and is_alone:  # nobody else reads the memory that its producer just made
+    if overwritten(graph, node) is not None:
         kwargs["inplace"] = True
     if node.op == "relu6":
         return LayerCall("ReLU6", (), {key: value for key, value in kwargs.items() if key == "inplace"})
     cls = _CLASS_OF_TARGET.get(node.target)
     return LayerCall(cls, (), kwargs) if cls else LayerCall("Function", (node.target,), kwargs)
+
+
+def overwritten(graph: Graph, node: Node) -> str | None:
+    """The node whose value this one's layer overwrites, if any: nobody else reads the memory that its producer made."""
+    source = next(iter(node.refs()), None)
+    is_alone = source is not None and graph.by_name[source].row.fresh and graph.consumers[source] == (node.name,)
+    return source if node.op in _INPLACE and not node.params and is_alone else None
 
 
 def _weighted(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:

@@ -6,7 +6,7 @@ Executes and forgets what nothing reads any more. It decides nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -21,10 +21,12 @@ NOBODY: Watchers = {}
 
 
 class Runnable(Protocol):
-    """What can be executed node by node; `last_uses` names for each node the values that nothing reads after it."""
+    """What can be executed node by node; `last_uses` names for each node the values that nothing reads after it,
+    `overwritten` the nodes whose values their reader overwrites."""
 
     graph: Graph
     last_uses: Mapping[str, Sequence[str]]
+    overwritten: Collection[str]
 
     def run_node(self, node: Node, values: Mapping[str, Any]) -> Any:
         """The node's value, given those of the nodes that it reads; an input finds its own among them."""
@@ -46,7 +48,9 @@ class Execution:
     def branch(self) -> Execution:
         """Another execution that goes on from here, while this one stays where it is."""
         other = copy.copy(self)
-        other.values = dict(self.values)
+        other.values = {
+            name: value.clone() if name in self.network.overwritten else value for name, value in self.values.items()
+        }
         return other
 
     def step(self, watch: Watchers = NOBODY) -> tuple[str, Any]:

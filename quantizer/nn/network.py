@@ -1,6 +1,6 @@
 """A graph as a module that runs it node by node. It executes and lets others look; it decides nothing."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 import quantizer.nn as layers
 from quantizer.errors import DataError
-from quantizer.graph.describe import describe
+from quantizer.graph.describe import describe, overwritten
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.graph.lengths import Length
 from quantizer.nn.execution import Execution, Watchers, arguments
@@ -21,7 +21,7 @@ class Network(nn.Module):
     """Runs a graph with one layer per node; called as the model it was traced from.
 
     `layers` holds them by name; `module_names` says what each is called in the generated code and in `state_dict`;
-    `last_uses` names for each node the values that nothing reads after it.
+    `last_uses` names for each node the values that nothing reads after it, `overwritten` the nodes whose values are.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -34,6 +34,7 @@ class Network(nn.Module):
             self.layers[node.name] = layer
             self.add_module(self.module_names[node.name], layer)
         self.last_uses: Mapping[str, Sequence[str]] = _last_uses(graph)
+        self.overwritten: Collection[str] = frozenset(filter(None, (overwritten(graph, node) for node in graph.nodes)))
         weighted = [node.name for node in graph.nodes if node.params]
         self._followers = dict(pairwise(weighted)) if graph.is_deferred else {}
         self.eval()

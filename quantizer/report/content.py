@@ -13,7 +13,7 @@ from torch import Tensor
 from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.engine.result_files import deferred_tensors, read_json
-from quantizer.engine.results import ALGORITHMS, INFO, ORIGINS, STATISTICS
+from quantizer.engine.results import ALGORITHMS, ANALYSIS, INFO, ORIGINS, STATISTICS
 from quantizer.errors import ResultError
 from quantizer.numerics.histogram import Histogram
 from quantizer.numerics.qparams import QParams
@@ -33,6 +33,10 @@ STRIPES = 240
 """Channels, or runs of them, of which a strip shows the range."""
 
 
+_BESIDE = {"algorithms": ALGORITHMS, "analysis": ANALYSIS}
+"""Files that not every folder has, by the name of what they say."""
+
+
 def content(folder: Path, tested: Mapping[str, Any]) -> Json:
     """Of a calibration, and of a test of it: what `tables.report` makes of one, or nothing.
 
@@ -40,10 +44,10 @@ def content(folder: Path, tested: Mapping[str, Any]) -> Json:
         ResultError: a file is missing or damaged.
     """
     info, plan = read_json(folder / INFO), read_json(folder / ORIGINS[0])
-    algorithms = read_json(folder / ALGORITHMS) if (folder / ALGORITHMS).exists() else None
+    found = {name: read_json(folder / file) if (folder / file).exists() else None for name, file in _BESIDE.items()}
     statistics = deferred_tensors(folder / STATISTICS)
     try:
-        return _content(info, plan, tested, statistics) | {"algorithms": algorithms}
+        return _content(info, plan, tested, statistics) | found
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         why = f"{folder} has no results that a report can be made of: {type(error).__name__}: {error}"
         raise ResultError(why, help="run --quant_mode calib again") from error

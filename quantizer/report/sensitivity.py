@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from quantizer.engine.analyze import Analysis, Row
+from quantizer.engine.ablation import Ablation
+from quantizer.engine.analyze import Analysis, Row, curve
 from quantizer.report.tables import finite
 from quantizer.report.view import Listing, View
 
@@ -59,7 +60,48 @@ def analysis_json(found: Analysis, picked: Sequence[int] | None = None) -> dict[
         }
         entry["bytes"] = {str(width): size for width, size in zip(found.widths, row.sizes, strict=True)}
         layers.append(entry | ({"bits": found.widths[picked[index]]} if picked else {}))
-    return {"passes": found.passes, "layers": layers, "kept": dict(found.kept)}
+    return {
+        "passes": found.passes,
+        "layers": layers,
+        "kept": dict(found.kept),
+        "curve": [_size(found, choice) for choice in curve(found)],
+        "uniform": {str(width): _size(found, (at,) * len(found.rows)) for at, width in enumerate(found.widths)},
+    }
+
+
+def _size(found: Analysis, picked: Sequence[int]) -> dict[str, Any]:
+    """What a choice takes, and its predicted SQNR."""
+    return {"weight_bytes": found.bytes(picked), "predicted_db": finite(found.db(found.total(picked)))}
+
+
+def ablation_json(found: Ablation) -> dict[str, Any]:
+    """What each tensor does to the output, those first without which it would gain most."""
+    rows = [
+        {
+            "layer": e.key[0],
+            "tensor": e.key[1],
+            "alone_db": finite(found.alone_db(e)),
+            "gain_db": finite(found.gain_db(e)),
+        }
+        for e in sorted(found.effects, key=lambda effect: (-found.gain_db(effect), effect.key))
+    ]
+    return {"output_sqnr_db": finite(found.sqnr_db), "noise_floor_db": found.floor_db, "tensors": rows}
+
+
+def ablation_table(found: Ablation, view: View) -> Listing:
+    """The same for people."""
+    effects = sorted(found.effects, key=lambda effect: (-found.gain_db(effect), effect.key))
+    texts = [(*e.key, f"{found.alone_db(e):.1f}", f"{found.gain_db(e):+.2f}") for e in effects]
+    titles = ("layer", "tensor", "alone dB", "gain in float dB")
+    return view.listing(titles, texts, [-found.gain_db(e) for e in effects], numbers=titles[2:], what="tensor")
+
+
+def ablation_line(found: Ablation) -> str:
+    """What gains mean nothing below."""
+    floor = (
+        "one batch does not tell what is noise" if found.floor_db is None else f"noise floor {found.floor_db:.2f} dB"
+    )
+    return f"output {found.sqnr_db:.2f} dB with all of them quantized; {floor}"
 
 
 def choice_json(found: Analysis, picked: Sequence[int], measured: float) -> dict[str, Any]:

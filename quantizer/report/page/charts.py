@@ -92,6 +92,34 @@ def _tick(value: float, y: float) -> Markup:
     return fragment(line, element("text", number(value), x=34, y=f"{y + 4:.1f}", text_anchor="end"))
 
 
+@dataclass(frozen=True)
+class Point:
+    """A place of a drawing, and what it says when pointed at."""
+
+    x: float
+    y: float
+    label: str
+
+
+def curve(points: Sequence[Point], others: Sequence[Point], names: tuple[str, str], *, title: str) -> Markup:
+    """Points joined by a line, and others beside it; `names` says what either are."""
+    every, height = [*points, *others], 150
+    across = _Scale(min(p.x for p in every), max(p.x for p in every), WIDTH - 60)
+    up = _Scale(min(0.0, *(p.y for p in every)), max(p.y for p in every), height)
+    series = [Series(name, (), kind) for name, kind in zip(names, ("first", "second"), strict=True)]
+    drawn = [
+        element(
+            "polyline",
+            points=" ".join(f"{40 + across(p.x):.1f},{TOP + height - up(p.y):.1f}" for p in points),
+            class_="first",
+        )
+    ]
+    for kind, some in (("first", points), ("second", others)):
+        drawn += [_point(40 + across(p.x), TOP + height - up(p.y), p.label, kind) for p in some]
+    ticks = [_tick(value, TOP + height - up(value)) for value in _ticks(up.low, up.high)]
+    return _drawing((WIDTH, TOP + height + 8), title, _legend(series), ticks, drawn)
+
+
 def strip(lows: Sequence[float], highs: Sequence[float], *, title: str) -> Markup:
     """The range of each channel as a bar, channel by channel."""
     height = 60

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib import resources
 
 from quantizer.report.page import charts
-from quantizer.report.page.charts import Mark, Series
+from quantizer.report.page.charts import Mark, Point, Series
 from quantizer.report.page.html import Markup
 from quantizer.report.page.parts import Json, in_order, of
 
@@ -19,6 +19,8 @@ def figures(content: Json) -> Iterator[tuple[str, Markup]]:
     """Every drawing with a name that says what it is of, unique but for characters that a file's name has not."""
     if (drawn := depth(content)) is not None:
         yield "sqnr by depth", drawn
+    if (drawn := size_curve(content)) is not None:
+        yield "sqnr by size", drawn
     for row in in_order(content):
         drawings = {"values": histogram, "channels": channels, "limits by batches": limits, "sqnr by batches": quality}
         for what, draw in drawings.items():
@@ -35,6 +37,23 @@ def depth(content: Json) -> Markup | None:
     )
     names = [of(content, row) for row in rows]
     return charts.lines(series, names, "dB", title="SQNR by depth") if rows else None
+
+
+def size_curve(content: Json) -> Markup | None:
+    """Output SQNR against the size of the weights: the best mixed widths, and single widths for all."""
+    found = content.get("analysis") or {}
+    mixed = [_choice(each, "mixed") for each in found.get("curve", ()) if each["predicted_db"] is not None]
+    single = found.get("uniform", {}).items()
+    uniform = [_choice(each, f"{width} for all") for width, each in single if each["predicted_db"] is not None]
+    if len(mixed) < 2:
+        return None
+    names = ("mixed widths, predicted", "one width for all")
+    return charts.curve(mixed, uniform, names, title="Output SQNR by size of the weights")
+
+
+def _choice(found: Json, what: str) -> Point:
+    size, ratio = found["weight_bytes"] / 1e6, found["predicted_db"]
+    return Point(size, ratio, f"{what}: {size:.3g} MB, {ratio:.1f} dB")
 
 
 def measured(content: Json) -> list[Json]:

@@ -19,6 +19,7 @@ SECTIONS: dict[str, tuple[str, Section]] = {
     "data": ("Is the calibration set enough?", sections.sufficiency),
     "coverage": ("Coverage", sections.coverage),
     "algorithms": ("What algorithms gained", sections.algorithms),
+    "sensitivity": ("Sensitivity and size", sections.sensitivity),
     "config": ("Config", sections.config),
     "reproduce": ("How to reproduce", sections.reproduce),
 }

@@ -192,6 +192,46 @@ def algorithms(content: Json) -> Markup | None:
     )
 
 
+def sensitivity(content: Json) -> Markup | None:
+    """What `analyze` found: each tensor's effect on the output, each width's, and the curve of sizes."""
+    found = content.get("analysis")
+    if found is None:
+        return None
+    parts: list[Child] = [figures.size_curve(content)]
+    if tensors := found.get("tensors"):
+        floor = tensors["noise_floor_db"]
+        said = f"Output {number(tensors['output_sqnr_db'] or 0)} dB with all of them quantized. "
+        said += "One batch does not tell what is noise." if floor is None else f"Gains below {floor:.2f} dB are noise."
+        rows = [
+            element(
+                "tr",
+                element("td", name_of(content, row["layer"]), class_="name", title=row["layer"]),
+                element("td", row["tensor"]),
+                number_cell(row["alone_db"], "{:.1f}"),
+                number_cell(row["gain_db"], "{:+.2f}"),
+            )
+            for row in tensors["tensors"]
+        ]
+        titles = ("layer", "tensor", "it alone quantized, dB", "gain if it were float, dB")
+        parts += [element("p", said), table(titles, rows, numbers=titles[2:])]
+    if widths := [*found.get("uniform", ())]:
+        columns = ("weight", "values", *(f"{width}: noise" for width in widths))
+        rows = [
+            element(
+                "tr",
+                element("td", name_of(content, row["layers"][0]), class_="name", title=row["layers"][0]),
+                number_cell(row["weights"], "{}"),
+                [number_cell(row["noise"][width], "{:.3g}") for width in widths],
+            )
+            for row in found["layers"]
+        ]
+        parts += [
+            element("p", "Noise at the output, as a share of its energy."),
+            table(columns, rows, numbers=columns[1:]),
+        ]
+    return fragment(parts)
+
+
 def config(content: Json) -> Markup | None:
     """The file, each line with a name that layers link to."""
     file = content["config"]

@@ -1,0 +1,138 @@
+"""The parts of `quantizer analyze` that calibrate: what each tensor costs the output, what has to stay in float."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from quantizer.cli import session
+from quantizer.cli.follow import followed, progress
+from quantizer.cli.gates import FIGURES, MEASURED, Gate, parse_gate, require_known
+from quantizer.cli.options import Options
+from quantizer.cli.session import ReadConfig
+from quantizer.config.document import Document
+from quantizer.config.left_float import with_float
+from quantizer.config.load import check_document
+from quantizer.config.model import Config
+from quantizer.engine import pipeline
+from quantizer.engine.ablation import Ablation, ablate
+from quantizer.engine.analyze import NOISE_BATCHES, few
+from quantizer.engine.calibrated import Calibrated
+from quantizer.engine.cheapest import Part, cheapest, parts
+from quantizer.engine.events import Stage
+from quantizer.engine.job import Job
+from quantizer.engine.scores import score
+from quantizer.engine.target import TracedTarget
+from quantizer.errors import GateError
+from quantizer.graph.ir import Graph
+from quantizer.nn.network import Network
+from quantizer.plan.model import Plan
+from quantizer.sources.data import Batches
+from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, its data, and the config that is analysed."""
+
+    options: Options
+    read: ReadConfig
+    loaded: LoadedModel
+    batches: Batches
+    original: Graph
+
+    def calibrated(self, config: Config) -> tuple[Calibrated, Plan]:
+        """The model calibrated with a config, in memory."""
+        target, follower = TracedTarget(self.original), followed(self.read.sources, quiet=True)
+        job = Job(target, config, self.batches, follower, seed=self.options.seed, memory=self.options.memory)
+        pipeline.run(job)
+        return Calibrated(self.original, config.settings, job.solution), job.calibration.plan
+
+
+def measured_tensors(subject: Subject) -> tuple[Ablation, Plan]:
+    """What each quantized tensor does to the output, on the first batches."""
+    calibrated, plan = subject.calibrated(subject.read.config)
+    quantized, batches = calibrated.network(), subject.batches
+    count = sum(1 for _ in quantized.quantizers())
+    total = count * min(batches.total or NOISE_BATCHES, NOISE_BATCHES)
+    with Stage(progress(quiet=subject.options.json), "analyze tensors", total, "tensors") as stage:
+        here = few(lambda: session.on_device(subject.options, batches))
+        return ablate(Network(calibrated.float_graph), quantized, here, stage.advance), plan
+
+
+@dataclass(frozen=True)
+class Found:
+    """The layers to leave in float, the config that does, and the metrics before and after."""
+
+    chosen: Sequence[Part]
+    config: Mapping[str, Any]
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    runs: int
+
+    @property
+    def text(self) -> str:
+        """Of the config."""
+        return json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"
+
+    def to_json(self, gate: Gate) -> dict[str, Any]:
+        """For programs."""
+        floats = [{"layers": list(part.layers), "bytes": part.cost} for part in self.chosen]
+        metrics = {"before": dict(self.before), "after": dict(self.after)}
+        return {"metric": gate.text, "float": floats, "metrics": metrics, "runs": self.runs, "config": self.config}
+
+    def lines(self, gate: Gate, paths: Mapping[str, str]) -> list[str]:
+        """For people."""
+        said = [f"{gate.metric} {self.before[gate.metric]:.6g} as the config is"]
+        if not self.chosen:
+            return [*said, f"{gate.text} holds already: nothing is changed"]
+        names = [paths.get(layer, layer) for part in self.chosen for layer in part.layers]
+        extra = sum(part.cost for part in self.chosen)
+        more = f"{len(names)} layers, {extra / 1e6:.3f} MB of weights and of one sample's values"
+        tests = f"{self.runs} test runs"
+        return [
+            *said,
+            *(f"float: {name}" for name in names),
+            f"{gate.metric} {self.after[gate.metric]:.6g} with them in float: {more}; {tests}",
+        ]
+
+
+def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablation]:
+    """The fewest bytes to leave in float for a metric to hold.
+
+    Raises:
+        UsageError: there is no such metric.
+        GateError: it does not hold with all layers in float.
+    """
+    options, gate = subject.options, parse_gate(metric)
+    evaluator: Evaluate | None = load_evaluate(options.evaluate) if options.evaluate else subject.loaded.evaluate
+    if evaluator is None:
+        require_known(
+            [gate], {*FIGURES, *(f"{name}{end}" for name in MEASURED for end in ("", "_float", "_drop", "_ratio"))}
+        )
+    evaluation = session.open_data(options, subject.loaded, evaluation=True)
+    found, plan = measured_tensors(subject)
+    runs = dict[tuple[str, ...], Mapping[str, float]]()
+
+    def document(chosen: Sequence[Part]) -> dict[str, Any]:
+        return with_float(subject.read.config.document, [name for part in chosen for name in part.layers])
+
+    def holds(chosen: Sequence[Part]) -> bool:
+        key = tuple(name for part in chosen for name in part.layers)
+        if key not in runs:
+            config = check_document(Document.of(document(chosen), "the config with layers in float")).require()
+            calibrated, _ = subject.calibrated(config)
+            scores = score(calibrated, subject.loaded.module, evaluation, progress(quiet=options.json), evaluator)
+            require_known([gate], scores.metrics)
+            runs[key] = scores.metrics
+            click.echo(f"{len(key)} layers in float: {gate.metric} {scores.metrics[gate.metric]:.6g}", err=True)
+        return gate.holds(runs[key])
+
+    candidates = parts(plan, found)
+    chosen = cheapest(candidates, holds)
+    if chosen is None:
+        raise GateError(f"{gate.text} does not hold with any of these layers in float", help="lower the bound")
+    key = tuple(name for part in chosen for name in part.layers)
+    return Found(chosen, document(chosen), runs[()], runs[key], len(runs)), gate, found
