@@ -37,6 +37,7 @@ COMMANDS = {
     "validate": ("quantizer.cli.validate:validate", "Check config files and list all their errors."),
     "convert": ("quantizer.cli.convert:convert", "Write a config in the other form."),
     "explain": ("quantizer.cli.explain:explain", "Explain an error code, a config key, or a layer's settings."),
+    "doctor": ("quantizer.cli.doctor:doctor", "Check machine, config, data and model before a run."),
     "inspect": ("quantizer.cli.inspect:inspect", "List the layers of a model and what can be quantized."),
     "plan": ("quantizer.cli.plan:plan", "Show what a config does to a model, without data."),
     "report": ("quantizer.cli.report:report", "Write the page about a result folder again."),

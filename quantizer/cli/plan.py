@@ -57,8 +57,8 @@ def plan(options: Options) -> None:
     size = session.batch_size(options, batches)
     activations = peak_activation_bytes(found.graph, size)
     data = footprint.Data(size, batches.total or 1, options.memory)
-    finetuned, tested = bool(options.fast_finetune), _test_size(options, loaded, size)
-    peaks = _peaks(found, read.config, data, tested, finetuned=finetuned)
+    finetuned, tested = bool(options.fast_finetune), test_size(options, loaded, size)
+    peaks = peaks_of(found, read.config, data, tested, finetuned=finetuned)
     content = found.to_json() | {
         "algorithms": [algorithm.name for algorithm in read.config.algorithms],
         "weight_bytes": {"float": before, "quantized": after},
@@ -82,7 +82,7 @@ def plan(options: Options) -> None:
         raise UsageError("; ".join(texts), help="; ".join(helps))
 
 
-def _test_size(options: Options, loaded: LoadedModel, size: int) -> int:
+def test_size(options: Options, loaded: LoadedModel, size: int) -> int:
     """How many samples a batch of test mode has: that of calibration, unless the model's file offers other data."""
     if options.data or loaded.evaluation_data is None:
         return size
@@ -91,7 +91,9 @@ def _test_size(options: Options, loaded: LoadedModel, size: int) -> int:
     return session.batch_size(options, batches)
 
 
-def _peaks(found: Plan, config: Config, data: footprint.Data, tested: int, *, finetuned: bool) -> dict[str, int | None]:
+def peaks_of(
+    found: Plan, config: Config, data: footprint.Data, tested: int, *, finetuned: bool
+) -> dict[str, int | None]:
     """The peak of memory of each mode, test mode's with batches of `tested` samples: this process has loaded and traced
     the model as they do."""
     specs = {key: tensor.spec for key, tensor in found.tensors.items()}

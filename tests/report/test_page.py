@@ -99,7 +99,7 @@ def test_the_page_says_what_the_values_say(folder: Path) -> None:
         if "clipped" in row:
             assert f"{100 * row['clipped']:.3g}" in cells
     sections = [attributes["id"] for tag, attributes in found.tags if tag == "section"]
-    assert sections == [name for name in SECTIONS if name not in ("depth", "algorithms", "config")]
+    assert sections == [name for name in SECTIONS if name not in ("depth", "algorithms", "sensitivity", "config")]
 
 
 def test_figures_are_those_of_the_data(folder: Path) -> None:

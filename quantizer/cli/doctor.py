@@ -1,0 +1,96 @@
+"""`quantizer doctor`: machine, config, data and model in one pass, before anything takes long."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.text import Text
+
+from quantizer.cli import session
+from quantizer.cli.options import LOOK, Options, command, takes
+from quantizer.cli.plan import peaks_of, test_size
+from quantizer.config.load import default_config, load_config
+from quantizer.engine import checkup, footprint
+from quantizer.engine.checkup import Check, Level
+from quantizer.errors import GateError, QuantizerError
+
+STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+
+
+@command()
+@takes(*LOOK, "subset_len", "seed", "device", "output_dir", "memory")
+def doctor(options: Options) -> None:
+    """Check machine, config, data and model in one pass: what would be slow, wrong or left in float, with the remedy.
+
+    Without --model the machine and the config alone are looked at. The exit code is 1 if there is an error.
+
+    \b
+    quantizer doctor --config_file net.json --model my_model.py
+    """
+    with session.notes_on_stderr(True), redirect_stdout(sys.stderr):
+        found = list(_checks(options))
+    if options.json:
+        click.echo(session.as_json([asdict(check) for check in found]))
+    else:
+        console = session.console()
+        for check in found:
+            line = Text.assemble((f"{check.level:8}", STYLES[check.level]), f"{check.part}: {check.text}")
+            console.print(line, soft_wrap=True)
+            if check.help:
+                console.print(Text(f"        help: {check.help}"), soft_wrap=True)
+    if errors := sum(check.level == "error" for check in found):
+        raise GateError(f"{errors} error{'' if errors == 1 else 's'} found", help="each has its remedy above")
+
+
+def _checks(options: Options) -> Iterator[Check]:
+    """All findings; what cannot be read is one, and what needs it is left out."""
+    yield from checkup.environment(options.device, Path(options.output_dir))
+    steps = [_config(options), *([_model(options)] if options.model else ())]
+    for part, step in zip(("config", "model"), steps, strict=False):
+        try:
+            yield from step
+        except QuantizerError as error:
+            yield Check(part, "error", error.message, error.help or "")
+
+
+def _config(options: Options) -> Iterator[Check]:
+    if options.config_file is None:
+        yield Check("config", "note", "no --config_file: the built-in default for the DPU would hold", "quantizer init")
+        return
+    result = load_config(options.config_file)
+    for found in result.diagnostics:
+        if found.severity != "note":
+            where = f"{found.place}: " if found.place else ""
+            level: Level = "error" if found.severity == "error" else "warning"
+            yield Check("config", level, f"{where}{found.code}: {found.message}", found.help or "")
+    if result.config is not None:
+        yield Check("config", "ok", f"{options.config_file} is valid")
+
+
+def _model(options: Options) -> Iterator[Check]:
+    loaded = session.open_model(options)
+    batches = session.open_data(options, loaded)
+    yield from checkup.data(batches)
+    if loaded.evaluate is None and loaded.evaluation_data is None and options.eval_data is None:
+        text = "test mode would compare both networks on the calibration data"
+        yield Check("data", "note", text, "evaluation_data() in the model's file, or --eval_data")
+    original = session.trace_model(options, loaded, batches)
+    lengths = f", {len(original.lengths)} open lengths" if original.lengths else ""
+    values = sum(each.numel() for each in loaded.module.parameters())
+    text = f"{loaded.name} can be traced: {len(original.nodes)} layers{lengths}, {values / 1e6:.2f} million parameters"
+    yield Check("model", "ok", text)
+    if options.config_file is not None and load_config(options.config_file).config is None:
+        return
+    read = session.read_config(options.config_file) if options.config_file else None
+    read = read or session.ReadConfig(default_config(), (), {})
+    plan = session.make_plan(read, original, quiet=True)
+    yield from checkup.plan(plan)
+    size = session.batch_size(options, batches)
+    data, tested = footprint.Data(size, batches.total or 1, options.memory), test_size(options, loaded, size)
+    yield from checkup.room(peaks_of(plan, read.config, data, tested, finetuned=False).items())
+    if plan.corrected:
+        text = f"biases of {len(plan.corrected)} layers are corrected, which takes a second pass over the data"
+        yield Check("plan", "note", text, "include_bias_corr: false where that takes too long")
