@@ -5,6 +5,7 @@ All are as wide as the column they stand in. Colours are those of the page's sty
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -50,22 +51,24 @@ def histogram(counts: Sequence[int], low: float, high: float, marks: Sequence[Ma
     scale = _Scale(min(ends), max(ends), WIDTH)
     width = (high - low) / len(counts)
     most = math.log1p(max(counts, default=0)) or 1.0
-    path = []
-    for at, count in enumerate(counts):
-        if count:
-            left, right = scale(low + at * width), scale(low + (at + 1) * width)
-            path.append(f"M{left:.1f} {height}V{height - height * math.log1p(count) / most:.1f}H{right:.1f}V{height}")
+    others = dict.fromkeys(mark.label for mark in marks if mark.kind == "other")
+    rows = {mark.label: 0 for mark in marks} | {label: row for row, label in enumerate(others, 1)}
+    tops = [height * (1 - math.log1p(count) / most) for count in counts]
+    path = f"M{scale(low):.1f} {height}{_steps(tops, scale(low + width) - scale(low))}V{height}Z"
     return _drawing(
         (WIDTH, height + 34),
         title,
-        element("path", d="".join(path), class_="bars"),
-        [_mark(mark, scale(mark.value), height, row) for row, mark in enumerate(marks)],
+        element("path", d=path, class_="bars"),
+        [_mark(mark, scale(mark.value), height, rows[mark.label]) for mark in marks],
         _axis(scale, height),
     )
 
 
-def lines(series: Sequence[Series], names: Sequence[str], unit: str, *, title: str, height: int = 150) -> Markup:
-    """Values along positions, each with its name to read when pointed at; gaps where there is no value."""
+def lines(
+    series: Sequence[Series], names: Sequence[str], unit: str, *, title: str, height: int = 150, has_points: bool = True
+) -> Markup:
+    """Values along positions, each with its name to read when pointed at, if it `has_points`; gaps where there is no
+    value."""
     values = [value for each in series for value in each.values if value is not None]
     if not values:
         return Markup("")
@@ -78,7 +81,8 @@ def lines(series: Sequence[Series], names: Sequence[str], unit: str, *, title: s
             if value is not None
         ]
         drawn.append(element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y, *_ in points), class_=each.kind))
-        drawn += [_point(x, y, f"{name}: {number(value)} {unit}", each.kind) for x, y, name, value in points]
+        if has_points:
+            drawn += [_point(x, y, f"{name}: {number(value)} {unit}", each.kind) for x, y, name, value in points]
     ticks = [_tick(value, TOP + height - up(value)) for value in _ticks(up.low, up.high)]
     return _drawing((WIDTH, TOP + height + 8), title, _legend(series), ticks, drawn)
 
@@ -125,10 +129,8 @@ def strip(lows: Sequence[float], highs: Sequence[float], *, title: str) -> Marku
     height = 60
     up = _Scale(min(0.0, *lows), max(0.0, *highs), height)
     width = WIDTH / len(lows)
-    path = "".join(
-        f"M{at * width:.1f} {height - up(high):.1f}H{(at + 1) * width:.1f}V{height - up(low):.1f}H{at * width:.1f}Z"
-        for at, (low, high) in enumerate(zip(lows, highs, strict=True))
-    )
+    path = f"M0 {height - up(0.0):.0f}{_steps([height - up(high) for high in highs], width)}"
+    path += f"{_steps([height - up(low) for low in reversed(lows)], -width)}Z"
     zero = f"{height - up(0.0):.1f}"
     return _drawing(
         (WIDTH, height),
@@ -136,6 +138,20 @@ def strip(lows: Sequence[float], highs: Sequence[float], *, title: str) -> Marku
         element("path", d=path, class_="bars"),
         element("line", x1=0, x2=WIDTH, y1=zero, y2=zero, class_="grid"),
     )
+
+
+def _steps(heights: Sequence[float], width: float) -> str:
+    """The upper or lower edge of bars of one width, as a path from where the pen is; equal ones are one step.
+
+    >>> _steps([5, 5, 2.04], 3)
+    'V5h6V2h3'
+    """
+    runs = ((height, len(list(run))) for height, run in itertools.groupby(f"{height:.1f}" for height in heights))
+    return "".join(f"V{_short(height)}h{_short(f'{width * count:.2f}')}" for height, count in runs)
+
+
+def _short(decimal: str) -> str:
+    return decimal.rstrip("0").rstrip(".")
 
 
 @dataclass(frozen=True)
@@ -161,7 +177,7 @@ def _mark(mark: Mark, x: float, height: int, row: int) -> Markup:
         "text",
         mark.label,
         x=f"{x + (-4 if anchor == 'end' else 4):.1f}",
-        y=10 + 11 * (row // 2 % 6),
+        y=10 + 11 * row,
         text_anchor=anchor,
     )
     line = element("line", x1=f"{x:.1f}", x2=f"{x:.1f}", y1=0, y2=height)

@@ -30,7 +30,7 @@ def figures(content: Json) -> Iterator[tuple[str, Markup]]:
 
 def depth(content: Json) -> Markup | None:
     """SQNR of activations in the order of execution."""
-    rows = measured(content)
+    rows = [row for row in measured(content) if row["op"] != "input"]  # of which little is lost, or nothing
     series = (
         Series("this tensor alone", [row["local_sqnr_db"] for row in rows], "second"),
         Series("the whole network up to here", [row["accumulated_sqnr_db"] for row in rows], "first"),
@@ -86,7 +86,9 @@ def limits(content: Json, row: Json) -> Markup | None:
         return None
     lines = zip(ENDS, zip(*row["batches"]["limits"], strict=True), strict=True)
     ends = [Series(label, values, kind) for (label, kind), values in lines]
-    return charts.lines(ends, _batches(row), "", title=f"Limits by batches: {of(content, row)}", height=90)
+    return charts.lines(
+        ends, _batches(row), "", title=f"Limits by batches: {of(content, row)}", height=90, has_points=False
+    )
 
 
 def quality(content: Json, row: Json) -> Markup | None:
@@ -94,7 +96,9 @@ def quality(content: Json, row: Json) -> Markup | None:
     if "batches" not in row:
         return None
     series = Series("SQNR on all values, dB", row["batches"]["sqnr_db"])
-    return charts.lines([series], _batches(row), "dB", title=f"SQNR by batches: {of(content, row)}", height=60)
+    return charts.lines(
+        [series], _batches(row), "dB", title=f"SQNR by batches: {of(content, row)}", height=60, has_points=False
+    )
 
 
 def _batches(row: Json) -> list[str]:

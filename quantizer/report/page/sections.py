@@ -25,6 +25,8 @@ from quantizer.report.page.parts import (
     table,
 )
 
+UNSTABLE = 40
+"""Tensors whose curves over batches are drawn: those that are the last to become stable."""
 SATURATED = 0.01
 """A share of values cut off that is worth a look."""
 
@@ -144,11 +146,14 @@ def sufficiency(content: Json) -> Markup | None:
     if growing:
         said = f"{len(growing)} of {len(rows)} tensors still change with the last batches: more data may help."
     parts = []
-    for row in late:
+    for row in late[:UNSTABLE]:
         batches = row["batches"]
         summary = summary_of(content, row, f"stable after {batches['stable_after']} of {batches['total']} batches")
         drawn = figures.limits(content, row), figures.quality(content, row)
         parts.append(element("details", summary, drawn, data_name=searched(content, row)))
+    others = [f"{of(content, row)}: {row['batches']['stable_after']}" for row in late[UNSTABLE:]]
+    if others:
+        parts.append(folded(others, "more tensors, and the batches after which they are stable"))
     return fragment(element("p", said), parts)
 
 
