@@ -116,9 +116,21 @@ def _github(diagnostic: Diagnostic) -> str:
     if diagnostic.place:
         place = diagnostic.place
         properties = {"file": place.file, "line": str(place.line), "col": str(place.column), **properties}
-    text = diagnostic.message + (f"\nhelp: {diagnostic.help}" if diagnostic.help else "")
+    return workflow_command(level, properties, diagnostic.message + _help(diagnostic.help))
+
+
+def workflow_command(level: str, properties: Mapping[str, str], text: str) -> str:
+    """A line that GitHub Actions shows at a place of a file.
+
+    >>> workflow_command("error", {"file": "a,b.json", "line": "3"}, "50 % is too much")
+    '::error file=a%2Cb.json,line=3::50 %25 is too much'
+    """
     escaped = ",".join(f"{key}={_github_escape(value, in_property=True)}" for key, value in properties.items())
     return f"::{level} {escaped}::{_github_escape(text)}"
+
+
+def _help(text: str | None) -> str:
+    return f"\nhelp: {text}" if text else ""
 
 
 def _github_escape(text: str, *, in_property: bool = False) -> str:

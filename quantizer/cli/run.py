@@ -11,6 +11,7 @@ from rich.console import RenderableType
 
 from quantizer import memory
 from quantizer.cli import runlog, session, torchrun
+from quantizer.cli.annotations import annotate
 from quantizer.cli.exact_and_deploy import deploy, require_dpu, require_one, run_exact
 from quantizer.cli.follow import followed, progress
 from quantizer.cli.gates import MEASURED, failed, names_in_test, parse_gate, require_known
@@ -74,6 +75,7 @@ def run(options: Options) -> int:
     if options.quant_mode != "float" and not (options.json or options.quiet) and (size := memory.peak()):
         print(f"peak memory {memory.in_words(size)}")
     if not_met := failed(gates, outcome.metrics):
+        annotate(options, not_met)
         undeployed = "; nothing is deployed" if options.deploy and "deployed" not in outcome.content else ""
         help_ = "the table above shows which layers lose most"
         raise GateError(f"not met: {', '.join(not_met)}{undeployed}", help=help_)

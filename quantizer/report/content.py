@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,9 @@ def content(folder: Path, tested: Mapping[str, Any]) -> Json:
 
 def _content(info: Json, plan: Json, tested: Mapping[str, Any], statistics: Mapping[str, Tensor]) -> Json:
     measured = {(row["layer"], row["tensor"]): row for row in tested.get("layers", ())}
+    name = (plan.get("config") or {}).get("name", "")
     rows = [
-        _measured(measured.get((row["layer"], row["tensor"]), {})) | row
+        _measured(measured.get((row["layer"], row["tensor"]), {})) | row | {"line": _line(row["origins"], name)}
         for row in _tensors(info["tensors"], plan, _by_tensor(statistics))
     ]
     return {
@@ -72,6 +74,12 @@ def _content(info: Json, plan: Json, tested: Mapping[str, Any], statistics: Mapp
         "floats": {row["name"]: row["activation_is_float"] for row in plan["layers"] if "activation_is_float" in row},
         "config": plan.get("config"),
     }
+
+
+def _line(origins: list[str], name: str) -> int | None:
+    """The line of the config of this name that says most about a tensor: the last one of those that say something."""
+    found = [re.fullmatch(rf"{re.escape(name)}:(\d+):\d+", place) for place in origins]
+    return max((int(match[1]) for match in found if match is not None), default=None)
 
 
 def _damage(row: Json) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -62,11 +61,7 @@ def severity(row: Json) -> str | None:
 
 def link(content: Json, row: Json) -> Child:
     """The layer's name, leading to the line of the config that says most about it."""
-    file = content["config"] or {"name": ""}
-    name = file["name"]
-    found = [re.fullmatch(rf"{re.escape(name)}:(\d+):\d+", place) for place in row["origins"]]
-    lines = [int(match[1]) for match in found if match is not None]
-    href = f"#line-{max(lines)}" if lines and name else None
+    href = f"#line-{row['line']}" if row["line"] is not None and content["config"] else None
     return element("a" if href else "span", name_of(content, row["layer"]), href=href, title=row["layer"])
 
 
