@@ -511,8 +511,8 @@ def test_a_group_size_that_does_not_divide_is_told_for_all_layers_before_data_ar
         ModelQuantizer(config).quantize_model(model, Unread())
     [error] = [found for found in caught.value.diagnostics if found.severity == "error"]
     assert str(error.place) == "Config.global_quant_config.weight.group_size"
-    assert "Linear[0]/linear: 8 by 3" in error.message
-    assert "Linear[2]/linear: 16 by 3" in error.message
+    assert "8 long in weights of Sequential::Sequential/Linear[0]/linear" in error.message
+    assert "16 long in weights of Sequential::Sequential/Linear[2]/linear" in error.message
     assert equal(before, snapshot(model))
 
 

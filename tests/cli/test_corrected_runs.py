@@ -174,7 +174,7 @@ def test_interrupted_while_correcting_leaves_no_result(
 
 
 def test_data_that_differ_when_read_again_are_refused(toy: Toy, config: str, tmp_path: Path, capsys: Capture) -> None:
-    model = toy("import os\n    return [torch.full((8, 3), float(os.urandom(1)[0])) for _ in range(9)]", MODEL)
+    model = toy("import os\n    return (torch.full((8, 3), float(os.urandom(1)[0])) for _ in range(9))", MODEL)
     assert calibrate(tmp_path / "out", model=model, config=config) == 4
     assert "gives other batches when it is read again" in capsys.readouterr().err
     assert not (tmp_path / "out" / "quant_info.json").exists()

@@ -135,7 +135,7 @@ def test_a_checkpoint_of_another_mode_is_refused(
 
 def test_data_that_change_between_passes_are_refused(toy: Toy, config: str, tmp_path: Path, capsys: Capture) -> None:
     changing = "import itertools; c = globals().setdefault('count', itertools.count()); "
-    model = toy(changing + "return [torch.randn(40, 6) + next(c)]", MODEL)
+    model = toy(changing + "return iter([torch.randn(40, 6) + next(c)])", MODEL)
     assert calibrate(tmp_path / "out", "--fast_finetune", model=model, config=config) == 4
     assert "gives other batches when it is read again, and fast finetuning reads it" in capsys.readouterr().err
 
