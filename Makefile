@@ -9,7 +9,7 @@ PINNED := $(VENV)/constraints.txt
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c $(PINNED)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: run test test-torch test-wheel check bench clean
+.PHONY: run test test-torch test-wheel check docs bench clean
 
 $(PINNED): constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -49,6 +49,14 @@ test-wheel:
 	$(PYTHON) -m venv dist/wheel/venv
 	env -u PYTHONPATH dist/wheel/venv/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt dist/wheel/*.whl
 	env -u PYTHONPATH dist/wheel/venv/bin/python tests/wheel.py
+
+# The documentation as a site, in dist/docs.
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/.docs: $(VENV)/.run
+	$(INSTALL) -e '.[docs]'
+	@touch $@
 
 bench: $(VENV)/.run
 	for program in benchmarks/bench_*.py; do $(BIN)/python $$program || exit 1; done

@@ -50,7 +50,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 CONFIGS["GPTQ"] = CONFIGS["int4"] | {"algo_config": {"name": "gptq"}}
 CONFIGS["GPTQ, no stem"] = CONFIGS["GPTQ"] | {"exclude": ["kind:head", "*Conv2d*"]}
-GIVEN = {"ViT": ("cpu_int8", "GPTQ, no stem"), "BERT": ("cpu_int8", "GPTQ"), "GPT-2": ("int4", "GPTQ"), "OPT": ("int4", "GPTQ")}
+GIVEN = {"ViT": ("cpu_int8", "GPTQ, no stem"), "BERT": ("cpu_int8", "GPTQ")}
+GIVEN |= dict.fromkeys(("GPT-2", "OPT"), ("int4", "GPTQ"))
 """Where other configs than the first two are measured."""
 
 

@@ -83,15 +83,17 @@ def _listing() -> str:
 
 
 def _text(device: str | None, strategy: str | None, preset: str | None) -> str:
-    """The text of the preset; it names its schema by a path that does not hold where the new file is."""
+    """The text of the preset; it names its schema by the address, as the preset's path does not hold elsewhere."""
     if strategy and preset:
         raise UsageError("--strategy and --preset both name a preset", help="give one of them")
     name = preset or (STRATEGIES[strategy] if strategy else DEVICES[device or "CPU"])
-    lines = resource("configs", f"{name}.json").read_text("utf-8").splitlines(keepends=True)
-    text = "".join(line for line in lines if not line.lstrip().startswith('"$schema"'))
+    form = form_of(load_resource("configs", f"{name}.json"))
+    address = load_resource("schemas", f"{form}.schema.json")["$id"]
+    text = resource("configs", f"{name}.json").read_text("utf-8")
+    text = text.replace(f"../schemas/{form}.schema.json", address)
     if not device or not (strategy or preset):
         return text
-    if form_of(load_resource("configs", f"{name}.json")) == "layered":
+    if form == "layered":
         raise UsageError(f"the preset {name} says its device itself", help="leave out --device, or change the file")
     if device == "DPU":
         given = f"--strategy {strategy}" if strategy else f"--preset {preset}"

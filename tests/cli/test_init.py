@@ -128,3 +128,10 @@ def test_standard_output(capsys: pytest.CaptureFixture[str], tmp_path: Path, mon
 def test_places_that_cannot_be_written(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["init", "-o", str(tmp_path / target)]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_config_names_the_address_of_its_schema(tmp_path: Path) -> None:
+    for words, form in ((["--device", "DPU"], "layered"), (["--strategy", "gptq"], "hierarchical")):
+        assert run_command(["init", *words, "-o", str(tmp_path / "net.json"), "--overwrite"]) == 0
+        schema = json.loads((CONFIGS.parent / "schemas" / f"{form}.schema.json").read_text("utf-8"))
+        assert json.loads((tmp_path / "net.json").read_text("utf-8"))["$schema"] == schema["$id"]

@@ -1,0 +1,30 @@
+"""A hook of the site: files of the repository that pages link to come with it, and the schemas at their addresses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files  # type: ignore[import-not-found]
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = re.compile(r"\]\(\.\./((?:examples|configs|quantizer|schemas)/[\w./-]+)\)")
+README = re.compile(r"\]\(\.\./README\.md(#[\w-]+)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add what pages link to outside of docs/, and the schemas."""
+    named = {name for path in (ROOT / "docs").glob("*.md") for name in OUTSIDE.findall(path.read_text("utf-8"))}
+    for name in sorted(named):
+        files.append(File.generated(config, f"files/{name}.txt", abs_src_path=str(ROOT / name)))
+    for path in (ROOT / "schemas").glob("*.schema.json"):
+        files.append(File.generated(config, f"schemas/{path.name}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Lead to these copies; links to the README lead to the first page."""
+    if "/" in page.file.src_uri:
+        return markdown
+    return README.sub("](index.md)", OUTSIDE.sub(r"](files/\1.txt)", markdown))

@@ -1,0 +1,77 @@
+"""The pages as a site: all are in its navigation, links lead somewhere, and the tutorial runs as it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+yaml = pytest.importorskip("yaml", reason="mkdocs.yml is YAML (extra: llm)")
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "config").glob("*.md"))]
+FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+TUTORIAL = (DOCS / "tutorial.md").read_text("utf-8")
+COMMANDS = re.findall(r"^(?:quantizer|sed) .*$", "\n".join(re.findall(r"^```\n(.*?)```", TUTORIAL, re.S | re.M)), re.M)
+
+
+def anchors(text: str) -> set[str]:
+    """What a link may name: headings as GitHub and the site spell them."""
+    titles = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).replace("`", "").strip().lower() for title in titles]
+    found = {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
+    return found | set(re.findall(r'<a (?:id|name)="([^"]+)"', text)) | set(re.findall(r"\{#([\w-]+)\}", text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+    text = FENCED.sub("", page.read_text("utf-8"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), f"{target} is not there"
+        if anchor:
+            assert anchor in anchors(file.read_text("utf-8")), f"{target} has no such heading"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text("utf-8")
+    named = set(re.findall(r"[\w/]+\.md", text.partition("\nnav:")[2]))
+    assert named == {path.name for path in DOCS.glob("*.md")} | {"config/README.md"}
+
+
+@pytest.mark.parametrize("name", ["layered", "hierarchical", "quantization_spec"])
+def test_a_schema_has_the_address_that_configs_and_the_page_on_editors_name(name: str) -> None:
+    schema = json.loads((ROOT / "schemas" / f"{name}.schema.json").read_text("utf-8"))
+    site = yaml.safe_load(re.sub(r"!!\S+", "", (ROOT / "mkdocs.yml").read_text("utf-8")))["site_url"]
+    assert schema["$id"] == f"{site}schemas/{name}.schema.json"
+    if name != "quantization_spec":
+        assert schema["$id"] in (DOCS / "editors.md").read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_as_it_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="it ends with a file for ONNX Runtime (extra: onnx)")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    assert len(COMMANDS) == 13
+    said = {}
+    for command in COMMANDS:
+        bash = ["bash", "-c", command]
+        run = subprocess.run(bash, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, f"{command}\n{run.stdout}{run.stderr}"
+        said[command] = run.stdout
+    first = said[next(command for command in COMMANDS if "--quant_mode test" in command)]
+    figure = re.findall(r"^sqnr_db (\d+)\.", TUTORIAL, re.MULTILINE)[0]
+    assert re.search(rf"^sqnr_db {figure}\.", first, re.MULTILINE), "as the page shows it"
+    assert (tmp_path / "quantize_result" / "export" / "ResNet.onnx").exists()
