@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -65,7 +66,9 @@ class CalibratedFolder:
         """The config that it was calibrated with, as far as there is a file; else as it took effect."""
         if file := self.plan.get("config"):
             return parse_document(Text(file["name"], file["text"]))
-        return Document.of(read_json(self.place / ORIGINS[1]), "config")
+        said = (place for tensor in self.planned.values() for place in tensor["origins"].values() if place != "default")
+        name = re.match(r"\w+", next(said, "config"))
+        return Document.of(read_json(self.place / ORIGINS[1]), name[0] if name else "config")
 
     def source(self, key: Key) -> str:
         """The layer whose value is quantized."""

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_ranks import MODEL, calib, config_file, differing
+from torch import nn
 
+import quantizer
 from configs import document, layer
+from quantizer import Config, Dtype, PerTensorPercentileObserver, QuantizationConfig, QuantizationSpec
 from quantizer.cli.main import run_command
 
 Capture = pytest.CaptureFixture[str]
@@ -150,3 +154,26 @@ def test_it_writes_in_place_and_a_dry_run_writes_nothing(net: str, tmp_path: Pat
     entries = json.loads((folder / "quant_info.json").read_text())["tensors"]
     assert all(entries[row["layer"]][row["tensor"]]["scale"] == row["scale"] for row in said["tensors"])
     assert run_command(["--quant_mode", "test", "--model", net, "--output_dir", str(folder), "-q"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["dict", "Config"])
+def test_a_config_of_python_is_changed_where_it_speaks(kind: str, tmp_path: Path) -> None:
+    """It has no text, so its places are paths of values; the narrower level says another method than the wider."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    data = [torch.randn(8, 6) * (1 + at) for at in range(4)]
+    wide = QuantizationSpec(dtype=Dtype.int8)
+    narrow = QuantizationSpec(dtype=Dtype.int8, observer_cls=PerTensorPercentileObserver, percentage=99.0)
+    first = QuantizationConfig(weight=wide, input_tensors=wide)
+    built = Config(first, layer_quant_config={"2": QuantizationConfig(weight=wide, input_tensors=narrow)})
+    plain = {
+        "global_quant_config": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}},
+        "layer_quant_config": {"2": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"} | PERCENTILE}},
+    }
+    quantizer.calibrate(model, built if kind == "Config" else plain, data).save(tmp_path / "out")
+    words = ["--method", "mse", "--output_dir", str(tmp_path / "retuned"), "-o", str(tmp_path / "q.json")]
+    assert run_command(["retune", str(tmp_path / "out"), *words]) == 0
+    quantizer.calibrate(model, tmp_path / "q.json", data).save(tmp_path / "anew")
+    anew, retuned = (json.loads((tmp_path / at / "quant_info.json").read_text()) for at in ("anew", "retuned"))
+    assert anew["tensors"] == retuned["tensors"]
+    assert anew["header"]["config"] == retuned["header"]["config"]
