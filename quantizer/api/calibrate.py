@@ -53,8 +53,7 @@ def calibrate(
         config: a path, a dict or a `Config`, of either file form; None for the built-in default of the DPU.
         data: an iterable of batches (tensors, tuples, dicts, with or without targets), a function that returns one, or
             what `--data` takes as text; the same batches each time. Without ranges to find, the first gives the shape.
-        batch_size: samples per batch, of data that come as text.
-        subset_len: use so many samples.
+        batch_size: samples per batch, of data that come as text; of any data, `subset_len` samples are used.
         seed: of all randomness.
         fast_finetune: "adaround" or "adaquant" to learn how to round the weights.
         folder: where checkpoints go while it runs, and where `resume` looks for them to go on with a stopped run.

@@ -47,6 +47,15 @@ _BLOCKS: Mapping[Form, Mapping[str, str]] = {
 _ENTRIES = {"tensor_quantize_config": "tensor_quantize_config", "an entry of layer_quantize_config": "layer_entry"}
 """The other blocks of the layered form."""
 
+_SYNONYMS = {
+    **dict.fromkeys(("minmax", "absmax", "minmaxobserver"), "maxmin"),
+    **dict.fromkeys(("kl", "kld", "kldivergence", "calibrateentropy"), "entropy"),
+    **dict.fromkeys(("l2", "mseobserver"), "mse"),
+    **dict.fromkeys(("bankersrounding", "nearesteven", "roundhalftoeven"), "half_even"),
+    **dict.fromkeys(("powerof2", "pot", "pow2"), "poweroftwo"),
+}
+"""Words of other tools, without case and punctuation, for options of keys."""
+
 _SWITCHES = {"equalization": "include_cle", "cle": "include_cle", "bias_correction": "include_bias_corr"}
 """What other tools list among their algorithms."""
 
@@ -80,7 +89,7 @@ def value_fixes(document: Document, path: Path, schema: Mapping[str, Any]) -> It
         yield Fix(f"write {text}", edits, (pointer,), uncovers=pointer if isinstance(value, dict) else None)
     if isinstance(value, str):
         words = [word for word in schema.get("enum", ()) if isinstance(word, str)]
-        meant = misspelt(value, words)
+        meant = misspelt(value, words) or _synonym(value, words)
         for word in dict.fromkeys(filter(None, (meant, closest(value, words)))):
             yield Fix(f'did you mean "{word}"?', (Edit(*span, json.dumps(word)),), (pointer,), word == meant)
     reason = f'{quoted(value)} is a value of "{owner}"; ' if (owner := _owner(key, value, form)) else ""
@@ -119,6 +128,12 @@ def key_fixes(document: Document, path: Path, known: Collection[str]) -> Iterato
         text = f'in this form it is "{word}"' if counterpart else f'did you mean "{word}"?'
         uncovers = pointer if word == meant else None
         yield Fix(text, (Edit(*span, json.dumps(word)),), (pointer,), word == meant, uncovers)
+
+
+def _synonym(value: str, words: Collection[str]) -> str | None:
+    """The option that other tools have this word for."""
+    word = _SYNONYMS.get("".join(filter(str.isalnum, value.lower())))
+    return word if word in words else None
 
 
 def _literals(document: Document, path: Path, schema: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Edit, ...]]]:

@@ -1,6 +1,7 @@
-"""Quantization with a range found each time: of the tensor at hand, or of each of its rows. Keeps nothing."""
+"""Quantization with a range found each time: of the tensor at hand, or of each of its rows. Knows no modules."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -60,6 +61,20 @@ def quantize_rows(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) -> Ten
         if out.dtype != work:
             out[here] = wide
     _check(broken, len(rows), least, code_range)
+    return out
+
+
+def once(x: Tensor, spec: QuantizationSpec, quantize: Callable[[], Tensor]) -> Tensor:
+    """Return what `quantize` makes of `x`; modules that read one value with one spec, as query, key and value do, share
+    it. It is kept with the value, for as long as that lives, and made anew where either was written to.
+    """
+    if type(x) is not Tensor or torch.compiler.is_compiling() or x.is_inference():
+        return quantize()
+    kept: dict[QuantizationSpec, tuple[int, Tensor, int]] = x.__dict__.setdefault("_quantized", {})
+    version, out, out_version = kept.get(spec, (-1, x, -1))
+    if version != x._version or out_version != out._version:
+        out = quantize()
+        kept[spec] = x._version, out, out._version
     return out
 
 

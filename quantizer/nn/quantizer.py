@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.nn.dynamic import dynamic_qparams, quantize_rows
+from quantizer.nn.dynamic import dynamic_qparams, once, quantize_rows
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.fake_quantize import fake_cast, fake_quantize
 from quantizer.numerics.formats import cast_round_trip_
@@ -73,7 +73,9 @@ class TensorQuantizer(nn.Module):
         with torch.no_grad():
             if not self.spec.is_dynamic:
                 return place(x, self.spec, self.scale, self.zero_point, inplace=self.inplace)
-            return x if x.numel() == 0 else self._dynamic(x)
+            if x.numel() == 0:
+                return x
+            return self._dynamic(x) if self.inplace else once(x, self.spec, lambda: self._dynamic(x))
 
     def _dynamic(self, x: Tensor) -> Tensor:
         spec = self.spec

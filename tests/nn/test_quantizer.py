@@ -211,3 +211,21 @@ def test_a_traced_program_has_the_static_values(name, cut):
     x = values(4, 3, 16)
     quantizer = static(spec_of(name, cut), x)
     assert torch.equal(export(quantizer, (x,)).module()(x), quantizer(x))
+
+
+def test_modules_that_read_one_value_share_what_is_made_of_it_until_it_is_written_to() -> None:
+    spec = QuantizationSpec(is_dynamic=True)
+    first, second = TensorQuantizer(spec), TensorQuantizer(spec)
+    x = torch.tensor([[-1.0, 0.3], [0.2, 2.0]])
+    found = first(x)
+    assert second(x) is found
+    assert TensorQuantizer(replace(spec, bit_width=4))(x) is not found
+    x[0, 0] = 5.0
+    again = second(x)
+    assert again is not found and again[0, 0] == 5.0
+    again.zero_()
+    assert first(x)[0, 0] == 5.0, "a module may have written to what it was given"
+    assert TensorQuantizer(spec, inplace=True)(x) is not again
+    with torch.inference_mode():
+        y = torch.tensor([[-1.0, 0.3]])
+        torch.testing.assert_close(first(y), second(y))
