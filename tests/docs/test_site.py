@@ -60,6 +60,26 @@ def test_a_schema_has_the_address_that_configs_and_the_page_on_editors_name(name
 
 
 @pytest.mark.slow
+def test_the_first_screen_of_the_readme_prints_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("onnxruntime", reason="it ends with a file for ONNX Runtime (extra: onnx)")
+    commands, shown = re.findall(r"^```\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.S | re.M)[:2]
+    install, *rest = commands.splitlines()
+    assert install == "pip install 'quantizer-torch[onnx]'"
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    for command in rest:
+        program, *words = shlex.split(command)
+        assert (program, run_command(words)) == ("quantizer", 0), command
+    said = capsys.readouterr().out
+    for line in shown.splitlines():
+        words = re.sub(r"[\d.]+", r"[\\d.]+", re.escape(line.removesuffix(" …")).replace(r"\.", "."))
+        assert re.search(words, said), f"{line}: processors round differently, but say the same"
+    assert float(re.findall(r"^sqnr_db ([\d.]+)", said, re.M)[0]) == pytest.approx(36.8, abs=0.3)
+
+
+@pytest.mark.slow
 def test_the_tutorial_runs_as_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
