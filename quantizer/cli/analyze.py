@@ -96,6 +96,8 @@ def analyze(options: AnalyzeOptions) -> None:
         raise UsageError("--metric and a budget of size are two searches: give one of them")
     if options.apply and (not changes or options.output):
         raise UsageError("--apply writes a changed config", help="give --metric or a budget of size, and no -o")
+    if options.report:
+        results.read_info(Path(options.report))  # before anything takes long
     with session.notes_on_stderr(options.json), redirect_stdout(sys.stderr):
         result = _floats(options) if options.metric else _run(options, widths, budget)
     file = options.config_file if options.apply else options.file

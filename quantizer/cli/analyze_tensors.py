@@ -106,7 +106,7 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablatio
         UsageError: there is no such metric.
         GateError: it does not hold with all layers in float.
     """
-    options, gate = subject.options, parse_gate(metric)
+    options, gate = subject.options, parse_gate(metric, "--metric")
     evaluator: Evaluate | None = load_evaluate(options.evaluate) if options.evaluate else subject.loaded.evaluate
     if evaluator is None:
         require_known(

@@ -34,6 +34,7 @@ class Gate:
     metric: str
     comparison: str
     bound: float
+    option: str = "--gate"
 
     def holds(self, metrics: Mapping[str, float]) -> bool:
         """Whether the metric fulfils the gate.
@@ -45,16 +46,17 @@ class Gate:
         return _COMPARE[self.comparison](metrics[self.metric], self.bound)
 
 
-def parse_gate(text: str) -> Gate:
-    """The gate a text says.
+def parse_gate(text: str, option: str = "--gate") -> Gate:
+    """The gate a text says, which an option was given.
 
     Raises:
         UsageError: it is not `metric>=number`.
     """
     found = _GATE.fullmatch(text)
     if found is None:
-        raise UsageError(f"--gate {text!r} is not a comparison", help="write metric>=number, for example 'sqnr_db>=20'")
-    return Gate(text, found.group(1), found.group(2), float(found.group(3)))
+        remedy = "write metric>=number, for example 'sqnr_db>=20'"
+        raise UsageError(f"{option} {text!r} is not a comparison", help=remedy)
+    return Gate(text, found.group(1), found.group(2), float(found.group(3)), option)
 
 
 def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
@@ -67,7 +69,7 @@ def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
         if gate.metric not in known:
             near = closest(gate.metric, known)
             help_ = f'did you mean "{near}"?' if near else f"known here: {', '.join(sorted(known))}"
-            raise UsageError(f"--gate {gate.text!r}: there is no metric {gate.metric!r}", help=help_)
+            raise UsageError(f"{gate.option} {gate.text!r}: there is no metric {gate.metric!r}", help=help_)
 
 
 def names_in_test(metrics: Iterable[str], options: Options) -> set[str]:

@@ -158,7 +158,8 @@ def test_apply_changes_the_config_and_then_it_holds_already(net: str, tmp_path: 
     [
         (["--metric", "sqnr_db>=1e9"], 0, ""),
         (["--metric", "top1>=2"], 1, "top1>=2 does not hold with any of these layers in float"),
-        (["--metric", "sqnr>=2"], 2, 'did you mean "sqnr_db"?'),
+        (["--metric", "sqnr>=2"], 2, "--metric 'sqnr>=2': there is no metric 'sqnr'"),
+        (["--tensors", "--report", "nowhere"], 5, "nowhere/quant_info.json does not exist"),
         (["--metric", "sqnr_db>=2", "--budget", "4"], 2, "two searches"),
         (["--apply"], 2, "--apply writes a changed config"),
     ],
