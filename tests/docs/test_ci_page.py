@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from quantizer.cli.main import run_command
 
 yaml = pytest.importorskip("yaml", reason="the pages are YAML (extra: llm)")
 
@@ -91,16 +95,20 @@ def test_the_workflow_of_the_page_gates_a_model_with_an_annotation(repository: P
 
 
 @pytest.mark.slow
-def test_gitlab_s_script_and_the_comparison_run(repository: Path) -> None:
+def test_gitlab_s_script_and_the_comparison_run(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     job: dict[str, Any] = BLOCKS[2]["quantization"]
-    assert job["script"][0].startswith("pip install")
-    for command in job["script"][1:]:
-        shell(command, repository)
+    install, *rest = map(shlex.split, job["script"])
+    assert install == ["pip", "install", "quantizer-torch[torch]"]
+    monkeypatch.chdir(repository)
+    assert [(words[0], run_command(words[1:])) for words in rest] == [("quantizer", 0)] * 3
     for path in job["artifacts"]["paths"]:
         assert (repository / path).exists()
-    shell("mkdir release && cp -r quantize_result release/", repository)
+    shutil.copytree("quantize_result", "release/quantize_result")
     (command,) = re.findall(r"^quantizer diff .*$", PAGE, re.MULTILINE)
-    assert "no tensor differs" in shell(command, repository)
+    assert run_command(shlex.split(command)[1:]) == 0
+    assert "no tensor differs" in capsys.readouterr().out
 
 
 def test_the_hook_of_the_page_is_that_of_the_repository() -> None:
