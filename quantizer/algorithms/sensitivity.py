@@ -149,7 +149,7 @@ def output_noise(
                     row = noise[first[node.name]]
                     for column, width in enumerate(widths):
                         with _replaced(network, rounded(network, candidates[first[node.name]], width)):
-                            row[column] += _distance(reference, execution.branch().advance().float_outputs())
+                            row[column] += distance(reference, execution.branch().advance().float_outputs())
                     after_layer()
                 execution.step()
     if not count:
@@ -167,11 +167,11 @@ def noise_of(network: Network, weights: Mapping[str, Tensor], batches: Iterable[
             start = network.start(batch.args, batch.kwargs)
             reference = start.branch().advance().float_outputs()
             with _replaced(network, weights):
-                total += _distance(reference, start.advance().float_outputs())
+                total += distance(reference, start.advance().float_outputs())
     return total
 
 
-def _distance(reference: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+def distance(reference: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     """Squared; infinite where rounding makes an output that is no number."""
     found = math.fsum(energy(x - y) for x, y in zip(reference, other, strict=True))
     return found if math.isfinite(found) else math.inf

@@ -9,7 +9,7 @@ import click
 
 from quantizer.cli import session
 from quantizer.cli.follow import followed, progress
-from quantizer.cli.gates import FIGURES, MEASURED, Gate, parse_gate, require_known
+from quantizer.cli.gates import MEASURED, Gate, names_in_test, parse_gate, require_known
 from quantizer.cli.options import Options
 from quantizer.cli.session import ReadConfig
 from quantizer.config.document import Document
@@ -29,6 +29,7 @@ from quantizer.errors import GateError
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
+from quantizer.report.tables import finite
 from quantizer.sources.data import Batches
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 
@@ -80,7 +81,10 @@ class Found:
     def to_json(self, gate: Gate) -> dict[str, Any]:
         """For programs."""
         floats = [{"layers": list(part.layers), "bytes": part.cost} for part in self.chosen]
-        metrics = {"before": dict(self.before), "after": dict(self.after)}
+        metrics = {
+            when: {name: finite(value) for name, value in found.items()}
+            for when, found in (("before", self.before), ("after", self.after))
+        }
         return {"metric": gate.text, "float": floats, "metrics": metrics, "runs": self.runs, "config": self.config}
 
     def lines(self, gate: Gate, paths: Mapping[str, str]) -> list[str]:
@@ -109,9 +113,7 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablatio
     options, gate = subject.options, parse_gate(metric, "--metric")
     evaluator: Evaluate | None = load_evaluate(options.evaluate) if options.evaluate else subject.loaded.evaluate
     if evaluator is None:
-        require_known(
-            [gate], {*FIGURES, *(f"{name}{end}" for name in MEASURED for end in ("", "_float", "_drop", "_ratio"))}
-        )
+        require_known([gate], names_in_test(MEASURED, options))
     evaluation = session.open_data(options, subject.loaded, evaluation=True)
     found, plan = measured_tensors(subject)
     runs = dict[tuple[str, ...], Mapping[str, float]]()

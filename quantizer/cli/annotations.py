@@ -10,6 +10,7 @@ from quantizer.cli.render import workflow_command
 from quantizer.engine.result_files import read_json
 from quantizer.errors import ResultError
 from quantizer.report.files import VALUES
+from quantizer.report.page.parts import most_damaged, of
 
 
 def annotate(options: Options, not_met: Sequence[str]) -> None:
@@ -20,12 +21,10 @@ def annotate(options: Options, not_met: Sequence[str]) -> None:
         values = read_json(Path(options.output_dir) / VALUES)
     except ResultError:  # float mode writes none
         values = {"layers": [], "config": None}
-    measured = [row for row in values["layers"] if row["local_sqnr_db"] is not None]
     text, properties = f"not met: {', '.join(not_met)}", dict[str, str]()
-    if measured and options.quant_mode == "test":
-        worst = min(measured, key=lambda row: row["local_sqnr_db"])
-        name = values["paths"].get(worst["layer"], worst["layer"])
-        text += f"; {worst['tensor']} of {name} loses most, {worst['local_sqnr_db']:.1f} dB"
+    worst = most_damaged(values["layers"]) if options.quant_mode == "test" else None
+    if worst is not None:
+        text += f"; {of(values, worst)} loses most, {worst['local_sqnr_db']:.1f} dB"
         if worst["line"] is not None:
             file = options.config_file or values["config"]["name"]
             properties = {"file": file, "line": str(worst["line"])}

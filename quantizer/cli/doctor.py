@@ -21,7 +21,7 @@ STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red
 
 
 @command()
-@takes(*LOOK, "subset_len", "seed", "device", "output_dir", "memory")
+@takes(*(name for name in LOOK if name != "output"), "subset_len", "seed", "device", "output_dir", "memory")
 def doctor(options: Options) -> None:
     """Check machine, config, data and model in one pass: what would be slow, wrong or left in float, with the remedy.
 

@@ -62,6 +62,8 @@ def retune(folder: str, options: RetuneOptions) -> None:
     change = Change(options.method, options.percentage, options.statistic)
     if change == Change():
         raise UsageError("nothing is changed", help="give --method, --percentage or --statistic")
+    if options.dry_run and options.output_dir:
+        raise UsageError("--dry_run writes no results", help="leave out --output_dir; -o FILE writes the config")
     place = Path(folder)
     before = CalibratedFolder(place)
     found = retuned(before, change, _layers(options.layer, before) if options.layer else None)

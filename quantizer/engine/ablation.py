@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantizer.algorithms.sensitivity import distance
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.errors import DataError
 from quantizer.graph.parameters import set_parameter
@@ -85,7 +86,7 @@ def ablate(
             with naming_batch(len(signal)):
                 left, right = (each.start(batch.args, batch.kwargs) for each in (reference, quantized))
                 expected = left.branch().advance().float_outputs()
-                noise.append(_distance(expected, right.branch()))
+                noise.append(_noise(expected, right))
             signal.append(math.fsum(map(energy, expected)))
             if not math.isfinite(signal[-1]):
                 raise DataError("the float model's output is not finite", help="check the data and the weights")
@@ -93,9 +94,9 @@ def ablate(
                 mine, its = reference.layers[node.name], quantized.layers[node.name]
                 for role in list(its.quantizers):
                     with _tensor_of(mine, its, role):
-                        alone[node.name, role].append(_distance(expected, left.branch()))
+                        alone[node.name, role].append(_noise(expected, left))
                     with _tensor_of(its, mine, role):
-                        without[node.name, role].append(_distance(expected, right.branch()))
+                        without[node.name, role].append(_noise(expected, right))
                     after_tensor()
                 left.step()
                 right.step()
@@ -128,8 +129,6 @@ def _tensor_of(layer: Layer, other: Layer, role: str) -> Iterator[None]:
             layer.quantizers[role] = before
 
 
-def _distance(expected: Sequence[Tensor], execution: Execution) -> float:
-    """Squared; infinite where quantization makes an output that is no number."""
-    found = execution.advance().float_outputs()
-    value = math.fsum(energy(x - y) for x, y in zip(expected, found, strict=True))
-    return value if math.isfinite(value) else math.inf
+def _noise(expected: Sequence[Tensor], execution: Execution) -> float:
+    """Of the output, when the execution goes on from where it is."""
+    return distance(expected, execution.branch().advance().float_outputs())

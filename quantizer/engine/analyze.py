@@ -237,12 +237,9 @@ def uniform(found: Analysis, budget: Budget) -> tuple[int, ...] | None:
 
 def curve(found: Analysis) -> list[tuple[int, ...]]:
     """The best choices under ever larger budgets of bytes, from the smallest widths to the largest."""
-    costs = [list(row.sizes) for row in found.rows]
-    least, most = (sum(map(pick, costs)) for pick in (min, max))
-    options = [list(map(Option, sizes, row.noise)) for sizes, row in zip(costs, found.rows, strict=True)]
-    limits = [least + (most - least) * at // (POINTS - 1) for at in range(POINTS)]
-    picked = [choice for limit in limits if (choice := choose(options, limit)) is not None]
-    return list(dict.fromkeys(picked))
+    least, most = (found.rest + sum(pick(row.sizes) for row in found.rows) for pick in (min, max))
+    budgets = (Budget(max_bytes=least + (most - least) * at // (POINTS - 1)) for at in range(POINTS))
+    return list(dict.fromkeys(chosen(found, budget) for budget in budgets))
 
 
 def _costs(found: Analysis, budget: Budget) -> tuple[list[list[int]], int]:

@@ -110,6 +110,7 @@ class CalibratedFolder:
         """
         header = {**self.header, "files": dict(self.header["files"])}
         if place.resolve() != self.place.resolve():
+            results.clear(place)
             for name in header["files"]:
                 shutil.copyfile(self.place / name, place / name)
         for name in (INFO, *TESTED):

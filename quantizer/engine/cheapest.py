@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from quantizer.config.roles import is_parameter
 from quantizer.engine.ablation import Ablation
+from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Key, Plan
 
 PRUNED = 12
@@ -81,5 +82,4 @@ def _bytes(plan: Plan, key: Key) -> int:
     else:
         node = plan.graph.by_name[plan.tensors[key].source]
         values = math.prod(size for size in (node.shape or ())[1:] if size is not None)
-    spec = plan.tensors[key].spec
-    return values * max(0, 32 - (spec.bit_width if spec.dtype == "int" else 8)) // 8
+    return values * max(0, 32 - bits_of(plan.tensors[key].spec)) // 8

@@ -16,10 +16,11 @@ import torch
 
 from quantizer import memory
 from quantizer.config.wording import shortened
+from quantizer.errors import pip_line
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES
 from quantizer.plan.size import weight_bytes
-from quantizer.sources.batches import Batch
+from quantizer.sources.batches import Batch, Fingerprint
 from quantizer.sources.data import Batches
 
 Level = Literal["ok", "note", "warning", "error"]
@@ -77,7 +78,7 @@ def environment(device: str, folder: Path) -> Iterator[Check]:
         missing = [name for name in packages if find_spec(name) is None]
         if missing:
             text = f"the extra {extra} is not complete: {', '.join(missing)}"
-            yield Check("packages", "note", text, f"pip install 'quantizer-torch[{extra}]' where it is needed")
+            yield Check("packages", "note", text, f"{pip_line(extra)} where it is needed")
 
 
 def data(batches: Batches) -> Iterator[Check]:
@@ -86,7 +87,7 @@ def data(batches: Batches) -> Iterator[Check]:
     Raises:
         DataError: it cannot be read, or holds NaN.
     """
-    seen: Counter[int] = Counter()
+    seen: Counter[str] = Counter()
     samples, sizes, totals = 0, set[int](), dict[str, list[float]]()
     for batch in islice(iter(batches), READ):
         samples += batch.size
@@ -119,8 +120,10 @@ def data(batches: Batches) -> Iterator[Check]:
             yield Check("data", "warning", text, "is it normalized as in training? Pixels from 0 to 255 are not")
 
 
-def _digest(batch: Batch) -> int:
-    return hash(tuple((name, tuple(t.shape), t.double().sum().item()) for name, t in batch.tensors()))
+def _digest(batch: Batch) -> str:
+    found = Fingerprint()
+    found.update(batch)
+    return str(found.to_json()["digest"])
 
 
 def plan(found: Plan) -> Iterator[Check]:
@@ -178,9 +181,3 @@ def room(peaks: Iterable[tuple[str, int | None]]) -> Iterator[Check]:
         )
         remedy = "" if fits else "use a smaller --batch_size, or --memory"
         yield Check("memory", "ok" if fits else "error", text, remedy)
-
-
-def worst(checks: Iterable[Check]) -> Level:
-    """The worst level of some checks."""
-    order: tuple[Level, ...] = ("ok", "note", "warning", "error")
-    return max((check.level for check in checks), key=order.index, default="ok")

@@ -83,8 +83,7 @@ def write_results(
     plan, graph = calibration.plan, calibration.plan.graph
     found = encoded(graph, found)
     network = Network(with_weights(graph, found.weights))
-    for name in (*_owned(folder), *TESTED):
-        (folder / name).unlink(missing_ok=True)
+    clear(folder)
     tensors = {**tensors_of(network, found), STATISTICS: calibration.state_dict()}
     files = {name: write_tensors(folder / name, own) for name, own in tensors.items()}
     files[f"{graph.model}.py"] = write_bytes(folder / f"{graph.model}.py", emit(graph).encode())
@@ -121,6 +120,12 @@ def write_info(folder: Path, header: Mapping[str, Any], entries: Mapping[str, An
     """Write quant_info.json, after which the folder is a complete calibration."""
     content = {"header": header, "tensors": entries}
     write_json(folder / INFO, content | {"checksum": _checksum(content), "complete": True})
+
+
+def clear(folder: Path) -> None:
+    """Take away what a calibration and its tests have written, quant_info.json first."""
+    for name in (*_owned(folder), *TESTED):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _planned(plan: Plan, config: Config) -> dict[str, Any]:

@@ -69,6 +69,8 @@ def retuned(folder: CalibratedFolder, change: Change, layers: Collection[str] | 
     """
     document = folder.document
     form = form_of(document.value)
+    if change.percentage is not None and change.method not in (None, "percentile"):
+        raise UsageError(f"--percentage is for the percentile method, not for {change.method}")
     if form == "hierarchical" and change.statistic:
         raise UsageError("--statistic is for the layered form: here the observers of activations decide it")
     keys = [key for key in folder.activations if layers is None or key[0] in layers]

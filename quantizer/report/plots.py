@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.engine.result_files import write_bytes
-from quantizer.errors import ResultError, UsageError
+from quantizer.errors import ResultError, UsageError, pip_line
 from quantizer.report.page.figures import figures, standalone
 from quantizer.report.page.parts import in_order, name_of
 
@@ -24,7 +24,7 @@ def _png(drawing: str) -> bytes:
     try:
         import resvg_py
     except ImportError:
-        raise UsageError("PNG needs resvg-py", help="pip install 'quantizer-torch[plots]', or write SVG") from None
+        raise UsageError("PNG needs resvg-py", help=f"{pip_line('plots')}, or write SVG") from None
     return bytes(resvg_py.svg_to_bytes(svg_string=drawing, zoom=PIXELS))
 
 
@@ -59,7 +59,7 @@ def write_events(values: Mapping[str, Any], folder: Path) -> None:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise UsageError("this needs tensorboard", help="pip install tensorboard") from None
+        raise UsageError("this needs tensorboard", help=pip_line("plots")) from None
     content = dict(values)
     try:
         with SummaryWriter(str(folder)) as writer:

@@ -30,7 +30,7 @@ def figures(content: Json) -> Iterator[tuple[str, Markup]]:
 
 def depth(content: Json) -> Markup | None:
     """SQNR of activations in the order of execution."""
-    rows = [row for row in measured(content) if row["op"] != "input"]  # of which little is lost, or nothing
+    rows = measured(content)
     series = (
         Series("this tensor alone", [row["local_sqnr_db"] for row in rows], "second"),
         Series("the whole network up to here", [row["accumulated_sqnr_db"] for row in rows], "first"),
@@ -57,8 +57,8 @@ def _choice(found: Json, what: str) -> Point:
 
 
 def measured(content: Json) -> list[Json]:
-    """The tensors that a test has compared, in the order of execution."""
-    return [row for row in in_order(content) if row["accumulated_sqnr_db"] is not None]
+    """The tensors that a test has compared, in the order of execution; of inputs little is lost, or nothing."""
+    return [row for row in in_order(content) if row["accumulated_sqnr_db"] is not None and row["op"] != "input"]
 
 
 def histogram(content: Json, row: Json) -> Markup | None:

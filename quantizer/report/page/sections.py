@@ -80,7 +80,7 @@ def layers(content: Json) -> Markup | None:
 
 def depth(content: Json) -> Markup | None:
     """SQNR of activations in the order of execution."""
-    inside = [row for row in figures.measured(content) if row["op"] != "input"]
+    inside = figures.measured(content)
     falls = [
         (before["accumulated_sqnr_db"] - after["accumulated_sqnr_db"], after)
         for before, after in itertools.pairwise(inside)
