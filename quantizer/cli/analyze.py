@@ -17,6 +17,7 @@ from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_ten
 from quantizer.cli.follow import progress
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes, write_text
 from quantizer.cli.table_view import table_view
+from quantizer.cli.typed import refuse_typed
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document import Document
 from quantizer.config.load import check_document
@@ -96,6 +97,10 @@ def analyze(options: AnalyzeOptions) -> None:
         raise UsageError("--metric and a budget of size are two searches: give one of them")
     if options.apply and (not changes or options.output):
         raise UsageError("--apply writes a changed config", help="give --metric or a budget of size, and no -o")
+    if options.metric:
+        refuse_typed(["choices", "passes", "tensors"], "--metric measures each tensor, and chooses no widths")
+    else:
+        refuse_typed(["eval_data", "evaluate"], "they are for the test runs of --metric")
     if options.report:
         results.read_info(Path(options.report))  # before anything takes long
     with session.notes_on_stderr(options.json), redirect_stdout(sys.stderr):
@@ -189,7 +194,13 @@ def _subject(options: AnalyzeOptions) -> Subject:
     batches = session.open_data(options, loaded)
     if batches.stands_in:
         raise session.missing_data()
-    return Subject(options, read, loaded, batches, session.trace_model(options, loaded, batches))
+    original = session.trace_model(options, loaded, batches)
+    if options.report:
+        info = results.read_info(Path(options.report))
+        results.check_model(info, original)
+        if not read.config.algorithms:
+            results.check_plan(info, read.config, session.make_plan(read, original, quiet=True).tensors)
+    return Subject(options, read, loaded, batches, original)
 
 
 def _floats(options: AnalyzeOptions) -> Findings:

@@ -8,11 +8,16 @@ from typing import Any
 import click
 
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
+from quantizer.cli.typed import refuse_typed
 from quantizer.config.compared import compared
 from quantizer.config.load import load_config
 from quantizer.errors import GateError, UsageError
 
 FIGURES = "sqnr_db, cosine, top1, top1_agreement, perplexity and weight_bytes"
+
+
+_OF_MODELS = tuple(name for name in LOOK if name not in ("config_file", "output", "json"))
+"""The options about a model."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class DiffOptions(Options):
 @command()
 @click.argument("first", type=click.Path())
 @click.argument("second", type=click.Path())
-@takes("fail_on", *TABLE, *(name for name in LOOK if name not in ("config_file", "output")), kind=DiffOptions)
+@takes("fail_on", *TABLE, *_OF_MODELS, "json", kind=DiffOptions)
 def diff(first: str, second: str, options: DiffOptions) -> None:
     """Show what differs between two configs or two result folders, layer by layer: specs, scales, SQNR.
 
@@ -39,6 +44,9 @@ def diff(first: str, second: str, options: DiffOptions) -> None:
     quantizer diff quantize_result other_result --fail-on worse
     """
     are_folders = [Path(place).is_dir() for place in (first, second)]
+    if are_folders[0] or options.model is None:
+        tables = () if are_folders[0] else TABLE
+        refuse_typed((*_OF_MODELS, *tables), "with --model two configs are compared by what they do to its layers")
     if are_folders[0] != are_folders[1]:
         raise UsageError("one is a folder and the other is not", help="give two config files or two result folders")
     if not are_folders[0] and options.model is None:

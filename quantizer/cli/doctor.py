@@ -12,7 +12,8 @@ from rich.text import Text
 from quantizer.cli import session
 from quantizer.cli.options import LOOK, Options, command, takes
 from quantizer.cli.plan import peaks_of, test_size
-from quantizer.config.load import default_config, load_config
+from quantizer.config.load import LoadResult, default_config, load_config
+from quantizer.config.model import Config
 from quantizer.engine import checkup, footprint
 from quantizer.engine.checkup import Check, Level
 from quantizer.errors import GateError, QuantizerError
@@ -48,29 +49,30 @@ def doctor(options: Options) -> None:
 def _checks(options: Options) -> Iterator[Check]:
     """All findings; what cannot be read is one, and what needs it is left out."""
     yield from checkup.environment(options.device, Path(options.output_dir))
-    steps = [_config(options), *([_model(options)] if options.model else ())]
-    for part, step in zip(("config", "model"), steps, strict=False):
-        try:
-            yield from step
-        except QuantizerError as error:
-            yield Check(part, "error", error.message, error.help or "")
+    result = load_config(options.config_file) if options.config_file else None
+    yield from _config(result)
+    if options.model is None:
+        return
+    try:
+        yield from _model(options, default_config() if result is None else result.config)
+    except QuantizerError as error:
+        yield Check("model", "error", error.message, error.help or "")
 
 
-def _config(options: Options) -> Iterator[Check]:
-    if options.config_file is None:
+def _config(result: LoadResult | None) -> Iterator[Check]:
+    if result is None:
         yield Check("config", "note", "no --config_file: the built-in default for the DPU would hold", "quantizer init")
         return
-    result = load_config(options.config_file)
     for found in result.diagnostics:
         if found.severity != "note":
             where = f"{found.place}: " if found.place else ""
             level: Level = "error" if found.severity == "error" else "warning"
             yield Check("config", level, f"{where}{found.code}: {found.message}", found.help or "")
     if result.config is not None:
-        yield Check("config", "ok", f"{options.config_file} is valid")
+        yield Check("config", "ok", f"{result.config.source} is valid")
 
 
-def _model(options: Options) -> Iterator[Check]:
+def _model(options: Options, config: Config | None) -> Iterator[Check]:
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded)
     yield from checkup.data(batches)
@@ -82,15 +84,13 @@ def _model(options: Options) -> Iterator[Check]:
     values = sum(each.numel() for each in loaded.module.parameters())
     text = f"{loaded.name} can be traced: {len(original.nodes)} layers{lengths}, {values / 1e6:.2f} million parameters"
     yield Check("model", "ok", text)
-    if options.config_file is not None and load_config(options.config_file).config is None:
+    if config is None:
         return
-    read = session.read_config(options.config_file) if options.config_file else None
-    read = read or session.ReadConfig(default_config(), (), {})
-    plan = session.make_plan(read, original, quiet=True)
+    plan = session.make_plan(session.ReadConfig(config, (), {}), original, quiet=True)
     yield from checkup.plan(plan)
     size = session.batch_size(options, batches)
     data, tested = footprint.Data(size, batches.total or 1, options.memory), test_size(options, loaded, size)
-    yield from checkup.room(peaks_of(plan, read.config, data, tested, finetuned=False).items())
+    yield from checkup.room(peaks_of(plan, config, data, tested, finetuned=False).items())
     if plan.corrected:
         text = f"biases of {len(plan.corrected)} layers are corrected, which takes a second pass over the data"
         yield Check("plan", "note", text, "include_bias_corr: false where that takes too long")

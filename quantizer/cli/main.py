@@ -24,10 +24,10 @@ from quantizer.cli.options import (
     GroupedOption,
     Options,
     takes,
-    was_typed,
     word_of,
 )
 from quantizer.cli.render import print_diagnostics
+from quantizer.cli.typed import was_typed
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.wording import closest
 from quantizer.errors import TORCH, OutOfMemoryError, QuantizerError, UsageError, lacks_memory, pip_line

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from quantizer.atomic import replace_file
 from quantizer.errors import UsageError
@@ -64,11 +63,6 @@ class GroupedCommand(click.Command):
 
 command = functools.partial(click.command, cls=GroupedCommand, context_settings=SETTINGS)
 """A decorator that makes a command."""
-
-
-def was_typed(ctx: click.Context, name: str) -> bool:
-    """Whether an option comes from the command line, and not from a variable or a default."""
-    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def write_text(path: str, text: str, *, encoding: str = "utf-8") -> None:

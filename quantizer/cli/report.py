@@ -6,10 +6,10 @@ from pathlib import Path
 import click
 
 from quantizer.cli import session
-from quantizer.cli.options import Options, command, option, takes, was_typed
+from quantizer.cli.options import Options, command, option, takes
+from quantizer.cli.typed import refuse_typed
 from quantizer.engine import results
 from quantizer.engine.result_files import locked
-from quantizer.errors import UsageError
 from quantizer.report.files import PAGE, write_report
 from quantizer.report.plots import KINDS, write_events, write_plots
 
@@ -38,8 +38,8 @@ def report(folder: str, options: ReportOptions) -> None:
     quantizer report
     quantizer report quantize_result --plots drawings
     """
-    if was_typed(click.get_current_context(), "plots_as") and not options.plots:
-        raise UsageError("--plots_as says what files --plots writes", help="give --plots DIR")
+    if not options.plots:
+        refuse_typed(["plots_as"], "it says what files --plots DIR writes")
     place = Path(folder)
     results.read_info(place)  # it is complete, and nobody has changed it
     with locked(place):

@@ -177,3 +177,26 @@ def test_what_cannot_be_met_is_said(
     )
     assert said in capsys.readouterr().err
     assert Path(config).read_bytes() == before
+
+
+def test_figures_without_noise_are_null_in_json(net: str, tmp_path: Path, capsys: Capture) -> None:
+    given = ["--config_file", written(tmp_path, document(overall=COARSE)), "--model", net]
+    command = ["analyze", *given, "--data", f"{net}:calibration_data", "--metric", "sqnr_db>=1e9", "--json"]
+    assert run_command(command) == 0
+    text = capsys.readouterr().out
+    assert "Infinity" not in text
+    assert json.loads(text)["metrics"]["after"]["sqnr_db"] is None
+
+
+def test_a_report_of_another_model_or_config_takes_no_analysis(net: str, tmp_path: Path, capsys: Capture) -> None:
+    given = ["--config_file", written(tmp_path, document()), "--model", net]
+    out = str(tmp_path / "out")
+    assert run_command(["--quant_mode", "calib", *given, "--output_dir", out, "-q"]) == 0
+    written(tmp_path, document(overall=COARSE))
+    assert run_command(["analyze", *given, "--report", out]) == 5
+    assert "the config is not the calibrated one" in capsys.readouterr().err
+    written(tmp_path, document())
+    Path(net).write_text(MODEL.replace("manual_seed(0)", "manual_seed(3)"))
+    assert run_command(["analyze", *given, "--report", out]) == 5
+    assert "the weights are not those that were calibrated" in capsys.readouterr().err
+    assert not Path(out, "analysis.json").exists()

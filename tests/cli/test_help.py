@@ -78,3 +78,25 @@ def test_shells_complete_without_torch(words: str, expected: str) -> None:
     environment = {"_QUANTIZER_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     done = subprocess.run([sys.executable, "-c", BLOCKED], env=environment, capture_output=True, text=True, check=False)
     assert (done.stdout.split(), done.stderr) == ([expected], "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("analyze --metric sqnr_db>=2 --tensors --config net.json --model my_model.py", "--tensors has no effect here"),
+        (
+            "analyze --metric sqnr_db>=2 --choices 2 --config net.json --model my_model.py",
+            "--choices has no effect here",
+        ),
+        ("analyze --evaluate my_model.py --config net.json --model my_model.py", "--evaluate has no effect here"),
+        ("diff net.json net.json --top 3", "--top has no effect here"),
+        ("diff . . --model my_model.py", "--model has no effect here"),
+        ("report . --plots_as png", "--plots_as has no effect here"),
+        ("retune . --method maxmin --dry_run --output_dir x", "--dry_run writes no results"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(shlex.split(words)) == 2
+    assert said in capsys.readouterr().err

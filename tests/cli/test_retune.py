@@ -110,6 +110,7 @@ def test_it_is_a_calibration_with_the_changed_config(
         ("maxmin", ["--method", "percentile"], 5, "percentile needs a histogram of each batch"),
         ("maxmin", ["--method", "maxmin"], 2, "nothing changes"),
         ("maxmin", [], 2, "nothing is changed"),
+        ("percentile", ["--method", "maxmin", "--percentage", "99"], 2, "--percentage is for the percentile method"),
         ("hierarchical", ["--statistic", "mean"], 2, "--statistic is for the layered form"),
         ("hierarchical", ["--method", "entropy"], 2, "the hierarchical form has no observer for entropy per_tensor"),
         ("maxmin", ["--statistic", "mean", "--layer", "rellu"], 2, "did you mean relu?"),
@@ -177,3 +178,11 @@ def test_a_config_of_python_is_changed_where_it_speaks(kind: str, tmp_path: Path
     anew, retuned = (json.loads((tmp_path / at / "quant_info.json").read_text()) for at in ("anew", "retuned"))
     assert anew["tensors"] == retuned["tensors"]
     assert anew["header"]["config"] == retuned["header"]["config"]
+
+
+def test_nothing_is_left_of_what_was_in_the_folder_before(net: str, tmp_path: Path) -> None:
+    plain, other = calibrated(net, CONFIGS["maxmin"], tmp_path), calibrated(net, CONFIGS["gptq"], tmp_path, "other")
+    assert (other / "algorithms.json").exists()
+    assert run_command(["retune", str(plain), "--statistic", "mean", "--output_dir", str(other)]) == 0
+    assert not (other / "algorithms.json").exists()
+    assert json.loads((other / "report.json").read_text())["algorithms"] is None
