@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -182,7 +182,8 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         scores = score(calibrated, loaded.module, batches, follower, evaluator, check, ranks)
         if not ranks.is_first:
             return Outcome(scores.metrics, {})
-        outcome = _report(table_view(options, graph), folder, info, scores, batches.stamp)
+        held = {gate.text: gate.holds(scores.metrics) for gate in gates if gate.metric in scores.metrics}
+        outcome = _report(table_view(options, graph), folder, info, scores, batches.stamp, held)
         if options.exact:
             outcome = run_exact(options, outcome, graph, info, batches)
         if not options.deploy or failed(gates, outcome.metrics):
@@ -241,12 +242,14 @@ def _evaluate(options: Options, loaded: LoadedModel) -> Evaluate | None:
     return load_evaluate(options.evaluate) if options.evaluate else loaded.evaluate
 
 
-def _report(view: View, folder: Path, info: results.QuantInfo, scores: Scores, stamp: str | None) -> Outcome:
-    """Write what test mode found, and say what to show of it."""
+def _report(
+    view: View, folder: Path, info: results.QuantInfo, scores: Scores, stamp: str | None, gates: Mapping[str, bool]
+) -> Outcome:
+    """Write what test mode found, and which gates hold; say what to show of it."""
     compared = scores.comparison
     rows = tables.layer_rows(compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()})
     stamp = stamp or info.header.get("stamp")
-    report = tables.report(scores.metrics, scores.pairs, rows, stamp)
+    report = tables.report(scores.metrics, scores.pairs, rows, stamp) | ({"gates": gates} if gates else {})
     write_report(folder, report)
     write_bytes(folder / "layers.csv", tables.as_csv(rows).encode())
     shown: list[RenderableType] = [tables.damage_table(rows, view), f"results: {folder}"]

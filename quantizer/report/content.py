@@ -67,6 +67,7 @@ def _content(info: Json, plan: Json, tested: Mapping[str, Any], statistics: Mapp
         "commands": _commands(info["header"], plan),
         "metrics": tested.get("metrics", {}),
         "pairs": tested.get("pairs", {}),
+        "gates": tested.get("gates", {}),
         "stamp": tested.get("stamp", info["header"].get("stamp")),
         "weight_bytes": plan["weight_bytes"],
         "layers": sorted(rows, key=_damage),

@@ -129,9 +129,13 @@ def test_a_test_adds_its_figures_and_report_makes_the_same_bytes(tmp_path: Path)
     before = content(tmp_path / "out")
     assert before["metrics"] == {}
     assert all(row["local_sqnr_db"] is None for row in before["layers"])
-    assert run_command(["--quant_mode", "test", *given]) == 0
+    assert run_command(["--quant_mode", "test", *given, "--gate", "sqnr_db>=20", "--gate", "cosine>=0.5"]) == 0
     after = content(tmp_path / "out")
     assert after["metrics"]["sqnr_db"] > 20
+    assert after["gates"] == {"sqnr_db>=20": True, "cosine>=0.5": True}
+    assert "gate cosine>=0.5 met; gate sqnr_db>=20 met" in (tmp_path / "out" / "report.html").read_text(
+        "utf-8"
+    ).replace("&gt;", ">")
     files = [tmp_path / "out" / name for name in ("report.json", "report.html")]
     written = [path.read_bytes() for path in files]
     files[1].unlink()
@@ -191,7 +195,7 @@ def test_python_writes_the_page_of_the_shell(tmp_path: Path) -> None:
 
 
 def test_a_page_of_little_is_a_page() -> None:
-    nothing: dict[str, Any] = {key: {} for key in ("metrics", "pairs", "floats", "header", "paths")}
+    nothing: dict[str, Any] = {key: {} for key in ("metrics", "pairs", "gates", "floats", "header", "paths")}
     nothing |= {"model": "Net", "commands": [], "stamp": None, "layers": [], "algorithms": None, "config": None}
     nothing["weight_bytes"] = {"float": 0, "quantized": 0}
     assert "0 tensors" in page(nothing)

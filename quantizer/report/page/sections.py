@@ -40,6 +40,7 @@ def verdict(content: Json) -> Markup:
         said.append(f"output SQNR {ratio:.1f} dB")
     if (worst := most_damaged(rows)) is not None:
         said.append(f"worst: {of(content, worst)}, {worst['local_sqnr_db']:.1f} dB")
+    said += [f"gate {text} {'met' if holds else 'not met'}" for text, holds in content["gates"].items()]
     if content["stamp"]:
         said.append(content["stamp"])
     sizes = content["weight_bytes"]
