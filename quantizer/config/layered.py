@@ -1,5 +1,6 @@
 """Translates the layered form (overall, tensor, layer blocks) into `Config`, and specs back into its words."""
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -188,5 +189,21 @@ def entry(selector: Mapping[str, Any], specs: Mapping[Role, QuantizationSpec], *
     }
 
 
-def _same(value: Any) -> Any:
-    return value
+def with_entries(document: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A copy of the document with these layer entries, by the name of their layer, in place of those of the same names
+    and behind all others; comments ("//" keys) of replaced ones stay."""
+    changed = copy.deepcopy(dict(document))
+    known = changed.get("layer_quantize_config") or []
+    written = [each for each in known if each.get("layer_name") not in entries]
+    for name, said in entries.items():
+        old: Mapping[str, Any] = next((each for each in known if each.get("layer_name") == name), {})
+        comments = {key: value for key, value in old.items() if key.startswith("//")}
+        written.append({**comments, "layer_type": None, "layer_name": name, **copy.deepcopy(dict(said))})
+    return changed | {"layer_quantize_config": written}
+
+
+def specified(document: Mapping[str, Any], specs: Mapping[Role, QuantizationSpec]) -> dict[str, Any]:
+    """What an entry of this document says to give a layer's tensors these specs, whatever wider blocks say."""
+    complete = entry({}, specs, rule="symmetric_scale" in str(document))
+    complete["overall_quantize_config"].setdefault("datatype", "int")
+    return complete

@@ -9,7 +9,7 @@ from quantizer.config.document import Document
 from quantizer.config.form import form_of
 from quantizer.config.hierarchical import KEY_OF
 from quantizer.config.hierarchical_spec import observer_word, specification
-from quantizer.config.layered import FIELDS, entry
+from quantizer.config.layered import FIELDS, specified, with_entries
 from quantizer.config.model import QuantizationSpec, Role
 from quantizer.config.roles import base_role
 
@@ -75,22 +75,20 @@ def by_layer(
     document: Mapping[str, Any], layers: Mapping[str, Mapping[Role, QuantizationSpec]], changed: Mapping[Key, Restated]
 ) -> tuple[dict[str, Any], Paths]:
     """The document with an entry of its own for each of `layers`, which has the specs of all its tensors."""
-    value, paths = copy.deepcopy(dict(document)), dict[Field, Path | None]()
+    paths = dict[Field, Path | None]()
     if form_of(document) == "layered":
-        entries = [each for each in value.get("layer_quantize_config") or [] if each.get("layer_name") not in layers]
-        rule = "symmetric_scale" in str(document)
-        for name, specs in layers.items():
-            complete = entry({"layer_type": None, "layer_name": name}, specs, rule=rule)
-            complete["overall_quantize_config"].setdefault("datatype", "int")  # whatever the top says
-            at = ("layer_quantize_config", len(entries))
-            for role in specs:
+        said = {name: specified(document, specs) for name, specs in layers.items()}
+        value = with_entries(document, said)
+        first = len(value["layer_quantize_config"]) - len(said)
+        for at, (name, complete) in enumerate(said.items(), first):
+            for role in layers[name]:
                 own = complete["tensor_quantize_config"].get(role, {})
                 for word, field in FIELDS.items():
                     block = ("tensor_quantize_config", role) if word in own else ("overall_quantize_config",)
                     if word in own or word in complete["overall_quantize_config"]:
-                        paths[name, role, field] = (*at, *block, word)
-            entries.append(complete)
-        return value | {"layer_quantize_config": entries}, paths
+                        paths[name, role, field] = ("layer_quantize_config", at, *block, word)
+        return value, paths
+    value = copy.deepcopy(dict(document))
     named = value.setdefault("layer_quant_config", {})
     for (layer, tensor), each in changed.items():
         own = named.pop(layer, {})  # and to the end: of equally specific entries the last one holds

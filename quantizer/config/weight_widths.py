@@ -7,7 +7,7 @@ from typing import Any
 from quantizer.config.dtypes import INTEGERS, dtype_word
 from quantizer.config.form import form_of
 from quantizer.config.hierarchical_spec import usual_symmetric_scale
-from quantizer.config.layered import entry
+from quantizer.config.layered import specified, with_entries
 from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
 from quantizer.errors import UsageError
 
@@ -24,24 +24,14 @@ def patched(document: Mapping[str, Any], layers: Mapping[str, Specs]) -> dict[st
     Raises:
         UsageError: the form has no word for a width.
     """
-    changed = copy.deepcopy(dict(document))
-    if not layers:
-        return changed
-    if form_of(document) == "hierarchical":
-        named = changed.setdefault("layer_quant_config", {})
+    if not layers or form_of(document) == "hierarchical":
+        changed = copy.deepcopy(dict(document))
         for name, specs in layers.items():
+            named = changed.setdefault("layer_quant_config", {})
             own = named.pop(name, {})  # and to the end: of equally specific entries the last one holds
             named[name] = {**own, "weight": _weight(own.get("weight") or {}, specs["weights"])}
         return changed
-    entries, rule = changed.get("layer_quantize_config") or [], "symmetric_scale" in str(document)
-    old = {each.get("layer_name"): each for each in entries}
-    written = [each for each in entries if each.get("layer_name") not in layers]
-    for name, specs in layers.items():
-        comments = {key: value for key, value in old.get(name, {}).items() if key.startswith("//")}
-        complete = entry({"layer_type": None, "layer_name": name}, specs, rule=rule)
-        complete["overall_quantize_config"].setdefault("datatype", "int")  # whatever the top says
-        written.append(comments | complete)
-    return changed | {"layer_quantize_config": written}
+    return with_entries(document, {name: specified(document, specs) for name, specs in layers.items()})
 
 
 def _weight(own: Mapping[str, Any], spec: QuantizationSpec) -> dict[str, Any]:
