@@ -116,13 +116,15 @@ def beside(source: Tensor, made: Tensor) -> Tensor:
 
 
 def out_of_memory(tensor: Tensor) -> Tensor:
-    """The same in a temporary file, but for one without values.
+    """The same in a temporary file, but for an empty one; one on the meta device has nothing to write.
 
     Raises:
         DataError: there is no room for it.
     """
     if isinstance(tensor, DeferredTensor) or not tensor.numel():
         return tensor
+    if tensor.is_meta:
+        return DeferredTensor(tensor.shape, tensor.dtype, lambda: tensor, tensor.device, tensor.stride())
     return _spool.put(tensor).at(tensor.device)
 
 
