@@ -16,7 +16,7 @@ from quantizer.errors import GateError, UsageError
 FIGURES = "sqnr_db, cosine, top1, top1_agreement, perplexity and weight_bytes"
 
 
-_OF_MODELS = tuple(name for name in LOOK if name not in ("config_file", "output", "json"))
+_OF_MODELS = ("no_cache", *(name for name in LOOK if name not in ("config_file", "output", "json")))
 """The options about a model."""
 
 

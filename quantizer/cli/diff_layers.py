@@ -8,8 +8,10 @@ import click
 from quantizer.cli import session
 from quantizer.cli.options import Options
 from quantizer.cli.table_view import view_of
+from quantizer.cli.traced_model import traced_model
 from quantizer.errors import UsageError
 from quantizer.graph.module_names import path_names
+from quantizer.graph.passes import needs_values
 from quantizer.report.difference import Difference, Side, difference, difference_table, figure_lines, of_folder, of_plan
 
 
@@ -31,8 +33,8 @@ def of_configs(first: str, second: str, options: Options) -> Difference:
     """
     reads = [session.read_config(place) for place in (first, second)]
     with session.notes_on_stderr(True):
-        loaded = session.open_model(options)
-        original = session.trace_model(options, loaded, session.open_data(options, loaded))
+        values = any(needs_values(read.config.settings) for read in reads)
+        original = traced_model(options, values=values).graph
     plans = [session.make_plan(read, original, quiet=True) for read in reads]
     paths = {name: path for plan in plans for name, path in path_names(plan.graph).items()}
     before, after = (of_plan(plan, paths) for plan in plans)

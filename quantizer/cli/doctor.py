@@ -11,7 +11,8 @@ from rich.text import Text
 
 from quantizer.cli import session
 from quantizer.cli.options import LOOK, Options, command, takes
-from quantizer.cli.plan import peaks_of, test_size
+from quantizer.cli.plan import peaks_of
+from quantizer.cli.traced_model import traced_from
 from quantizer.config.load import LoadResult, default_config, load_config
 from quantizer.config.model import Config
 from quantizer.engine import checkup, footprint
@@ -79,7 +80,8 @@ def _model(options: Options, config: Config | None) -> Iterator[Check]:
     if loaded.evaluate is None and loaded.evaluation_data is None and options.eval_data is None:
         text = "test mode would compare both networks on the calibration data"
         yield Check("data", "note", text, "evaluation_data() in the model's file, or --eval_data")
-    original = session.trace_model(options, loaded, batches)
+    traced = traced_from(options, loaded, batches, tested=config is not None)
+    original = traced.graph
     lengths = f", {len(original.lengths)} open lengths" if original.lengths else ""
     values = sum(each.numel() for each in loaded.module.parameters())
     text = f"{loaded.name} can be traced: {len(original.nodes)} layers{lengths}, {values / 1e6:.2f} million parameters"
@@ -88,9 +90,8 @@ def _model(options: Options, config: Config | None) -> Iterator[Check]:
         return
     plan = session.make_plan(session.ReadConfig(config, (), {}), original, quiet=True)
     yield from checkup.plan(plan)
-    size = session.batch_size(options, batches)
-    data, tested = footprint.Data(size, batches.total or 1, options.memory), test_size(options, loaded, size)
-    yield from checkup.room(peaks_of(plan, config, data, tested, finetuned=False).items())
+    data = footprint.Data(traced.size, traced.batches or 1, options.memory)
+    yield from checkup.room(peaks_of(plan, config, data, traced, finetuned=False).items())
     if plan.corrected:
         text = f"biases of {len(plan.corrected)} layers are corrected, which takes a second pass over the data"
         yield Check("plan", "note", text, "include_bias_corr: false where that takes too long")

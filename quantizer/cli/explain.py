@@ -5,7 +5,7 @@ import re
 
 import click
 
-from quantizer.cli.options import LOOK, Options, command, takes
+from quantizer.cli.options import LOOK, Options, command, complete_layers, takes
 from quantizer.config.pages import code_page, contents, key_names, key_page, setting_names, setting_page
 from quantizer.config.rules import all_codes
 from quantizer.config.wording import closest, listed, quoted
@@ -15,9 +15,16 @@ _LINK = re.compile(r"\[([^][]+)\]\([^()]+\)")
 """A link in Markdown; a terminal shows its text alone."""
 
 
+def _completed(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """For a shell: layers with --model, else codes and keys."""
+    if ctx.params.get("model"):
+        return complete_layers(ctx, parameter, incomplete)
+    return [each for each in (*key_names(), *setting_names(), *all_codes()) if each.startswith(incomplete)]
+
+
 @command()
-@click.argument("name", metavar="[CODE|KEY|LAYER]", required=False)
-@takes(*LOOK)
+@click.argument("name", metavar="[CODE|KEY|LAYER]", required=False, shell_complete=_completed)
+@takes("no_cache", *LOOK)
 def explain(name: str | None, options: Options) -> int | None:
     """Explain a code such as QZ301, a config key such as round_mode, or, with --model, the settings of one layer.
 

@@ -7,6 +7,7 @@ import click
 
 from quantizer.cli import session
 from quantizer.cli.options import Options
+from quantizer.cli.traced_model import traced_model
 from quantizer.config.document import Document, pointer_to
 from quantizer.config.hierarchical import KEY_OF
 from quantizer.config.hierarchical_spec import FIELDS_OF_KEYS, specification
@@ -16,6 +17,7 @@ from quantizer.config.read import read_document
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.wording import listed
 from quantizer.errors import UsageError
+from quantizer.graph.passes import needs_values
 from quantizer.plan.match import advice, match
 from quantizer.plan.model import Plan, TensorPlan
 from quantizer.report.tables import why_float
@@ -29,8 +31,7 @@ def explain_layer(name: str, options: Options) -> None:
     """
     with session.notes_on_stderr(options.json):
         read = session.read_config(options.config_file)
-        loaded = session.open_model(options)
-        original = session.trace_model(options, loaded, session.open_data(options, loaded))
+        original = traced_model(options, values=needs_values(read.config.settings)).graph
     plan = session.make_plan(read, original, quiet=True)
     selector = Selector("name", name)
     layers = match(selector, plan.graph, original).layers

@@ -10,12 +10,13 @@ from quantizer.cli import session
 from quantizer.cli.gates import parse_gate, require_known
 from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.table_view import config_to_look, filtered_view
+from quantizer.cli.traced_model import traced_model
 from quantizer.engine.result_files import write_bytes
 from quantizer.errors import GateError, UsageError
 from quantizer.graph.emit import emit
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
-from quantizer.graph.passes import run_passes
+from quantizer.graph.passes import needs_values, run_passes
 from quantizer.plan.dpu_limits import NAME
 from quantizer.plan.dpu_support import Verdict, subgraphs, verdicts
 from quantizer.plan.model import Plan
@@ -29,7 +30,7 @@ COUNTS = ("dpu_operators", "cpu_operators", "dpu_subgraphs")
 
 
 @command()
-@takes(*TABLE, "filter", *LOOK)
+@takes(*TABLE, "filter", "no_cache", *LOOK)
 @click.option("--target", type=click.Choice(["DPU"]), help="List which layers this device can run, and why not.")
 @click.option("--algorithms", is_flag=True, help="List blocks, layers that share an input, and where factors fold.")
 @click.option("--gate", multiple=True, metavar="TEST", help="Exit with 1 unless TEST holds, e.g. 'cpu_operators<=2'.")
@@ -62,8 +63,8 @@ def inspect(options: Options, target: str | None, algorithms: bool, gate: tuple[
         settings = dataclasses.replace(settings, target_device="DPU")
         read = dataclasses.replace(read, config=dataclasses.replace(read.config, settings=settings))
     with session.notes_on_stderr(options.json):
-        loaded = session.open_model(options)
-        original = session.trace_model(options, loaded, session.open_data(options, loaded))
+        values = needs_values(settings) or bool(options.file)
+        original = traced_model(options, values=values).graph
     if algorithms:
         _show_structure(options, read, run_passes(original, settings, device=False))
         return

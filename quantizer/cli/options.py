@@ -109,6 +109,13 @@ def memory_size(text: str) -> int:
         raise click.BadParameter(f"{text!r} is no size of memory; write 8GB or 512MB, for example.") from None
 
 
+def complete_layers(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """For a shell: layers of `--model`, once a command has traced it; without one, of the model traced last here."""
+    from quantizer.cli.trace_cache import known_layers
+
+    return [name for name in known_layers(ctx.params.get("model")) if name.startswith(incomplete)]
+
+
 def option(help: str, *others: str, default: Any = None, group: str = "", **settings: Any) -> Any:  # noqa: A002
     """A field that is an option of its name, under the heading `group`; `others` are more spellings.
 
@@ -237,8 +244,12 @@ class Options:
         group="Output",
     )
     filter: str | None = option(
-        "Show only these layers: a pattern, a module path or a name.", metavar="GLOB", group="Output"
+        "Show only these layers: a pattern, a module path or a name.",
+        metavar="GLOB",
+        group="Output",
+        shell_complete=complete_layers,
     )
+    no_cache: bool = option("Trace the model anew, even if a trace of it is known.", default=False, group="Debugging")
     output: str | None = _file("Write the result to FILE.", "-o", group="Output")
     json: bool = option("Print the result as JSON.", default=False, group="Output")
     quiet: bool = option("No progress and no notes.", "-q", default=False, group="Output")
@@ -262,7 +273,7 @@ class Options:
         return self.output if self.output != "-" else None
 
 
-RUN = tuple(each.name for each in fields(Options) if each.name not in ("filter", "output"))
+RUN = tuple(each.name for each in fields(Options) if each.name not in ("filter", "no_cache", "output"))
 """The options of a run."""
 LOOK = ("config_file", "model", "weights", "trust", "data", "batch_size", "tokenizer", "seq_len", "output", "json")
 """Those of a command that looks at a model; `TABLE` are those of a table of layers."""

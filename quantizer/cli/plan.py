@@ -11,16 +11,17 @@ from quantizer import memory
 from quantizer.cli import session
 from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.table_view import filtered_view
+from quantizer.cli.traced_model import TracedModel, traced_model
 from quantizer.config.model import Algorithm, Config
 from quantizer.engine import footprint
 from quantizer.engine.result_files import write_json
 from quantizer.errors import UsageError
 from quantizer.export import Refusal, planned_refusals, require_extras
+from quantizer.graph.passes import needs_values
 from quantizer.plan.model import Plan
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
 from quantizer.report import tables
 from quantizer.report.view import View
-from quantizer.sources.models import LoadedModel
 
 _MB = 1e6
 
@@ -32,6 +33,7 @@ _MB = 1e6
     "for_",
     "fast_finetune",
     "memory",
+    "no_cache",
     *LOOK,
     for_="Tell what --deploy TARGET cannot hold; may be repeated.",
 )
@@ -47,18 +49,16 @@ def plan(options: Options) -> None:
     require_extras(options.for_)
     with session.notes_on_stderr(options.json):
         read = session.read_config(options.config_file)
-        loaded = session.open_model(options)
-        batches = session.open_data(options, loaded)
-        original = session.trace_model(options, loaded, batches)
+        traced = traced_model(options, values=needs_values(read.config.settings), tested=True)
+    original = traced.graph
     found = session.make_plan(read, original)
     session.named_structures(read, found.graph)
     view = filtered_view(options, found.graph, original)
     before, after = weight_bytes(found)
-    size = session.batch_size(options, batches)
+    size = traced.size
     activations = peak_activation_bytes(found.graph, size)
-    data = footprint.Data(size, batches.total or 1, options.memory)
-    finetuned, tested = bool(options.fast_finetune), test_size(options, loaded, size)
-    peaks = peaks_of(found, read.config, data, tested, finetuned=finetuned)
+    data = footprint.Data(size, traced.batches or 1, options.memory)
+    peaks = peaks_of(found, read.config, data, traced, finetuned=bool(options.fast_finetune))
     content = found.to_json() | {
         "algorithms": [algorithm.name for algorithm in read.config.algorithms],
         "weight_bytes": {"float": before, "quantized": after},
@@ -82,25 +82,17 @@ def plan(options: Options) -> None:
         raise UsageError("; ".join(texts), help="; ".join(helps))
 
 
-def test_size(options: Options, loaded: LoadedModel, size: int) -> int:
-    """How many samples a batch of test mode has: that of calibration, unless the model's file offers other data."""
-    if options.data or loaded.evaluation_data is None:
-        return size
-    batches = session.open_data(options, loaded, evaluation=True)
-    next(iter(batches))
-    return session.batch_size(options, batches)
-
-
 def peaks_of(
-    found: Plan, config: Config, data: footprint.Data, tested: int, *, finetuned: bool
+    found: Plan, config: Config, data: footprint.Data, traced: TracedModel, *, finetuned: bool
 ) -> dict[str, int | None]:
-    """The peak of memory of each mode, test mode's with batches of `tested` samples: this process has loaded and traced
-    the model as they do."""
+    """The peak of memory of each mode, which loads and traces the model as it was here."""
     specs = {key: tensor.spec for key, tensor in found.tensors.items()}
-    return {
-        "calib": footprint.peak_with(footprint.calibration_bytes(found, config, data, finetuned=finetuned)),
-        "test": footprint.peak_with(footprint.comparison_bytes(found.graph, specs, tested)),
+    tested = data.size if traced.tested is None else traced.tested
+    more = {
+        "calib": footprint.calibration_bytes(found, config, data, finetuned=finetuned),
+        "test": footprint.comparison_bytes(found.graph, specs, tested),
     }
+    return {mode: footprint.peak_with(each, traced.base) for mode, each in more.items()}
 
 
 def _show_refused(refused: dict[str, list[Refusal]], model: str, view: View) -> None:

@@ -1,5 +1,7 @@
 """`quantizer retune`: new scales from what calibration has kept, without the model and without data."""
 
+import contextlib
+import json
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,6 +22,14 @@ from quantizer.observers import METHODS, STATISTICS
 from quantizer.report.files import write_report
 
 
+def _layers_of_results(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """For a shell: the module paths of the layers in the result folder, if there is one."""
+    with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
+        paths = json.loads(Path(ctx.params.get("folder") or "quantize_result", "plan.json").read_bytes())["paths"]
+        return [path for path in paths.values() if path.startswith(incomplete)]
+    return []
+
+
 @dataclass(frozen=True)
 class RetuneOptions(Options):
     """Those of all commands, and its own."""
@@ -38,6 +48,7 @@ class RetuneOptions(Options):
         "Only this layer's activations: a name, a module path or a pattern; may be repeated.",
         default=(),
         metavar="NAME",
+        shell_complete=_layers_of_results,
     )
     dry_run: bool = option("Show what would change, and write no results.", default=False)
 

@@ -5,6 +5,7 @@ is as much. It counts what is large: weights, activations, Gram matrices.
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quantizer import memory
 from quantizer.algorithms.activation_store import half_of_what_is_free
@@ -72,10 +73,23 @@ def comparison_bytes(graph: Graph, specs: Mapping[Key, QuantizationSpec], size: 
     return left + max(_weights_bytes(graph, rounded), int(_holes(graph) * most))
 
 
-def peak_with(more: int) -> int | None:
-    """The peak of this process if it takes so much on top of what is resident now; None where that is not known."""
-    give_back()  # what is freed already
-    now, before = memory.resident(), memory.peak()
+class Base(NamedTuple):
+    """What a process has `resident`, and the most that it ever had; None where the system does not say."""
+
+    resident: int | None
+    peak: int | None
+
+    @staticmethod
+    def now() -> "Base":
+        """Those of this process."""
+        give_back()  # what is freed already
+        return Base(memory.resident(), memory.peak())
+
+
+def peak_with(more: int, base: Base | None = None) -> int | None:
+    """The peak of this process, or of the one that had `base`, if it takes so much on top of what is resident now; None
+    where that is not known."""
+    now, before = base or Base.now()
     return None if now is None or before is None else max(before, now + more)
 
 

@@ -153,11 +153,12 @@ def _importable(folder: Path) -> Iterator[None]:
 
 def _forget_namesakes(folder: Path) -> None:
     """Two users' files may each have a `helper.py` beside them: drop the one whose folder is no longer importable."""
-    importable = {str(Path(entry or ".").resolve()) for entry in sys.path}
-    for path in folder.glob("*.py"):
-        origin = getattr(sys.modules.get(path.stem), "__file__", None)
-        if origin and Path(origin).resolve() != path and str(Path(origin).resolve().parent) not in importable:
-            del sys.modules[path.stem]
+    importable = {str(folder), *(str(Path(entry or ".").resolve()) for entry in sys.path)}
+    for name, module in [*sys.modules.items()]:
+        origin = None if "." in name else getattr(module, "__file__", None)
+        is_elsewhere = origin is not None and str(Path(origin).resolve().parent) not in importable
+        if is_elsewhere and (folder / f"{name}.py").is_file():
+            del sys.modules[name]
 
 
 def _frames(cause: BaseException) -> str:

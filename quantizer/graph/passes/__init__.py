@@ -21,7 +21,8 @@ class PassRow:
 
     `changes` says what it does to the float function: "nothing", "on purpose" (the config asks for it), or "device"
     (what the device computes instead; the float network that test mode compares with is left alone). Outputs differ by
-    less than `tolerance` of the largest where it changes nothing. `summary` is a sentence on its `Graph.changes`,
+    less than `tolerance` of the largest where it changes nothing; `values` says whether the graph that it makes depends
+    on those of tensors. `summary` is a sentence on its `Graph.changes`,
     with their count and the largest amount.
     """
 
@@ -30,6 +31,7 @@ class PassRow:
     device: str | None = None
     changes: Literal["nothing", "on purpose", "device"] = "nothing"
     tolerance: float = 1e-5
+    values: bool = False
     summary: str = ""
 
 
@@ -43,6 +45,7 @@ PASSES: dict[str, PassRow] = {
     "cross_layer_equalization": PassRow(
         "equalization",
         "include_cle",
+        values=True,
         summary="pairs of layers equalized: {count}; largest factor 2^{amount:.1f}",
     ),
     # Outputs differ where a value lies more than three standard deviations below its mean.
@@ -50,6 +53,7 @@ PASSES: dict[str, PassRow] = {
         "equalization",
         "include_cle",
         tolerance=0.05,
+        values=True,
         summary="layers whose high biases the next one absorbs: {count}; most channels {amount:.0f}",
     ),
     "dpu_average_pooling": PassRow("dpu_pooling", device="DPU", changes="device"),
@@ -61,10 +65,18 @@ PASSES: dict[str, PassRow] = {
 def run_passes(graph: Graph, settings: Settings, *, device: bool = True) -> Graph:
     """The graph after every pass that the settings ask for; without `device`, as the float network."""
     for name, row in PASSES.items():
-        wanted = row.setting is None or getattr(settings, row.setting)
-        if wanted and row.device in (None, settings.target_device) and (device or row.changes != "device"):
+        if _is_wanted(row, settings) and (device or row.changes != "device"):
             graph = load_pass(name)(graph)
     return graph
+
+
+def needs_values(settings: Settings) -> bool:
+    """Whether a pass that the settings ask for makes its graph from the values of tensors."""
+    return any(row.values and _is_wanted(row, settings) for row in PASSES.values())
+
+
+def _is_wanted(row: PassRow, settings: Settings) -> bool:
+    return row.device in (None, settings.target_device) and (row.setting is None or getattr(settings, row.setting))
 
 
 def summary(graph: Graph) -> list[str]:
