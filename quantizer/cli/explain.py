@@ -5,7 +5,8 @@ import re
 
 import click
 
-from quantizer.cli.options import LOOK, Options, command, complete_layers, takes
+from quantizer.cli.completion import layers_of_model
+from quantizer.cli.options import LOOK, Options, command, takes
 from quantizer.config.pages import code_page, contents, key_names, key_page, setting_names, setting_page
 from quantizer.config.rules import all_codes
 from quantizer.config.wording import closest, listed, quoted
@@ -18,7 +19,7 @@ _LINK = re.compile(r"\[([^][]+)\]\([^()]+\)")
 def _completed(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """For a shell: layers with --model, else codes and keys."""
     if ctx.params.get("model"):
-        return complete_layers(ctx, parameter, incomplete)
+        return layers_of_model(ctx, parameter, incomplete)
     return [each for each in (*key_names(), *setting_names(), *all_codes()) if each.startswith(incomplete)]
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantizer.atomic import replace_file
+from quantizer.cli.completion import layers_of_model
 from quantizer.errors import UsageError
 from quantizer.export import EXPORTERS
 from quantizer.export.choices import CHOICES
@@ -107,13 +108,6 @@ def memory_size(text: str) -> int:
         return parsed(text)
     except ValueError:
         raise click.BadParameter(f"{text!r} is no size of memory; write 8GB or 512MB, for example.") from None
-
-
-def complete_layers(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """For a shell: layers of `--model`, once a command has traced it; without one, of the model traced last here."""
-    from quantizer.cli.trace_cache import known_layers
-
-    return [name for name in known_layers(ctx.params.get("model")) if name.startswith(incomplete)]
 
 
 def option(help: str, *others: str, default: Any = None, group: str = "", **settings: Any) -> Any:  # noqa: A002
@@ -247,7 +241,7 @@ class Options:
         "Show only these layers: a pattern, a module path or a name.",
         metavar="GLOB",
         group="Output",
-        shell_complete=complete_layers,
+        shell_complete=layers_of_model,
     )
     no_cache: bool = option("Trace the model anew, even if a trace of it is known.", default=False, group="Debugging")
     output: str | None = _file("Write the result to FILE.", "-o", group="Output")

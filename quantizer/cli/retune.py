@@ -1,7 +1,5 @@
 """`quantizer retune`: new scales from what calibration has kept, without the model and without data."""
 
-import contextlib
-import json
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -10,6 +8,7 @@ import click
 from rich.text import Text
 
 from quantizer.cli import session
+from quantizer.cli.completion import layers_of_results
 from quantizer.cli.options import TABLE, Options, command, option, takes, write_text
 from quantizer.cli.table_view import view_of
 from quantizer.config.wording import closest
@@ -20,14 +19,6 @@ from quantizer.engine.retune import Change, Retuned, retuned
 from quantizer.errors import UsageError
 from quantizer.observers import METHODS, STATISTICS
 from quantizer.report.files import write_report
-
-
-def _layers_of_results(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """For a shell: the module paths of the layers in the result folder, if there is one."""
-    with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
-        paths = json.loads(Path(ctx.params.get("folder") or "quantize_result", "plan.json").read_bytes())["paths"]
-        return [path for path in paths.values() if path.startswith(incomplete)]
-    return []
 
 
 @dataclass(frozen=True)
@@ -48,7 +39,7 @@ class RetuneOptions(Options):
         "Only this layer's activations: a name, a module path or a pattern; may be repeated.",
         default=(),
         metavar="NAME",
-        shell_complete=_layers_of_results,
+        shell_complete=layers_of_results,
     )
     dry_run: bool = option("Show what would change, and write no results.", default=False)
 

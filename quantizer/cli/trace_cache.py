@@ -8,21 +8,24 @@ import hashlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from quantizer.atomic import replace_file
-from quantizer.cli.options import Options
+from quantizer.sources.reads import are_unchanged
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-KEY = ("model", "weights", "trust", "data", "batch_size", "tokenizer", "seq_len")
-"""The options that a trace depends on."""
 KEPT = 64
 """So many traces are kept, the ones used last."""
+PASSING = ("_", "SHLVL", "PWD", "OLDPWD", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables that shells change from command to command, and one that torch sets."""
+Asked = tuple[object, ...]
+"""What a trace was asked for, the model first."""
 
 
 def folder() -> Path:
@@ -35,21 +38,19 @@ def folder() -> Path:
     return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "quantizer"
 
 
-def entry_of(options: Options) -> Path:
-    """The file for a command with these options in this working directory.
+def entry_of(asked: Asked) -> Path:
+    """The file for this in this working directory.
 
     Raises:
         RuntimeError: there is no place for it.
     """
-    return folder() / f"{_digest(os.getcwd(), options.model)}-{_digest(*(getattr(options, n) for n in KEY))}.json"
+    return folder() / f"{_digest(os.getcwd(), asked[0])}-{_digest(*asked)}.json"
 
 
-def stored(options: Options) -> dict[str, Any] | None:
-    """What an earlier command kept for these options, if it can be read and everything is as it was."""
-    from quantizer.sources.reads import are_unchanged, environment
-
+def stored(asked: Asked) -> dict[str, Any] | None:
+    """What an earlier command kept for this, if it can be read and everything is as it was."""
     with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
-        place = entry_of(options)
+        place = entry_of(asked)
         entry: dict[str, Any] = json.loads(place.read_bytes())
         if entry["format"] == FORMAT and entry["environment"] == environment() and are_unchanged(entry["reads"]):
             os.utime(place)
@@ -57,10 +58,10 @@ def stored(options: Options) -> dict[str, Any] | None:
     return None
 
 
-def keep(options: Options, entry: dict[str, Any]) -> None:
-    """Keep what was found for these options; a folder that cannot be written is no reason to stop."""
+def keep(asked: Asked, entry: dict[str, Any]) -> None:
+    """Keep what was found for this; a folder that cannot be written is no reason to stop."""
     with contextlib.suppress(OSError, RuntimeError):
-        place = entry_of(options)
+        place = entry_of(asked)
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_file(place, json.dumps({"format": FORMAT, **entry}).encode())
         for old in sorted(place.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
@@ -76,6 +77,12 @@ def known_layers(model: str | None) -> list[str]:
             if entry["cwd"] == os.getcwd():
                 return [str(name) for name in entry["layers"]]
     return []
+
+
+def environment() -> str:
+    """A digest of the Python that runs, of its folder and of the variables, but for those that shells change."""
+    variables = {name: value for name, value in os.environ.items() if name not in PASSING}
+    return _digest(sys.version, os.getcwd(), variables)
 
 
 @contextmanager
@@ -100,4 +107,6 @@ def say_again(notes: list[list[Any]]) -> None:
 
 
 def _digest(*words: object) -> str:
-    return hashlib.blake2b(json.dumps(words, default=str).encode(errors="replace"), digest_size=10).hexdigest()
+    return hashlib.blake2b(
+        json.dumps(words, default=str, sort_keys=True).encode(errors="replace"), digest_size=10
+    ).hexdigest()

@@ -15,8 +15,11 @@ from quantizer.graph.module_names import path_names
 from quantizer.graph.stored import graph_from_json, graph_to_json
 from quantizer.sources.data import Batches, find_files
 from quantizer.sources.models import LoadedModel
-from quantizer.sources.reads import environment, recorded
+from quantizer.sources.reads import recorded
 from quantizer.sources.user_code import split_spec
+
+ASKED = ("model", "weights", "trust", "data", "batch_size", "tokenizer", "seq_len")
+"""The options that a trace depends on."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,12 @@ def traced_model(options: Options, *, values: bool = False, tested: bool = False
     """
     if options.model is None or options.no_cache:
         return _traced(options, tested)
-    entry = None if values else trace_cache.stored(options)
+    asked = tuple(getattr(options, name) for name in ASKED)
+    entry = None if values else trace_cache.stored(asked)
     if entry is not None and (found := _from_entry(entry, tested)):
         trace_cache.say_again(entry["notes"])
         return found
-    around = environment()  # libraries set variables of their own
+    around = trace_cache.environment()  # libraries set variables of their own
     with recorded(_unseen(options)) as reads, trace_cache.kept_notes() as notes:
         found = _traced(options, tested)
     try:
@@ -56,7 +60,7 @@ def traced_model(options: Options, *, values: bool = False, tested: bool = False
     layers = sorted({*path_names(found.graph).values()})
     facts = {"size": found.size, "batches": found.batches, "tested": found.tested, "base": list(found.base)}
     read = {"environment": around, "cwd": os.getcwd(), "reads": reads.stamps(), "notes": notes}
-    trace_cache.keep(options, {**read, **facts, "layers": layers, "graph": graph})
+    trace_cache.keep(asked, {**read, **facts, "layers": layers, "graph": graph})
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a piece of work depends on: the code it ran, the files and folders it read, the variables it was given.
+"""What a piece of work depends on: the code it ran, the files and folders it read.
 
 Python tells an audit hook of each file that is opened (PEP 578). What libraries written in C open on their own it does
 not tell; such files have to be named.
@@ -19,8 +19,6 @@ from typing import Any
 
 HASHED_BYTES = 32 << 20
 """Larger files are told by their size and times, as reading them would take longer than what is saved."""
-PASSING = ("_", "SHLVL", "PWD", "OLDPWD", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR")
-"""Variables that shells change from command to command, and one that torch sets."""
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _VOLATILE = ("/proc/", "/sys/", "/dev/")
 
@@ -53,11 +51,11 @@ def stamp(path: str) -> str:
     """A digest of a file or of the names in a folder; of large files and of installed code the size and times."""
     try:
         if os.path.isdir(path):
-            return _digest("\n".join(sorted(os.listdir(path))).encode(errors="surrogateescape"))
+            return digest("\n".join(sorted(os.listdir(path))).encode(errors="surrogateescape"))
         facts = os.stat(path)
         if facts.st_size > HASHED_BYTES or path.startswith(_INSTALLED):
             return f"{facts.st_size} {facts.st_mtime_ns}"
-        return _digest(Path(path).read_bytes())
+        return digest(Path(path).read_bytes())
     except OSError as error:
         return f"error {error.errno}"
 
@@ -65,12 +63,6 @@ def stamp(path: str) -> str:
 def are_unchanged(stamps: Mapping[str, str]) -> bool:
     """Whether all that was read is as it was."""
     return all(stamp(path) == before for path, before in stamps.items())
-
-
-def environment() -> str:
-    """A digest of the Python that runs, of its folder and of the variables, but for those that shells change."""
-    words = [sys.version, os.getcwd(), *(f"{name}={value}" for name, value in sorted(os.environ.items()))]
-    return _digest("\n".join(word for word in words if word.split("=")[0] not in PASSING).encode(errors="replace"))
 
 
 @contextmanager
@@ -115,5 +107,6 @@ def _writes(mode: str | None = None, flags: int = 0, *_: Any) -> bool:
     return mode[:1] in ("w", "a", "x") if mode else flags & os.O_ACCMODE != os.O_RDONLY
 
 
-def _digest(content: bytes) -> str:
+def digest(content: bytes) -> str:
+    """In hexadecimal."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
