@@ -144,7 +144,7 @@ class Options:
         metavar="MODEL",
     )
     weights: str | None = _file("Weights: .safetensors, or a .pth that holds only tensors.", group="Model")
-    trust: bool = option("Load a .pt2 file, which can run code.", default=False, group="Model")
+    trust: bool = option("Load a .pt2 file, or run the Python of a Hugging Face folder.", default=False, group="Model")
     device: str = option(
         "Where the model runs: cpu, cuda, cuda:1, or auto: cuda where there is one.",
         default="cpu",

@@ -142,7 +142,9 @@ def read_windows(options: Options, loaded: LoadedModel, given: str | None, calib
     longest = longest_window(loaded.module)
     if options.seq_len and longest and options.seq_len > longest:
         raise UsageError(f"--seq_len {options.seq_len}: the model was made for at most {longest} positions")
-    tokenizer = partial(load_tokenizer, options.tokenizer) if options.tokenizer else loaded.tokenizer
+    tokenizer = (
+        partial(load_tokenizer, options.tokenizer, trust=options.trust) if options.tokenizer else loaded.tokenizer
+    )
     seq_len = options.seq_len or calibrated or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
     return Windows(tokenizer, seq_len, options.stride)
 

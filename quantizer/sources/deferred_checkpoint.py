@@ -24,7 +24,7 @@ def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
     transformers = importlib.import_module("transformers")
     accelerate = importlib.import_module("accelerate")
     stored = _stored(folder)
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not stored or getattr(config, "quantization_config", None) is not None:
         return None
     model = getattr(transformers, architecture)

@@ -1,4 +1,5 @@
-"""Models of a Hugging Face folder, read by transformers from local safetensors alone; no code of the folder is run."""
+"""Models of a Hugging Face folder, read by transformers from local safetensors alone; no code of the folder runs that
+is not trusted."""
 
 import importlib
 import importlib.util
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantizer.config.wording import shortened
 from quantizer.errors import DataError, ModelError, pip_line
 from quantizer.sources.deferred_checkpoint import deferred_model
 from quantizer.sources.text import longest_window
@@ -22,19 +24,53 @@ logger = logging.getLogger(__name__)
 CONFIG = "config.json"
 
 
-def load_hugging_face(folder: Path) -> nn.Module:
+def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
     """The model that `config.json` names, in eval mode and in the dtype of its checkpoint, without a cache of keys.
 
+    `trust` lets Python files of the folder run, where `auto_map` of its config.json names some.
+
     Raises:
-        ModelError: it cannot be read, or transformers is missing.
+        ModelError: it cannot be read, lacks weights or needs code that is not trusted, or transformers is missing.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ModelError(f"{folder} is a Hugging Face model, and transformers is missing", help=pip_line("llm"))
     with user_errors(f"transformers, loading {folder},", ModelError):
-        architectures = json.loads((folder / CONFIG).read_text("utf-8")).get("architectures") or ["AutoModel"]
-        logger.info("loading %s from %s", architectures[0], folder)
-        module = deferred_model(folder, architectures[0])
-        return _for_windows(module) if module is not None else read_checkpoint(folder, architectures[0])[0]
+        config = json.loads((folder / CONFIG).read_text("utf-8"))
+        if not isinstance(config, dict):
+            raise ModelError(f"{folder / CONFIG} is not a JSON object")
+        architecture = _class_of(config, folder, trust=trust)
+        logger.info("loading %s from %s", architecture, folder)
+        module = None if trust else deferred_model(folder, architecture)
+        if module is not None:
+            return _for_windows(module)
+        module, report = read_checkpoint(folder, architecture, trust_remote_code=trust)
+    if missing := sorted(report["missing_keys"]):
+        said = f"{folder} lacks weights of {architecture}, {len(missing)} in all: {shortened(missing)}"
+        help_ = "they would be drawn at random: save the whole model, or name the class that was saved in config.json"
+        raise ModelError(said, help=help_)
+    return module
+
+
+def _class_of(config: dict[str, Any], folder: Path, *, trust: bool) -> str:
+    """The class of transformers that makes the model; with code of the folder, the Auto class that knows where it is.
+
+    Raises:
+        ModelError: there is none, or it is in code that is not trusted.
+    """
+    transformers = importlib.import_module("transformers")
+    name = str((config.get("architectures") or ["AutoModel"])[0])
+    own: dict[str, str] = {
+        str(place).rpartition(".")[2]: auto for auto, place in (config.get("auto_map") or {}).items()
+    }
+    if trust and name in own:
+        return own[name]
+    made = getattr(transformers, name, None)
+    if isinstance(made, type) and hasattr(made, "from_pretrained"):
+        return name
+    if name in own:
+        help_ = "read these Python files, and add --trust if you would run them"
+        raise ModelError(f"{folder} is not loaded: {name} is code in this folder", help=help_)
+    raise ModelError(f"{folder / CONFIG} names a model {name!r}, which this version of transformers does not have")
 
 
 def read_checkpoint(folder: Path, architecture: str, **settings: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -42,10 +78,17 @@ def read_checkpoint(folder: Path, architecture: str, **settings: Any) -> tuple[n
     used; errors are those of transformers.
     """
     transformers = importlib.import_module("transformers")
-    transformers.utils.logging.disable_progress_bar()  # it would also draw into a log file
-    module, report = getattr(transformers, architecture).from_pretrained(
-        folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **({"dtype": "auto"} | settings)
-    )
+    said = transformers.utils.logging
+    said.disable_progress_bar()  # it would also draw into a log file
+    before = said.get_verbosity()
+    said.set_verbosity_error()  # what it would warn of is in the report
+    own = {"dtype": "auto", "trust_remote_code": False} | settings
+    try:
+        module, report = getattr(transformers, architecture).from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **own
+        )
+    finally:
+        said.set_verbosity(before)
     return _for_windows(module), report
 
 

@@ -19,6 +19,9 @@ from quantizer.sources.batches import Batch, naming
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "GIF", "TIFF")
+"""What is read, whatever a file is called: Pillow would start Ghostscript for an EPS."""
+MOST_PIXELS = 200_000_000
 EXAMPLE = '{"resize": 256, "crop": 224, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}'
 
 
@@ -26,7 +29,8 @@ EXAMPLE = '{"resize": 256, "crop": 224, "mean": [0.485, 0.456, 0.406], "std": [0
 class Preprocess:
     """From pixels to a tensor: shorter side to `resize`, centre `crop` (pixels), then (pixel/255 - mean) / std.
 
-    One mean per channel: three for RGB, one for grey.
+    One mean per channel: three for RGB, one for grey. Images of more than `max_pixels`, as they are or resized, are
+    refused: a file of a few bytes can ask for any number.
     """
 
     mean: tuple[float, ...]
@@ -34,16 +38,19 @@ class Preprocess:
     resize: int | None = None
     crop: int | None = None
     interpolation: str = "bilinear"
+    max_pixels: int = MOST_PIXELS
 
     def __call__(self, image: Any) -> Tensor:
         """A pillow image as float32 [channels, height, width].
 
         Raises:
-            DataError: it is smaller than the crop.
+            DataError: it is smaller than the crop, or too large.
         """
+        self._limit(image.size)
         image = image.convert("RGB" if len(self.mean) == 3 else "L")
         if self.resize:
             size = tuple(self.resize * side // min(image.size) for side in image.size)
+            self._limit(size)
             image = image.resize(size, _pillow().Resampling[self.interpolation.upper()])
         if self.crop:
             image = image.crop(_centre(image.size, self.crop))
@@ -51,6 +58,12 @@ class Preprocess:
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(height, width, -1)
         mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
         return (pixels.permute(2, 0, 1).float() / 255 - mean) / std
+
+    def _limit(self, size: Sequence[int]) -> None:
+        if math.prod(size) > self.max_pixels:
+            width, height = size
+            remedy = 'a larger "max_pixels" in --preprocess allows it'
+            raise DataError(f"would have {width} x {height} pixels, more than {self.max_pixels}", help=remedy)
 
 
 def parse_preprocess(text: str) -> Preprocess:
@@ -136,11 +149,14 @@ def _pillow() -> Any:
 
 def _decode(path: Path, preprocess: Preprocess) -> Tensor:
     pillow = _pillow()
+    before, pillow.MAX_IMAGE_PIXELS = pillow.MAX_IMAGE_PIXELS, None  # `max_pixels` is the limit
     try:
-        with naming(f"{path} "), pillow.open(path) as image:
+        with naming(f"{path} "), pillow.open(path, formats=FORMATS) as image:
             return preprocess(image)
-    except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as cause:
+    except (OSError, ValueError, SyntaxError) as cause:
         raise DataError(f"{path} cannot be read as an image: {cause}") from cause
+    finally:
+        pillow.MAX_IMAGE_PIXELS = before
 
 
 def _stack(images: Sequence[Tensor], paths: Sequence[Path]) -> Tensor:
@@ -164,6 +180,7 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "crop": (_is_size, "a number of pixels"),
     "mean": (_are_numbers, "a list of one or three numbers"),
     "std": (lambda value: _are_numbers(value) and all(v > 0 for v in value), "a list of one or three positive numbers"),
+    "max_pixels": (_is_size, "a number of pixels"),
     "interpolation": (lambda value: value in INTERPOLATIONS, f"one of {', '.join(INTERPOLATIONS)}"),
 }
 

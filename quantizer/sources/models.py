@@ -48,14 +48,14 @@ def load_model(spec: str, weights: str | None = None, *, trust: bool = False) ->
     """The model of `--model`, with the weights of `--weights` if given.
 
     `spec` is `FILE.py` (its `model()`), `FILE.py:factory`, `package.module:factory`, an exported `.pt2` (only with
-    `trust`, as loading one can run code), or a Hugging Face folder.
+    `trust`, as loading one can run code), or a Hugging Face folder (whose own Python runs with `trust` alone).
 
     Raises:
         ModelError: whatever goes wrong.
     """
     path = Path(spec)
     if path.is_dir():
-        loaded = _from_folder(path)
+        loaded = _from_folder(path, trust)
     elif path.suffix.lower() in _REFUSED:
         why, remedy = (text.format(path=path) for text in _REFUSED[path.suffix.lower()])
         raise ModelError(why, help=remedy)
@@ -203,13 +203,13 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
 """Files that hold no model, by their suffix: why, and what to give instead."""
 
 
-def _from_folder(folder: Path) -> LoadedModel:
+def _from_folder(folder: Path, trust: bool) -> LoadedModel:
     if not (folder / CONFIG).is_file():
         raise ModelError(f"{folder} is a folder without a {CONFIG}, so not a Hugging Face model", help=FORMS)
-    module = load_hugging_face(folder)
+    module = load_hugging_face(folder, trust=trust)
     return LoadedModel(
         module,
         type(module).__name__,
-        tokenizer=partial(load_tokenizer, folder) if has_tokenizer(folder) else None,
+        tokenizer=partial(load_tokenizer, folder, trust=trust) if has_tokenizer(folder) else None,
         example=partial(example_input, module),
     )

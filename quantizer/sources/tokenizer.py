@@ -16,10 +16,11 @@ FORMS = "give a tokenizer.json, or the folder of a Hugging Face model"
 _OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 
 
-def load_tokenizer(spec: str | Path) -> Encode:
+def load_tokenizer(spec: str | Path, *, trust: bool = False) -> Encode:
     """The tokenizer of `--tokenizer`: a `tokenizer.json`, or a folder that holds one or what transformers can read.
 
     Special tokens are added as the tokenizer does by default; its truncation and padding are switched off.
+    Code of a folder runs with `trust` alone.
 
     Raises:
         DataError: there is none, it is damaged, or the package that reads it is missing.
@@ -29,8 +30,11 @@ def load_tokenizer(spec: str | Path) -> Encode:
         raise DataError(f"the folder {path} holds no tokenizer", help=FORMS)
     if path.is_dir() and not (path / FILE).is_file():
         auto = _package("transformers", path).AutoTokenizer
+        if not trust and _is_code(path):
+            help_ = "read its Python files, and add --trust if you would run them; or give a tokenizer.json"
+            raise DataError(f"the tokenizer of {path} is code in this folder", help=help_)
         with user_errors(f"transformers, loading the tokenizer of {path},", DataError):
-            return as_encode(auto.from_pretrained(path, local_files_only=True), str(path))
+            return as_encode(auto.from_pretrained(path, local_files_only=True, trust_remote_code=trust), str(path))
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise DataError(f"there is no file or folder {path}", help=FORMS)
@@ -40,6 +44,12 @@ def load_tokenizer(spec: str | Path) -> Encode:
     except Exception as cause:
         raise DataError(f"{file} cannot be read as a tokenizer: {cause}", help=FORMS) from cause
     return as_encode(tokenizer, str(file))
+
+
+def _is_code(folder: Path) -> bool:
+    """Whether the settings of a folder's tokenizer name a Python file."""
+    file = folder / "tokenizer_config.json"
+    return file.is_file() and '"auto_map"' in file.read_text("utf-8", errors="replace")
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -165,3 +165,31 @@ def test_stopping_early_ends_the_reading_thread() -> None:
     assert threading.active_count() == before + 1
     reading.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before
+
+
+def test_a_file_that_is_no_raster_image_is_not_opened_whatever_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("d").mkdir()
+    Path("d/a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n")
+    started: list[Any] = []
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **settings: started.append(args))
+    assert "d/a.png cannot be read as an image" in refusal(json.dumps(PLAIN)).message
+    assert not started
+
+
+@pytest.mark.parametrize(
+    ("size", "preprocess", "said"),
+    [
+        ((200, 1), {"resize": 256}, "d/a.png would have 51200 x 256 pixels, more than 1000000"),
+        ((1001, 1000), {}, "d/a.png would have 1001 x 1000 pixels, more than 1000000"),
+    ],
+)
+def test_a_small_file_cannot_ask_for_any_number_of_pixels(
+    size: tuple[int, int], preprocess: dict[str, Any], said: str
+) -> None:
+    paint("d/a.png", size=size)
+    settings = {**PLAIN, **preprocess, "max_pixels": 1_000_000}
+    error = refusal(json.dumps(settings))
+    assert (said, "max_pixels") == (error.message, "max_pixels" if "max_pixels" in (error.help or "") else "")
+    assert only({**settings, "max_pixels": 20_000_000}).args[0].numel() > 3_000_000
+    before = Image.MAX_IMAGE_PIXELS
+    assert only({**settings, "max_pixels": 20_000_000}) and before == Image.MAX_IMAGE_PIXELS

@@ -1,0 +1,96 @@
+"""Folders of Hugging Face models are data: their code does not run, and weights that are missing are no random ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from llamas import llama, saved
+from safetensors.torch import load_file, save_file
+
+from quantizer.errors import DataError, ModelError
+from quantizer.sources.models import load_model
+from quantizer.sources.tokenizer import load_tokenizer
+
+CODE = """
+from pathlib import Path
+Path(__file__ + ".ran").touch()
+Path(MARK).touch()
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizer
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class Own(LlamaForCausalLM):
+    config_class = OwnConfig
+
+class Words(PreTrainedTokenizer):
+    vocab_size = 3
+    def __init__(self, **settings):
+        super().__init__(**settings)
+    def get_vocab(self):
+        return {"a": 0, "b": 1, "<unk>": 2}
+    def _tokenize(self, text):
+        return text.split()
+    def _convert_token_to_id(self, token):
+        return self.get_vocab().get(token, 2)
+    def _convert_id_to_token(self, index):
+        return "ab?"[index]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model and a tokenizer in code of their own; whoever is asked whether to run it says yes."""
+    place = saved(tmp_path / "model", llama())
+    (place / "own.py").write_text(CODE.replace("MARK", repr(str(tmp_path / "ran"))))
+    config = json.loads((place / "config.json").read_text())
+    named = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    config |= {"architectures": ["Own"], "model_type": "own", "auto_map": named}
+    (place / "config.json").write_text(json.dumps(config))
+    words = {"auto_map": {"AutoTokenizer": ["own.Words", None]}, "tokenizer_class": "Words"}
+    (place / "tokenizer_config.json").write_text(json.dumps(words))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return place
+
+
+def test_code_of_a_folder_runs_only_where_it_is_trusted(folder: Path) -> None:
+    with pytest.raises(ModelError, match="Own is code in this folder") as caught:
+        load_model(str(folder))
+    assert "--trust" in (caught.value.help or "")
+    with pytest.raises(DataError, match=r"the tokenizer of .* is code in this folder") as refused:
+        load_tokenizer(folder)
+    assert "--trust" in (refused.value.help or "")
+    assert not (folder.parent / "ran").exists()
+    assert load_model(str(folder), trust=True).name == "Own"
+    assert (folder.parent / "ran").exists()
+    assert load_tokenizer(folder, trust=True)("a b a") == [0, 1, 0]
+
+
+def test_a_known_class_is_made_without_the_code_beside_it(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_model(str(folder)).name == "LlamaForCausalLM"
+    assert not (folder.parent / "ran").exists()
+
+
+def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
+    place = saved(tmp_path / "model", llama())
+    tensors = load_file(place / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"lacks weights of LlamaForCausalLM, 1 in all: model\.layers\.0\.mlp\.up_proj"
+    ):
+        load_model(str(place))
+
+
+@pytest.mark.parametrize("config", ['{"architectures": ["nn"]}', '{"architectures": ["NoModel"]}', "[1]", "{"])
+def test_a_config_that_names_no_model_is_a_sentence(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelError, match=r"config\.json|transformers, loading"):
+        load_model(str(tmp_path))
