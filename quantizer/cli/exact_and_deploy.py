@@ -1,5 +1,6 @@
 """What test mode does besides, if asked: `--exact` runs the DPU's integers, `--deploy` writes for other runtimes."""
 
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, model: nn
     folder = Path(options.output_dir) / FOLDER
     if folder.is_symlink():
         raise ResultError(f"{folder} is a link to another folder", help="remove the link")
-    given = Deployment.of(calibrated, model, batches, outcome.metrics["sqnr_db"], options.target_choices)
+    given = Deployment.of(calibrated, model, batches, outcome.metrics.get("sqnr_db", math.inf), options.target_choices)
     files, lines, metrics = {}, [], {}
     refusals: list[QuantizerError] = []
     for target in dict.fromkeys(options.deploy):

@@ -17,7 +17,7 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
-FIGURES = ("sqnr_db", "cosine", "top1_agreement")
+FIGURES = ("sqnr_db", "cosine", "top1_agreement", "equal_outputs")
 """What test mode finds without an evaluate()."""
 MEASURED = ("top1", "perplexity")
 """What is measured in place of an evaluate(), where the data have labels or are text."""

@@ -74,7 +74,10 @@ def run(options: Options) -> int:
     session.show(outcome, options)
     if options.quant_mode != "float" and not (options.json or options.quiet) and (size := memory.peak()):
         print(f"peak memory {memory.in_words(size)}")
-    if not_met := failed(gates, outcome.metrics):
+    not_met = failed(gates, outcome.metrics)
+    if options.quant_mode == "test" and outcome.error is None:  # their names are known, but nothing has these figures
+        not_met += [f"{gate.text} (not measured)" for gate in gates if gate.metric not in outcome.metrics]
+    if not_met:
         annotate(options, not_met)
         undeployed = "; nothing is deployed" if options.deploy and "deployed" not in outcome.content else ""
         help_ = "the table above shows which layers lose most"
@@ -184,6 +187,9 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
             return Outcome(scores.metrics, {})
         held = {gate.text: gate.holds(scores.metrics) for gate in gates if gate.metric in scores.metrics}
         outcome = _report(table_view(options, graph), folder, info, scores, batches.stamp, held)
+        if scores.fault:
+            help_ = "give that layer and those before it more bits or a wider range, or leave them float"
+            return replace(outcome, error=GateError(scores.fault, help=help_))
         if options.exact:
             outcome = run_exact(options, outcome, graph, info, batches)
         if not options.deploy or failed(gates, outcome.metrics):

@@ -110,9 +110,9 @@ def stored_config(folder: Path) -> Config:
 
 
 def window_length(shapes: Shapes) -> int | None:
-    """How many tokens the only input [b, s] had, if there was such a one."""
+    """How many tokens the only input [b, s] had, if there was such a one; one number for each sample is no text."""
     only = shapes[0] if len(shapes) == 1 else None
-    return only[1] if only is not None and len(only) == 2 else None
+    return only[1] if only is not None and len(only) == 2 and only[1] != 1 else None
 
 
 def example_batch(header: Mapping[str, Any]) -> Batch:

@@ -53,6 +53,8 @@ class Noise:
     def cosine(self) -> float:
         """x.y / (|x| |y|), with x.y = (|x|^2 + |y|^2 - |x - y|^2) / 2; 1 when both are zero."""
         norm = math.sqrt(self.signal) * math.sqrt(self.other)
+        if not math.isfinite(norm):
+            return math.nan
         return (self.signal + self.other - self.error) / 2 / norm if norm else float(self.signal == self.other)
 
 
@@ -105,10 +107,19 @@ class Score:
 
 @dataclass
 class Comparison:
-    """What a paired run found; figures about classes are absent when the output or the data has none."""
+    """What a paired run found; figures about classes are absent when the output or the data has none.
+
+    `output` is about floating-point outputs, of which there are `floats` values; of the `others`, integers and
+    booleans, so many are `equal`. `spoiled` is the first batch where the quantized network alone gives NaN or infinity.
+    """
 
     layers: list[LayerNoise]
     output: Noise = field(default_factory=Noise)
+    floats: int = 0
+    others: int = 0
+    equal: int = 0
+    spoiled: int | None = None
+    batches: int = 0
     samples: int = 0
     agreeing: int = 0
     rankable: bool = True
@@ -119,6 +130,12 @@ class Comparison:
         for mine, its in zip(self.layers, other.layers, strict=True):
             mine.merge(its)
         self.output.merge(other.output)
+        if self.spoiled is None and other.spoiled is not None:
+            self.spoiled = self.batches + other.spoiled
+        self.batches += other.batches
+        self.floats += other.floats
+        self.others += other.others
+        self.equal += other.equal
         self.samples += other.samples
         self.agreeing += other.agreeing
         self.rankable &= other.rankable
@@ -126,11 +143,19 @@ class Comparison:
             score.merge(its_score)
 
     def metrics(self) -> dict[str, float]:
-        """The figures that gates and reports use."""
-        found = {"sqnr_db": self.output.sqnr_db, "cosine": self.output.cosine}
+        """The figures that gates and reports use; of outputs that are no numbers there are none."""
+        found = {"sqnr_db": self.output.sqnr_db, "cosine": self.output.cosine} if self.floats else {}
+        if self.others:
+            found["equal_outputs"] = self.equal / self.others
         if self.rankable and self.samples:
             found["top1_agreement"] = self.agreeing / self.samples
         return found
+
+    @property
+    def first_spoiled(self) -> str | None:
+        """The first layer whose values quantization makes NaN or infinity, if they are compared."""
+        rows = (row for row in self.layers if row.accumulated is not None)
+        return next((row.layer for row in rows if not math.isfinite(row.accumulated.error)), None)  # type: ignore[union-attr]
 
     def pairs(self) -> dict[str, dict[str, float]]:
         """Top-1 accuracy or perplexity of both networks, where the data has labels or is text."""
@@ -207,7 +232,7 @@ def compare(reference: Network, quantized: Network, batches: Iterable[Batch], ra
                 assert noise.accumulated is not None  # only parameters have none
                 # What the quantizer hands on: a layer quantizes its own input after the value that both networks made.
                 noise.accumulated.add(x, y if noise.layer == name else quantizer(y.clone()))
-        _outputs(left.float_outputs(), right.float_outputs(), batch, found[-1])
+        _outputs(left.outputs(), right.outputs(), batch, found[-1])
 
     result = nothing()
 
@@ -235,11 +260,21 @@ def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
 
 
 def _outputs(reference: list[Tensor], quantized: list[Tensor], batch: Batch, result: Comparison) -> None:
-    """Noise of all floating-point outputs, and which classes the first one ranks highest."""
-    pairs = list(zip(reference, quantized, strict=True))
+    """Noise of all floating-point outputs, equal values of the others, and which classes the first float ranks
+    highest."""
+    result.batches = 1
+    every = list(zip(reference, quantized, strict=True))
+    for x, y in every:
+        if not x.is_floating_point():
+            result.others += x.numel()
+            result.equal += int((x == y).sum()) if x.shape == y.shape else 0
+    pairs = [(x, y) for x, y in every if x.is_floating_point()]
     for x, y in pairs:
         if not bool(torch.isfinite(x).all()):
             raise DataError("the float model's output is not finite", help="check the data and the weights")
+        result.floats += x.numel()
+        if not bool(torch.isfinite(y).all()):
+            result.spoiled = 0
         result.output.add(x, y)
     shape = pairs[0][0].shape if pairs else ()
     is_ranking = len(shape) == 2 and shape[1] > 1

@@ -1,5 +1,6 @@
 """Test mode: the quantized network against the float one on the same batches, and the user's own metrics of both."""
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,20 @@ class Scores:
     def metrics(self) -> dict[str, float]:
         """All figures by the names that gates have for them."""
         return self.comparison.metrics() | paired(self.pairs)
+
+    @property
+    def fault(self) -> str | None:
+        """Why no figure can stand for the quantized network: it gives what is no number, or nothing to compare."""
+        compared = self.comparison
+        if compared.spoiled is not None:
+            layer = compared.first_spoiled
+            where = f"; {layer} is the first layer with such values" if layer else ""
+            text = "the quantized network gives NaN or infinity, and the float one does not"
+            return f"batch {compared.spoiled}: {text}{where}"
+        for name, pair in self.pairs.items():
+            if math.isnan(pair["quantized"]) and not math.isnan(pair["float"]):
+                return f"the metric {name} of the quantized network is no number"
+        return None if self.metrics else "the model returns no tensors, and there is no evaluate(): nothing is compared"
 
 
 def paired(pairs: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -87,9 +88,14 @@ class Execution:
         output = channels_first(map_refs(graph.output, self.values.__getitem__))
         return graph.rebuild(output) if graph.rebuild else output
 
+    def outputs(self) -> list[Tensor]:
+        """The tensors among what the network returns, in order; of complex ones their real view."""
+        leaves = pytree.tree_leaves(map_refs(self.network.graph.output, self.values.__getitem__))
+        return [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
     def float_outputs(self) -> list[Tensor]:
         """The floating-point tensors among what the network returns, in order."""
-        return float_leaves(map_refs(self.network.graph.output, self.values.__getitem__))
+        return float_leaves(self.outputs())
 
 
 def float_leaves(output: Any) -> list[Tensor]:

@@ -18,14 +18,15 @@ def energy(x: Tensor) -> float:
 
 
 def decibel(signal: float, noise: float) -> float:
-    """Return 10 log10(signal / noise) of two energies: inf without noise, -inf for noise without signal.
+    """Return 10 log10(signal / noise) of two energies: inf without noise, -inf for noise without signal or without
+    end, or that is no number.
 
     >>> decibel(100.0, 1.0)
     20.0
     """
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
 
 
 def sqnr_db(reference: Tensor, other: Tensor) -> float:

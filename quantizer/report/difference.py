@@ -19,7 +19,7 @@ from quantizer.report.view import Listing, View
 Json = dict[str, Any]
 Key = tuple[str, str]
 SQNR = ("local_sqnr_db", "accumulated_sqnr_db")
-MORE_IS_BETTER = ("sqnr_db", "cosine", "top1_agreement", "top1")
+MORE_IS_BETTER = ("sqnr_db", "cosine", "top1_agreement", "equal_outputs", "top1")
 LESS_IS_BETTER = ("perplexity", "weight_bytes")
 """Figures of a result that say which of two is worse. Metrics of the user's own do not tell."""
 TOLERANCE = 1e-3

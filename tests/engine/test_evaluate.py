@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.evaluate import Noise, compare
+from quantizer.engine.scores import Scores
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import DataError
 from quantizer.graph.trace import trace
@@ -88,3 +89,64 @@ def test_noise_adds_up_over_batches_like_one_tensor() -> None:
         parts.add(x[part::4], y[part::4])
     assert parts.sqnr_db == pytest.approx(whole.sqnr_db)
     assert parts.cosine == pytest.approx(float(torch.nn.functional.cosine_similarity(x, y, dim=0)), abs=1e-6)
+
+
+class Mixed(nn.Module):
+    """Integers, booleans and a float, in that order."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x + x
+        return y.argmax(1), y > 0.1, y
+
+
+class Indices(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + x).argmax(1)
+
+
+def test_outputs_that_are_no_floats_are_compared_value_by_value() -> None:
+    x = torch.randn(64, 10, generator=torch.Generator().manual_seed(0)) * 0.2
+    graph = trace(Indices(), (x,))
+    quantized = quantized_network(graph, Solution({("Indices::input_0", "input"): COARSE}))
+    equal = float((rounded(x).argmax(1) == x.argmax(1)).double().mean())
+    assert 0.1 < equal < 0.9
+    assert compare(Network(graph), quantized, batches(x, x)).metrics() == {"equal_outputs": equal}
+    assert compare(Network(graph), Network(graph), batches(x)).metrics() == {"equal_outputs": 1.0}
+
+
+def test_outputs_of_several_kinds_have_figures_of_both() -> None:
+    x = torch.randn(64, 10, generator=torch.Generator().manual_seed(0)) * 0.2
+    graph = trace(Mixed(), (x,))
+    quantized = quantized_network(graph, Solution({("Mixed::input_0", "input"): COARSE}))
+    found, y = compare(Network(graph), quantized, batches(x)).metrics(), 2 * rounded(x)
+    same = int((y.argmax(1) == x.argmax(1)).sum()) + int(((y > 0.1) == (2 * x > 0.1)).sum())
+    assert found["equal_outputs"] == same / (64 + 640)
+    assert found["sqnr_db"] == pytest.approx(
+        Noise(float(x.square().sum()), 0, float((x - y / 2).square().sum())).sqnr_db
+    )
+
+
+class Ratio(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1 / x
+
+
+def test_what_quantization_makes_infinite_is_told_with_its_batch_and_layer() -> None:
+    """0.01 is rounded to zero, in the third batch alone."""
+    good, bad = torch.full((2, 3), 0.5), torch.full((2, 3), 0.01)
+    graph = trace(Ratio(), (good,))
+    quantized = quantized_network(graph, Solution({("Ratio::input_0", "input"): COARSE}))
+    found = compare(Network(graph), quantized, batches(good, good, bad, good))
+    assert found.metrics()["sqnr_db"] == -math.inf
+    fault = Scores(found, {}).fault
+    assert fault is not None
+    assert fault.startswith("batch 2: the quantized network gives NaN or infinity")
+    assert Scores(compare(Network(graph), quantized, batches(good)), {}).fault is None
+
+
+def test_metrics_that_are_no_numbers_are_a_fault() -> None:
+    x = torch.ones(2, 3)
+    graph = trace(Doubled(), (x,))
+    found = compare(Network(graph), Network(graph), batches(x))
+    assert Scores(found, {"top1": {"float": 0.5, "quantized": math.nan}}).fault is not None
+    assert Scores(found, {"top1": {"float": math.nan, "quantized": math.nan}}).fault is None
