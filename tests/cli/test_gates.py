@@ -98,9 +98,13 @@ def test_a_model_that_returns_integers_is_measured_by_them(
 def test_a_quantized_network_that_gives_infinity_fails_without_a_gate(
     toy: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    net = "class Net(torch.nn.Module):\n        def forward(self, x):\n            return 1 / x\n"
+    net = "class Net(torch.nn.Module):\n        def forward(self, x):\n            return (x + 1) / x\n"
     path = toy("return [torch.tensor([[9.0], [0.001]])]", f"{net}    return Net()")
-    config = str(Path(__file__).parents[2] / "configs" / "cpu_int8.json")
-    assert calibrate(tmp_path / "out", model=path, config=config) == 0
+    preset = Path(__file__).parents[2] / "configs" / "cpu_int8.json"
+    config = tmp_path / "inputs.json"
+    config.write_text(
+        json.dumps(json.loads(preset.read_text()) | {"quantizable_data_type": ["input"], "tensor_quantize_config": {}})
+    )
+    assert calibrate(tmp_path / "out", model=path, config=str(config)) == 0
     assert check(tmp_path / "out", model=path) == 1
     assert "error: batch 0: the quantized network gives NaN or infinity" in capsys.readouterr().err
