@@ -2,9 +2,14 @@
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+TEMPORARY = ".tmp"
+LEFT_OVER = re.compile(rf"\..+\.[a-z0-9_]{{8}}{re.escape(TEMPORARY)}")
+"""Names of temporary files and folders, which a kill leaves behind."""
 
 
 def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
@@ -15,7 +20,7 @@ def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
     """
     target = path.resolve()
     mode = target.stat().st_mode & 0o7777 if target.exists() else 0o666 & ~_umask()
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=TEMPORARY)
     try:
         with os.fdopen(handle, "wb") as file:
             file.writelines([content] if isinstance(content, bytes) else content)
@@ -62,7 +67,8 @@ def _beside(path: Path) -> Iterator[tuple[Path, Path]]:
     """The place that `path` is, and one of the same name in a new folder beside it."""
     target = path.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True) as room:
+    named = {"prefix": f".{target.name}.", "suffix": TEMPORARY}
+    with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True, **named) as room:
         yield target, Path(room, target.name)
     _sync(target.parent)
 

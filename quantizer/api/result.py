@@ -20,7 +20,7 @@ from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.events import Events
 from quantizer.engine.job import Job
 from quantizer.engine.module_target import evaluating
-from quantizer.engine.result_files import locked
+from quantizer.engine.result_set import locked
 from quantizer.engine.scores import Scores, score
 from quantizer.errors import DataError, GateError, UsageError
 from quantizer.export import EXPORTERS, check, export, require_extras
@@ -152,8 +152,9 @@ class Result:
             if self._job is not None:
                 self._write(place, self._job)
             elif self._folder is not None and self._folder.resolve() != place.resolve():
-                for name in results.names_of(self._folder):
-                    shutil.copyfile(self._folder / name, place / name)
+                with results.replaced_results(place) as new:
+                    for name in results.names_of(self._folder):
+                        shutil.copyfile(self._folder / name, new / name)
             write_report(place)
 
     def _write(self, place: Path, job: Job) -> None:

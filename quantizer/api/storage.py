@@ -16,6 +16,7 @@ from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import a_kind
 from quantizer.engine.module_attach import put
 from quantizer.engine.result_files import write_json, write_tensors
+from quantizer.engine.result_set import replaced_set, settle
 from quantizer.errors import ModelError, ResultError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
 from quantizer.nn.inplace import InPlace, add_bias, check_float, insert_before, keep_layers_called
@@ -25,7 +26,7 @@ from quantizer.numerics.codes import pack
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Write `model.safetensors` and `quantizer.json`.
+    """Write `model.safetensors` and `quantizer.json`; what is there stays until both are written.
 
     The tensors are those of `model.state_dict()`, a tied one once; a quantized parameter is stored as its codes, those
     of fewer than 8 bits packed (`numerics.codes.pack`). The JSON has `layers`, class,
@@ -71,8 +72,9 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         "inserted": {path: inserted for path, module in layers.items() if (inserted := _inserted(module))},
     }
     try:
-        described["tensors"] = write_tensors(place / TENSORS, kept)
-        write_json(place / DESCRIPTION, described | {"checksum": checksum(described)})
+        with replaced_set(place) as new:
+            described["tensors"] = write_tensors(new / TENSORS, kept)
+            write_json(new / DESCRIPTION, described | {"checksum": checksum(described)})
     except ResultError as error:
         raise ResultError(error.message, help="choose another folder or free some space") from error
 
@@ -87,6 +89,7 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """
     place = path_of(folder, "folder")
     check_float(model)
+    settle(place)
     stored = read(place)
     modules = dict(model.named_modules(remove_duplicate=False))
     with all_or_nothing(model):

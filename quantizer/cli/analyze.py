@@ -28,7 +28,8 @@ from quantizer.engine import results
 from quantizer.engine.ablation import Ablation
 from quantizer.engine.analyze import Analysis, Budget, Width, width_bits
 from quantizer.engine.events import Stage
-from quantizer.engine.result_files import locked, write_json
+from quantizer.engine.result_files import write_json
+from quantizer.engine.result_set import locked
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names

@@ -12,7 +12,8 @@ from quantizer.engine import pipeline, results
 from quantizer.engine.calibrated import example_batch, stored_config, traced
 from quantizer.engine.job import Job
 from quantizer.engine.merge import merged_data, read_infos, require_mergeable, statistics_of
-from quantizer.engine.result_files import locked, read_json, write_bytes
+from quantizer.engine.result_files import read_json, write_bytes
+from quantizer.engine.result_set import locked
 from quantizer.engine.results import QuantInfo
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import ResultError, UsageError

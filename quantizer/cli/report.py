@@ -9,7 +9,7 @@ from quantizer.cli import session
 from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.typed import refuse_typed
 from quantizer.engine import results
-from quantizer.engine.result_files import locked
+from quantizer.engine.result_set import locked
 from quantizer.report.files import PAGE, write_report
 from quantizer.report.plots import KINDS, write_events, write_plots
 

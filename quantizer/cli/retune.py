@@ -13,7 +13,7 @@ from quantizer.cli.options import TABLE, Options, command, option, takes, write_
 from quantizer.cli.table_view import view_of
 from quantizer.config.wording import closest
 from quantizer.engine.calibrated_folder import CalibratedFolder
-from quantizer.engine.result_files import locked
+from quantizer.engine.result_set import locked
 from quantizer.engine.results import check_owner
 from quantizer.engine.retune import Change, Retuned, retuned
 from quantizer.errors import UsageError

@@ -27,7 +27,8 @@ from quantizer.engine.events import Forked
 from quantizer.engine.exact import require_wide
 from quantizer.engine.finetune import check_checkpoint, check_mode, require_finetuned
 from quantizer.engine.job import Job
-from quantizer.engine.result_files import locked, write_bytes
+from quantizer.engine.result_files import write_bytes
+from quantizer.engine.result_set import locked
 from quantizer.engine.scores import Scores, measure, score
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import GateError, UsageError

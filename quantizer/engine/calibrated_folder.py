@@ -18,7 +18,7 @@ from quantizer.config.resolved import resolved_document
 from quantizer.config.roles import is_parameter
 from quantizer.engine import fingerprint, results
 from quantizer.engine.result_files import deferred_tensors, read_json, read_tensors, write_json, write_tensors
-from quantizer.engine.results import INFO, ORIGINS, STATISTICS, TESTED
+from quantizer.engine.results import INFO, ORIGINS, STATISTICS
 from quantizer.errors import ResultError
 from quantizer.nn.load import WEIGHTS
 from quantizer.plan.model import Key
@@ -104,18 +104,24 @@ class CalibratedFolder:
         statistics: Mapping[tuple[str, str], Mapping[str, Tensor]],
         config: Config,
     ) -> None:
-        """Write the same calibration with other entries of quant_info.json and plan.json for single tensors.
-
-        The folder does not count as calibrated before the last file is in place.
+        """Write the same calibration with other entries of quant_info.json and plan.json for single tensors; what is
+        there stays until all is written.
         """
+        with results.replaced_results(place) as new:
+            self._write(new, entries, planned, statistics, config)
+
+    def _write(
+        self,
+        place: Path,
+        entries: Mapping[Key, Json],
+        planned: Mapping[Key, Json],
+        statistics: Mapping[tuple[str, str], Mapping[str, Tensor]],
+        config: Config,
+    ) -> None:
         header = {**self.header, "files": dict(self.header["files"])}
-        if place.resolve() != self.place.resolve():
-            results.clear(place)
-            for name in header["files"]:
-                shutil.copyfile(self.place / name, place / name)
-        for name in (INFO, *TESTED):
-            (place / name).unlink(missing_ok=True)
-        tensors: dict[str, Tensor] = dict(deferred_tensors(place / WEIGHTS))
+        for name in {*header["files"]} - {WEIGHTS, STATISTICS}:
+            shutil.copyfile(self.place / name, place / name)
+        tensors: dict[str, Tensor] = dict(deferred_tensors(self.place / WEIGHTS))
         info: dict[str, dict[str, Json]] = {layer: dict(roles) for layer, roles in self.entries.items()}
         for (layer, role), entry in entries.items():
             info[layer][role] = entry

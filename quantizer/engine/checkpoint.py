@@ -1,6 +1,7 @@
 """What interrupted stages of a run need to go on: files of one folder, consistent after a stop at any write."""
 
 import logging
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,12 +18,13 @@ from quantizer.errors import DataError, QuantizerError, ResultError
 from quantizer.numerics.deferred import DeferredTensor, out_of_memory
 
 EVERY_S = 30.0  # seconds of work that a kill may cost
-FORMAT = 3  # 2: nested values (`snapshot_of`); 3: which of them were out of memory
+FORMAT = 4  # 2: nested values (`snapshot_of`); 3: which of them were out of memory; 4: files by digest
 AGAIN = "run without --resume"
 
 
 class Checkpoint:
-    """`checkpoint.<name>.json`, written last, names numbered tensor files; a save writes only tensors that are new.
+    """`checkpoint.<name>.json`, written last, names the files of tensors, which are called by their digest: each is the
+    one that it was, or not there. A save writes only tensors that are new.
 
     A changed tensor must be another object: tensors are told apart by identity. Each comes back on its own device, and
     out of memory if it was.
@@ -30,29 +32,23 @@ class Checkpoint:
 
     def __init__(self, folder: Path, name: str, key: Mapping[str, Any]) -> None:
         self._info, self._key = folder / f"checkpoint.{name}.json", {"format": FORMAT, **key}
-        self._files: dict[int, str] = {}  # checksum by number
-        self._stored: dict[int, tuple[Tensor, int, str]] = {}  # by id: the tensor, its file and its name there
-        self._is_ours = False
+        self._stored: dict[int, tuple[Tensor, str, str]] = {}  # by id: the tensor, its file's digest, its name there
 
     def save(self, snapshot: Snapshot) -> None:
         """Write it; a stop in the middle leaves the snapshot before."""
-        if not self._is_ours:
-            self._info.unlink(missing_ok=True)  # another run's, whose files this one writes over
-            self._is_ours = True
         new = {name: tensor for name, tensor in snapshot.tensors.items() if id(tensor) not in self._stored}
         if new:
-            number = max(self._files, default=-1) + 1
-            self._files[number] = write_tensors(self._path(number), new)
-            self._stored |= {id(tensor): (tensor, number, name) for name, tensor in new.items()}
+            part = self._info.with_suffix(".part.safetensors")
+            digest = write_tensors(part, new)
+            os.replace(part, self._path(digest))
+            self._stored |= {id(tensor): (tensor, digest, name) for name, tensor in new.items()}
         self._stored = {id(tensor): self._stored[id(tensor)] for tensor in snapshot.tensors.values()}
-        used = {number for _, number, _ in self._stored.values()}
-        unused, self._files = self._files.keys() - used, {at: self._files[at] for at in sorted(used)}
         tensors = snapshot.tensors.items()
         places = {name: [*self._stored[id(tensor)][1:], *_whereabouts(tensor)] for name, tensor in tensors}
-        content = {"key": self._key, "state": snapshot.state, "files": self._files, "tensors": places}
-        write_json(self._info, content)
-        for number in unused:
-            self._path(number).unlink(missing_ok=True)
+        write_json(self._info, {"key": self._key, "state": snapshot.state, "tensors": places})
+        used = {self._path(digest) for _, digest, _ in self._stored.values()}
+        for path in {*self._info.parent.glob(f"{self._info.stem}.*.safetensors")} - used:
+            path.unlink(missing_ok=True)
 
     def restore(self) -> Snapshot | None:
         """The last snapshot of a run with the same key; None if there is none.
@@ -63,30 +59,28 @@ class Checkpoint:
         if not self._info.exists():
             return None
         info = read_json(self._info)
-        if not isinstance(info, dict) or not info.keys() >= {"key", "state", "files", "tensors"}:
+        if not isinstance(info, dict) or not info.keys() >= {"key", "state", "tensors"}:
             raise ResultError(f"{self._info} is damaged", help=AGAIN)
         for name, value in self._key.items():
             if info["key"].get(name) != value:
                 raise other_run(f"{name} differs")
-        self._files = {int(number): digest for number, digest in info["files"].items()}
         parts = {}
-        for number, digest in self._files.items():
-            path = self._path(number)
+        for digest in {digest for digest, *_ in info["tensors"].values()}:
+            path = self._path(digest)
             if not path.is_file() or sha256(path) != digest:
                 raise ResultError(f"{path} is damaged", help=AGAIN)
-            parts[number] = deferred_tensors(path)
+            parts[digest] = deferred_tensors(path)
         tensors: dict[str, Tensor] = {}
-        found: dict[tuple[int, str], Tensor] = {}
-        for name, (number, stored, *where) in info["tensors"].items():
-            if (number, stored) not in found:
-                tensor = found[number, stored] = _placed(parts[number][stored], *where)
-                self._stored[id(tensor)] = (tensor, number, stored)
-            tensors[name] = found[number, stored]
-        self._is_ours = True
+        found: dict[tuple[str, str], Tensor] = {}
+        for name, (digest, stored, *where) in info["tensors"].items():
+            if (digest, stored) not in found:
+                tensor = found[digest, stored] = _placed(parts[digest][stored], *where)
+                self._stored[id(tensor)] = (tensor, digest, stored)
+            tensors[name] = found[digest, stored]
         return Snapshot(tensors, info["state"])
 
-    def _path(self, number: int) -> Path:
-        return self._info.with_suffix(f".{number:04}.safetensors")
+    def _path(self, digest: str) -> Path:
+        return self._info.with_suffix(f".{digest}.safetensors")
 
 
 def _whereabouts(tensor: Tensor) -> tuple[str, bool]:

@@ -1,11 +1,8 @@
-"""Files of a result folder, JSON and safetensors, each whole or not there; and the folder's lock."""
+"""Files of a result folder, JSON and safetensors, each whole or not there."""
 
-import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -139,38 +136,3 @@ def _parsed(path: Path, parse: Callable[[Path], Any], kind: str) -> Any:
         raise ResultError(
             f"{path} is not a readable {kind} file: {error}", help="run --quant_mode calib again"
         ) from error
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the kernel releases when the process ends in whatever way.
-
-    Raises:
-        ResultError: another process holds it, or the folder cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise ResultError(
-            f"cannot use {folder} for results: {error.strerror}", help="choose another --output_dir"
-        ) from error
-    try:
-        _take(handle, folder)
-        try:
-            yield
-        finally:
-            (folder / ".lock").unlink(missing_ok=True)
-    finally:
-        os.close(handle)
-
-
-def _take(handle: int, folder: Path) -> None:
-    """Lock the open file, if it is still the folder's: its last owner may have removed it in the meantime."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        owned = os.fstat(handle).st_ino == (folder / ".lock").stat().st_ino
-    except OSError:
-        owned = False
-    if not owned:
-        raise ResultError(f"{folder} is in use by another run", help="wait for it or choose another --output_dir")

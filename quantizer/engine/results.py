@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.result_files import read_json, sha256, write_bytes, write_json, write_tensors
+from quantizer.engine.result_set import replaced_set, settle
 from quantizer.engine.result_tensors import TENSORS, header_of, solution_of, tensors_of
 from quantizer.engine.solution import Solution, encoded, writes_inplace
 from quantizer.errors import ResultError
 from quantizer.graph.edits import with_weights
-from quantizer.graph.emit import emit
+from quantizer.graph.emit import emit, is_emitted
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
 from quantizer.nn.load import GROUP_SCALES
@@ -75,15 +77,29 @@ def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
 def write_results(
     folder: Path, original: Graph, config: Config, calibration: Calibration, found: Solution, run: Mapping[str, Any]
 ) -> None:
-    """Write everything `test` needs; until the last file is in place the folder does not count as calibrated.
+    """Write everything `test` needs, in place of what was there; that stays until all is written.
 
     `run` goes into the header: seed, number of samples, fingerprint of the data and the like, nothing that differs
     between equal runs.
     """
-    plan, graph = calibration.plan, calibration.plan.graph
+    graph = calibration.plan.graph
     found = encoded(graph, found)
     network = Network(with_weights(graph, found.weights))
-    clear(folder)
+    with replaced_results(folder) as new:
+        _write(new, original, config, calibration, found, network, run)
+
+
+def _write(
+    folder: Path,
+    original: Graph,
+    config: Config,
+    calibration: Calibration,
+    found: Solution,
+    network: Network,
+    run: Mapping[str, Any],
+) -> None:
+    """Write the files of a calibration."""
+    plan, graph = calibration.plan, calibration.plan.graph
     tensors = {**tensors_of(network, found), STATISTICS: calibration.state_dict()}
     files = {name: write_tensors(folder / name, own) for name, own in tensors.items()}
     files[f"{graph.model}.py"] = write_bytes(folder / f"{graph.model}.py", emit(graph).encode())
@@ -122,10 +138,15 @@ def write_info(folder: Path, header: Mapping[str, Any], entries: Mapping[str, An
     write_json(folder / INFO, content | {"checksum": _checksum(content), "complete": True})
 
 
-def clear(folder: Path) -> None:
-    """Take away what a calibration and its tests have written, quant_info.json first."""
-    for name in (*_owned(folder), *TESTED):
-        (folder / name).unlink(missing_ok=True)
+@contextmanager
+def replaced_results(folder: Path) -> Iterator[Path]:
+    """A folder for the files of a calibration, which take the place of those of another, and of what its tests found.
+
+    Raises:
+        ResultError: they cannot be written; then the other is as it was.
+    """
+    with replaced_set(folder, (INFO, *TENSORS, STATISTICS, ALGORITHMS, *ORIGINS, *TESTED, *_generated(folder))) as new:
+        yield new
 
 
 def _planned(plan: Plan, config: Config) -> dict[str, Any]:
@@ -142,13 +163,14 @@ def names_of(folder: Path) -> list[str]:
     return [*read_json(folder / INFO)["header"]["files"], *ORIGINS, INFO]
 
 
-def _owned(folder: Path) -> list[str]:
-    """quant_info.json, which goes first, and the files it names: what calibration wrote before, of any model."""
+def _generated(folder: Path) -> list[str]:
+    """The network's code that a calibration of any model has left, which says so itself."""
     try:
-        named = [name for name in names_of(folder) if "/" not in name and "\\" not in name]
-    except (ResultError, KeyError, TypeError):
-        named = []
-    return [INFO, *TENSORS, ALGORITHMS, *ORIGINS, *named]
+        name = f"{read_json(folder / INFO)['header']['model']}.py"
+        is_ours = name.isprintable() and is_emitted((folder / name).read_text("utf-8")) and "/" not in name
+    except (ResultError, KeyError, TypeError, OSError, ValueError):
+        return []
+    return [name] if is_ours else []
 
 
 def _entry(calibration: Calibration, network: Network, key: tuple[str, str], tensor: QuantizedTensor) -> dict[str, Any]:
@@ -185,6 +207,7 @@ def read_info(folder: Path) -> QuantInfo:
     Raises:
         ResultError: missing, unfinished, from another format, or a file was changed since.
     """
+    settle(folder)
     path = folder / INFO
     content = read_json(path)
     if not isinstance(content, dict) or content.get("complete") is not True or "header" not in content:

@@ -2,6 +2,7 @@
 
 import json
 import keyword
+import re
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ class {model}(torch.nn.Module):
     def __init__(self):
         super().__init__()
 '''
+
+
+def is_emitted(text: str) -> bool:
+    """Whether a text begins as those of `emit` do."""
+    return re.match(r'"""\S+ as traced and quantized, written by quantizer\. ', text) is not None
 
 
 def emit(graph: Graph) -> str:

@@ -246,7 +246,7 @@ def interrupted(toy: Toy, folder: Path, flag: Path) -> str:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("checkpoint.calibration.0000.safetensors", b"x", "is damaged"),
+        ("checkpoint.calibration.*.safetensors", b"x", "is damaged"),
         ("checkpoint.calibration.json", b"[]", "is damaged"),
         ("checkpoint.calibration.json", b"{", "not a readable JSON file"),
     ],
@@ -254,7 +254,8 @@ def interrupted(toy: Toy, folder: Path, flag: Path) -> str:
 def test_a_damaged_checkpoint(toy: Toy, tmp_path: Path, capsys: Capture, name: str, content: bytes, said: str) -> None:
     model = interrupted(toy, tmp_path / "out", tmp_path / "flag")
     capsys.readouterr()
-    (tmp_path / "out" / name).write_bytes(content)
+    for path in (tmp_path / "out").glob(name):
+        path.write_bytes(content)
     assert calibrate(tmp_path / "out", "--resume", model=model, config=None) == 5
     assert said in one_sentence(capsys)
 
@@ -312,7 +313,7 @@ def test_a_checkpoint_of_another_run_is_refused(toy: Toy, tmp_path: Path, capsys
 
 
 def test_killed_at_every_write(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    """Old results stay whole or stop counting as results; never a mixture that test mode would take."""
+    """Old results stay until new ones are whole."""
     model, folder = toy(), tmp_path / "out"
     assert calibrate(folder, model=model, config=None) == 0
     names = ["weights", "statistics", "plan.json", "config.resolved", "Linear.py", "quant_info"]
@@ -328,8 +329,8 @@ def test_killed_at_every_write(toy: Toy, tmp_path: Path, monkeypatch: pytest.Mon
         assert calibrate(folder, model=model, config=None) == 130
         monkeypatch.setattr(atomic.os, "replace", original)
         capsys.readouterr()
-        assert check(folder, model=model) == 5, name
-        assert not [path for path in folder.iterdir() if path.name.startswith(f".{name}")], "no temporary file stays"
+        assert check(folder, model=model) == 0, name
+        assert not [path for path in folder.iterdir() if path.name.startswith(".")], "no temporary file stays"
     assert calibrate(folder, model=model, config=None) == 0
     assert check(folder, model=model) == 0
 

@@ -117,7 +117,7 @@ def test_a_stop_at_any_write_leaves_a_whole_snapshot(
 def test_another_runs_files_never_mix_with_this_ones(
     resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that starts anew writes over the files of one that was stopped: a kill in between leaves nothing."""
+    """A run takes over the checkpoint of one that was stopped: a kill in between leaves that as it was."""
     Checkpoint(tmp_path, "stage", KEY).save(snapshots()[1])
     fresh = Checkpoint(tmp_path, "stage", KEY)
     if resume:
@@ -125,11 +125,9 @@ def test_another_runs_files_never_mix_with_this_ones(
     with monkeypatch.context() as patched, pytest.raises(KilledError):
         patched.setattr(checkpoint, "write_json", lambda *_: (_ for _ in ()).throw(KilledError()))
         fresh.save(snapshots()[2])
-    found = Checkpoint(tmp_path, "stage", KEY).restore()
-    if resume:
-        assert_equal(found, snapshots()[1])
-    else:
-        assert found is None
+    assert_equal(Checkpoint(tmp_path, "stage", KEY).restore(), snapshots()[1])
+    fresh.save(snapshots()[2])
+    assert_equal(Checkpoint(tmp_path, "stage", KEY).restore(), snapshots()[2])
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,147 @@
+"""The result folder as a whole: its lock, and a set of files that takes the place of another.
+
+The new set is written aside, complete, then moved; a later start ends what a stop has left undone. So at every moment
+there is the old set or the new one, though the disk be full.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quantizer.atomic import LEFT_OVER
+from quantizer.engine.result_files import read_json, write_json
+from quantizer.errors import ResultError
+
+ASIDE = ".quantizer-new"
+"""The folder beside the files, for those that are to replace them."""
+MOVES = "moves.json"
+"""The last file written there; from then on the new set is the one that counts."""
+
+
+@contextmanager
+def replaced_set(folder: Path, gone: Collection[str] = ()) -> Iterator[Path]:
+    """A folder to write files to that replace those of their names in `folder`, all of them or none; those of the names
+    `gone` are removed with that.
+
+    Raises:
+        ResultError: something cannot be written; then all is as it was.
+    """
+    settle(folder)
+    aside = folder / ASIDE
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        names = sorted(path.name for path in aside.iterdir())
+        write_json(aside / MOVES, {"files": names, "gone": sorted({*gone} - {*names})})
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError):
+            help_ = "choose another folder or free some space"
+            raise ResultError(f"cannot write {folder}: {error.strerror or error}", help=help_) from error
+        raise
+    settle(folder)
+
+
+def settle(folder: Path) -> None:
+    """End a replacement that was stopped: as it was meant, if the new set is complete, else as if it had not begun.
+
+    Raises:
+        ResultError: the folder holds something else under that name.
+    """
+    aside = folder / ASIDE
+    if not os.path.lexists(aside):
+        return
+    if aside.is_symlink() or not aside.is_dir():
+        raise ResultError(f"{aside} is no folder of quantizer", help="remove it")
+    if (aside / MOVES).is_file():
+        moves = read_json(aside / MOVES)
+        names = {kind: _names(moves, kind, aside) for kind in ("gone", "files")}
+        for path in (folder / name for name in names["gone"]):
+            if not path.parent.is_symlink():
+                path.unlink(missing_ok=True)
+        for name in names["files"]:
+            with contextlib.suppress(FileNotFoundError):  # it is where it should be
+                os.replace(aside / name, folder / name)
+    shutil.rmtree(aside)
+
+
+def _names(moves: object, kind: str, aside: Path) -> list[str]:
+    """Names of files in the folder, or in one inside it.
+
+    Raises:
+        ResultError: `moves` is nothing that was written here.
+    """
+    found = moves.get(kind) if isinstance(moves, dict) else None
+    if not isinstance(found, list) or not all(isinstance(name, str) and _is_plain(name) for name in found):
+        raise ResultError(f"{aside / MOVES} is damaged", help=f"remove {aside}")
+    return found
+
+
+def _is_plain(name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) <= 2 and all(part and part == os.path.basename(part) and part[0] != "." for part in parts)
+
+
+def _clean(folder: Path) -> None:
+    """Remove what stopped runs have left: temporary files, and a replacement that was not complete."""
+    settle(folder)
+    for place in (folder, folder / "export"):
+        for path in place.iterdir() if place.is_dir() and not place.is_symlink() else ():
+            if LEFT_OVER.fullmatch(path.name):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuse a folder with links among its files: what is written to them would be written elsewhere.
+
+    Raises:
+        ResultError: naming the first.
+    """
+    links = sorted(path.name for path in folder.iterdir() if path.is_symlink())
+    if links:
+        raise ResultError(f"{folder / links[0]} is a link, and would be written through", help="remove the link")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the kernel releases when the process ends in whatever way; what stopped runs have
+    left there is gone.
+
+    Raises:
+        ResultError: another process holds it, it cannot be made, or has links among its files.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _refuse_links(folder)
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise ResultError(
+            f"cannot use {folder} for results: {error.strerror}", help="choose another --output_dir"
+        ) from error
+    try:
+        _take(handle, folder)
+        try:
+            _clean(folder)
+            yield
+        finally:
+            (folder / ".lock").unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+
+
+def _take(handle: int, folder: Path) -> None:
+    """Lock the open file, if it is still the folder's: its last owner may have removed it in the meantime."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        owned = os.fstat(handle).st_ino == (folder / ".lock").stat().st_ino
+    except OSError:
+        owned = False
+    if not owned:
+        raise ResultError(f"{folder} is in use by another run", help="wait for it or choose another --output_dir")

@@ -1,0 +1,160 @@
+"""A result folder is written as a whole, and nothing beside what we write is touched: no links, no foreign files."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import calibrate, check
+
+from quantizer import (
+    Config,
+    Dtype,
+    ModelQuantizer,
+    PerTensorMinMaxObserver,
+    QSchemeType,
+    QuantizationConfig,
+    QuantizationSpec,
+    atomic,
+)
+from quantizer.engine.result_set import ASIDE, MOVES
+from quantizer.errors import ResultError
+
+Toy = Callable[..., str]
+
+
+@pytest.fixture
+def folder(toy: Toy, tmp_path: Path) -> Path:
+    """Results of a calibration of `toy.py`."""
+    assert calibrate(tmp_path / "out", model=toy(), config=None) == 0
+    return tmp_path / "out"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in ("run.json", "run.log")}
+
+
+def filling_disks(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """For n from 0 on: the disk is full when the n-th file is written, until no run writes as many."""
+    for full_at in itertools.count():
+        written = itertools.count()
+        hit = []
+
+        def fsync(descriptor: int, full_at: int = full_at, written: Iterator[int] = written, hit: Any = hit) -> None:
+            if next(written) == full_at:
+                hit.append(True)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(atomic.os, "fsync", fsync)
+            yield full_at
+        if not hit:
+            return
+
+
+def test_a_full_disk_leaves_the_old_results(
+    folder: Path, toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, other = contents(folder), toy("return [torch.randn(4, 3)] * 2")
+    refused = 0
+    for _ in filling_disks(monkeypatch):
+        code = calibrate(folder, model=other, config=None)
+        if contents(folder)["quant_info.json"] != old["quant_info.json"]:
+            break  # from here on the report is written, about the new results
+        assert code == 5
+        assert "No space left" in capsys.readouterr().err
+        assert {name: text for name, text in contents(folder).items() if name in old} == old
+        assert not [name for name in contents(folder) if name.startswith(".")]
+        refused += 1
+    assert refused > 5
+
+
+def test_a_full_disk_leaves_the_model_that_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = QuantizationSpec(
+        dtype=Dtype.int8, qscheme=QSchemeType.per_tensor, observer_cls=PerTensorMinMaxObserver, symmetric=True
+    )
+    quantizer = ModelQuantizer(Config(QuantizationConfig(weight=spec)))
+    one, other = (quantizer.quantize_model(torch.nn.Sequential(torch.nn.Linear(3, n))) for n in (2, 5))
+    ModelQuantizer.save(one, tmp_path / "saved")
+    old, refused = contents(tmp_path / "saved"), 0
+    for _ in filling_disks(monkeypatch):
+        try:
+            ModelQuantizer.save(other, tmp_path / "saved")
+        except ResultError as error:
+            assert "No space left" in error.message
+            assert contents(tmp_path / "saved") == old
+            refused += 1
+    assert refused >= 3
+    ModelQuantizer.load(torch.nn.Sequential(torch.nn.Linear(3, 5)), tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    "name", ["weights.safetensors", "quant_info.json", "run.log", "checkpoint.calibration.json", ".lock"]
+)
+def test_links_are_not_written_through(
+    name: str, folder: Path, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(precious)
+    assert calibrate(folder, "--overwrite", model=toy(), config=None) == 5
+    assert f"{name} is a link" in capsys.readouterr().err
+    assert precious.read_text() == "mine"
+
+
+def test_a_link_to_a_folder_is_a_result_folder(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "large_disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "large_disk")
+    assert calibrate(tmp_path / "out", model=toy(), config=None) == 0
+    assert check(tmp_path / "out", model=toy()) == 0
+
+
+@pytest.mark.parametrize("listed", ["thesis.tex", "../thesis.tex", "notes.py"])
+def test_files_that_a_result_names_and_nobody_wrote_stay(listed: str, folder: Path, toy: Toy) -> None:
+    thesis = folder / listed
+    thesis.write_text("years of work")
+    info = json.loads((folder / "quant_info.json").read_text())
+    info["header"]["files"][listed] = "0"
+    info["header"]["model"] = listed.removesuffix(".py")
+    (folder / "quant_info.json").write_text(json.dumps(info))
+    assert calibrate(folder, "--overwrite", model=toy(), config=None) == 0
+    assert thesis.read_text() == "years of work"
+
+
+def test_the_code_of_another_model_goes_with_its_results(folder: Path, toy: Toy) -> None:
+    assert (folder / "Linear.py").exists()
+    other = toy(model="return torch.nn.Sequential(torch.nn.Linear(3, 2))")
+    assert calibrate(folder, "--overwrite", model=other, config=None) == 0
+    assert sorted(path.name for path in folder.glob("*.py")) == ["Sequential.py"]
+
+
+@pytest.mark.parametrize(
+    "moves", ['{"gone": ["../thesis.tex"], "files": []}', '{"gone": [".profile"], "files": []}', "[]"]
+)
+def test_a_replacement_that_nobody_began_is_refused(
+    moves: str, folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder.parent / "thesis.tex").write_text("years of work")
+    (folder / ASIDE).mkdir()
+    (folder / ASIDE / MOVES).write_text(moves)
+    assert check(folder, model=toy()) == 5
+    assert "moves.json is damaged" in capsys.readouterr().err
+    assert (folder.parent / "thesis.tex").read_text() == "years of work"
+
+
+def test_what_stopped_runs_have_left_goes(folder: Path, toy: Toy) -> None:
+    """Temporary files, and files that were to replace others, of a run that was killed."""
+    (folder / ".quant_info.json.abcd1234.tmp").write_text("half")
+    (folder / ASIDE).mkdir()
+    (folder / ASIDE / "weights.safetensors").write_bytes(b"half")
+    (folder / ".notes.txt.swp").write_text("mine")
+    assert check(folder, model=toy()) == 0
+    assert sorted(path.name for path in folder.iterdir() if path.name[0] == ".") == [".notes.txt.swp"]
