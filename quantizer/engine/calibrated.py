@@ -92,6 +92,7 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
             results.check_model(info, original)  # this model cannot have been calibrated with them
             raise
     results.check_model(info, calibrated)
+    info.fitting(calibrated)
     if calibrated is not original:
         check_sizes(calibrated, original, info.solution)
     return Calibrated(original, info.settings, info.solution if original.is_deferred else info.solution.in_memory())

@@ -90,7 +90,12 @@ def read_json(path: Path) -> Any:
     Raises:
         ResultError: missing or not JSON.
     """
-    return _parsed(path, lambda file: json.loads(file.read_bytes().decode()), "JSON")
+    return _parsed(path, lambda file: json.loads(file.read_bytes().decode(), parse_constant=_refuse), "JSON")
+
+
+def _refuse(constant: str) -> Any:
+    """No result has NaN or infinity in it: what is not finite is null."""
+    raise ValueError(f"it holds {constant}")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -1,5 +1,7 @@
 """The result folder: what calibration leaves and how test mode reads it back. quant_info.json is written last."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -20,11 +22,13 @@ from quantizer.engine.result_files import read_json, sha256, write_bytes, write_
 from quantizer.engine.result_set import replaced_set, settle
 from quantizer.engine.result_tensors import TENSORS, header_of, solution_of, tensors_of
 from quantizer.engine.solution import Solution, encoded, writes_inplace
+from quantizer.engine.stored_checks import check_content, check_insertions, check_solution
 from quantizer.errors import ResultError
-from quantizer.graph.edits import with_weights
+from quantizer.graph.edits import inserted, with_weights
 from quantizer.graph.emit import emit, is_emitted
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
+from quantizer.graph.passes import run_passes
 from quantizer.nn.load import GROUP_SCALES
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -48,6 +52,19 @@ class QuantInfo:
 
     header: Mapping[str, Any]
     solution: Solution
+    entries: Mapping[str, Any]
+    path: Path
+
+    def fitting(self, original: Graph) -> QuantInfo:
+        """The same, once it is known to fit a model.
+
+        Raises:
+            ResultError: something in it does not; it is named.
+        """
+        check_insertions(self.solution, original, self.path)
+        graph = inserted(run_passes(original, self.settings), self.solution.insertions)
+        check_solution(self.solution, self.entries, graph, self.path)
+        return self
 
     @property
     def settings(self) -> Settings:
@@ -222,10 +239,11 @@ def read_info(folder: Path) -> QuantInfo:
             raise _useless(f"{folder / name} was changed after calibration")
     if content.get("checksum") != _checksum({key: content.get(key) for key in ("header", "tensors")}):
         raise _useless(f"{path} was changed after calibration")
+    check_content(content, path)
     try:
-        return QuantInfo(header, solution_of(folder, header, content["tensors"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _useless(f"{path} is damaged: {error}") from error
+        return QuantInfo(header, solution_of(folder, header, content["tensors"]), content["tensors"], path)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise _useless(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
 def _useless(what: str) -> ResultError:

@@ -17,7 +17,7 @@ from quantizer.nn.image_layout import channels_first
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.numerics.codes import storage_dtype, unpack
+from quantizer.numerics.codes import packed_shape, storage_dtype, unpack
 from quantizer.numerics.deferred import DeferredTensor
 from quantizer.numerics.two_level import unpack_scales
 
@@ -85,7 +85,14 @@ def quantized_tensor(entry: Mapping[str, Any], role: str, stored: Mapping[str, T
 
 
 def _unpacked(stored: Tensor, spec: QuantizationSpec, shape: Sequence[int]) -> Tensor:
-    """Codes as a file holds them, unpacked when they are needed if they are not in memory."""
+    """Codes as a file holds them, unpacked when they are needed if they are not in memory.
+
+    Raises:
+        ValueError: the file does not hold as many.
+    """
+    packed = packed_shape(torch.Size(shape), spec)
+    if stored.shape != packed:
+        raise ValueError(f"the codes of a tensor of {tuple(shape)} are stored as {tuple(packed)}, not {stored.shape}")
     if not isinstance(stored, DeferredTensor):
         return unpack(stored, spec, torch.Size(shape))
     return DeferredTensor(shape, storage_dtype(spec), lambda: unpack(stored.load(), spec, torch.Size(shape)))
