@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name, parameter_role
+from quantizer.config.typed_fields import fits
 from quantizer.config.wording import a_kind
+from quantizer.engine.stored_checks import spec_fault
 from quantizer.errors import ResultError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
 from quantizer.nn.inplace import check_quantizable, lacks_bias
@@ -35,6 +37,8 @@ INSERTED: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
     "rotation": (InputRotation, ()),
 }
 """Class and constants of each operator that algorithms insert; a layer is made of the size of its weight and these."""
+DAMAGE = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
+"""What comes of values that `save` does not write."""
 _AGAIN = "save the model again with ModelQuantizer.save"
 _CHANGED = "checksum mismatch: the file changed after it was saved"
 
@@ -55,7 +59,7 @@ class Stored:
         """What `save` does not write is an error about the file, whatever it leads to."""
         try:
             yield
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except DAMAGE as error:
             raise _damaged(self.path, f"{type(error).__name__}: {error}") from error
 
     def check(self, model: nn.Module) -> None:
@@ -101,6 +105,8 @@ class Stored:
             for role, words in layer["tensors"].items():
                 if role not in known:
                     raise ValueError(f"{path or 'the model'} has no tensor {role!r}")
+                if why := spec_fault(words, role):
+                    raise ValueError(f"{role} of {path or 'the model'}: {why}")
                 spec = QuantizationSpec(**words)
                 kernel_of(spec), axis_of(spec)
                 names = [joined(path, "quantizers", role, part) for part in ("scale", "zero_point")]
@@ -114,7 +120,8 @@ class Stored:
 
     def values(self, model: nn.Module, quantized: Quantized) -> dict[str, Tensor]:
         """The model's own tensors, of its names, kinds and shapes, those that were stored as codes decoded."""
-        own, values = model.state_dict(), {}
+        own, values = model.state_dict(), dict[str, Tensor]()
+        learned, kinds = {name for name, _ in model.named_parameters()}, dict[torch.dtype, torch.dtype]()
         for name in sorted(name for name in self.tensors if not name.startswith(self._ours)):
             value = self.tensors[name]
             if row := self.described["codes"].get(name):
@@ -128,6 +135,10 @@ class Stored:
                 raise ValueError(f"{name} is {value.dtype} in the file and {wanted.dtype} in the model")
             if value.shape != wanted.shape:
                 raise self._another(f"{name} is {list(value.shape)} in the file and {list(wanted.shape)} in the model")
+            if value.is_floating_point() and bool((~value.isfinite() if name in learned else value.isnan()).any()):
+                raise ValueError(f"{name} holds NaN or infinity")
+            if value.dtype != kinds.setdefault(wanted.dtype, value.dtype):
+                raise ValueError(f"{name} is {value.dtype}, and others like it are {kinds[wanted.dtype]}")
             values[name] = value
         return values
 
@@ -144,7 +155,8 @@ class Stored:
             name = joined(path, "input_layers", str(number), "weight")
             weight = self.tensors[name]
             cls, keys = INSERTED[row["op"]]
-            if weight.dim() != 1 or not weight.is_floating_point() or set(row["attrs"]) != set(keys):
+            is_sound = weight.dim() == 1 and weight.is_floating_point() and bool(weight.isfinite().all())
+            if not is_sound or set(row["attrs"]) != set(keys) or not all(fits(at, int) for at in row["attrs"].values()):
                 raise ValueError(f"{name} is no {row['op']}")
             layer = cls(len(weight), **row["attrs"])
             device = next((parameter.device for parameter in model.get_submodule(path).parameters()), weight.device)
@@ -181,7 +193,10 @@ def read(folder: Path) -> Stored:
     content = _content(folder / TENSORS)
     if hashlib.sha256(content).hexdigest() != described.get("tensors"):
         raise _damaged(folder / TENSORS, _CHANGED)
-    return Stored(path, described, parse_tensors(content))
+    try:
+        return Stored(path, described, parse_tensors(content))
+    except Exception as error:  # of whatever class the parser has
+        raise _damaged(folder / TENSORS, f"not a readable safetensors file: {error}") from error
 
 
 def checksum(described: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from quantizer.engine.fingerprint import input_shapes
 from quantizer.engine.result_files import read_json
 from quantizer.engine.results import QuantInfo
 from quantizer.engine.solution import Solution, quantized_network
+from quantizer.engine.stored_checks import check_insertions, check_solution
 from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.edits import inserted, with_weights
 from quantizer.graph.ir import Graph, Node
@@ -83,19 +84,27 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
         ResultError: the model is not the calibrated one; the first layer or tensor that differs is named.
     """
     shapes = info.header["inputs"]
+    ranks = [leaf.dim() for _, leaf in batch.tensors()]
+    if len(ranks) == len(shapes) and ranks != [len(shape or ()) for shape in shapes]:
+        results.check_model(info, original)  # another model is said to be that
+        raise ResultError(f"calibrated with inputs of the shapes {shapes}", help="give data of that shape")
     call = call_of_shapes(batch.args, batch.kwargs, shapes) if shapes != input_shapes(original) else None
     calibrated = original
     if call is not None:
         try:
             calibrated = traced(module, replace(batch, args=call[0], kwargs=call[1]))
-        except (ModelError, DataError):
-            results.check_model(info, original)  # this model cannot have been calibrated with them
-            raise
+        except (ModelError, DataError) as error:
+            results.check_model(info, original)
+            said = f"calibrated with inputs of the shapes {shapes}, which the model cannot take: {error.message}"
+            raise ResultError(said, help="calibrate again") from error
     results.check_model(info, calibrated)
-    info.fitting(calibrated)
+    solution = info.solution if original.is_deferred else info.solution.in_memory()
+    check_insertions(solution, calibrated, info.path)
+    graph = inserted(run_passes(calibrated, info.settings), solution.insertions)
+    check_solution(solution, info.entries, graph, info.path)
     if calibrated is not original:
         check_sizes(calibrated, original, info.solution)
-    return Calibrated(original, info.settings, info.solution if original.is_deferred else info.solution.in_memory())
+    return Calibrated(original, info.settings, solution)
 
 
 def stored_config(folder: Path) -> Config:

@@ -19,6 +19,7 @@ from quantizer.config.roles import is_parameter
 from quantizer.engine import fingerprint, results
 from quantizer.engine.result_files import deferred_tensors, read_json, read_tensors, write_json, write_tensors
 from quantizer.engine.results import INFO, ORIGINS, STATISTICS
+from quantizer.engine.stored_checks import checked_json, checked_statistics
 from quantizer.errors import ResultError
 from quantizer.nn.load import WEIGHTS
 from quantizer.plan.model import Key
@@ -36,7 +37,7 @@ class CalibratedFolder:
     def __init__(self, place: Path) -> None:
         self.place = place
         results.read_info(place)  # complete, and nobody has changed it
-        self.info, self.plan = read_json(place / INFO), read_json(place / ORIGINS[0])
+        self.info, self.plan = read_json(place / INFO), checked_json(place / ORIGINS[0])
         self.header, self.entries = self.info["header"], self.info["tensors"]
         for why in self._dependent():
             raise ResultError(f"{place} cannot be retuned: {why}", help="calibrate again with the other config")
@@ -91,7 +92,7 @@ class CalibratedFolder:
     def statistics(self) -> dict[tuple[str, str], dict[str, Tensor]]:
         """What calibration has kept, by layer and role."""
         found: dict[tuple[str, str], dict[str, Tensor]] = {}
-        for key, tensor in read_tensors(self.place / STATISTICS).items():
+        for key, tensor in checked_statistics(read_tensors(self.place / STATISTICS), self.place / STATISTICS).items():
             layer, role, name = key.rsplit("|", 2)
             found.setdefault((layer, role), {})[name] = tensor
         return found

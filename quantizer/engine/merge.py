@@ -10,6 +10,7 @@ from quantizer.engine import fingerprint, results
 from quantizer.engine.job import Statistics
 from quantizer.engine.result_files import read_tensors
 from quantizer.engine.results import STATISTICS, QuantInfo
+from quantizer.engine.stored_checks import checked_statistics
 from quantizer.errors import ResultError
 
 APART = "calibrate once on all data instead: several ranks can share it"
@@ -21,7 +22,8 @@ def statistics_of(folder: Path, info: QuantInfo) -> Statistics:
     Raises:
         ResultError: the file is missing or damaged.
     """
-    return Statistics(read_tensors(folder / STATISTICS), int(info.header["batches"]))
+    path = folder / STATISTICS
+    return Statistics(checked_statistics(read_tensors(path), path), int(info.header["batches"]))
 
 
 def require_mergeable(folders: Sequence[Path], infos: Sequence[QuantInfo], config: Config) -> None:

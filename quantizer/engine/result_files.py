@@ -90,11 +90,19 @@ def read_json(path: Path) -> Any:
     Raises:
         ResultError: missing or not JSON.
     """
-    return _parsed(path, lambda file: json.loads(file.read_bytes().decode(), parse_constant=_refuse), "JSON")
+    return _parsed(path, _json, "JSON")
+
+
+def _json(path: Path) -> Any:
+    """No result has NaN or infinity in it, what is not finite is null; nor halves of characters."""
+    text = path.read_bytes().decode()
+    value = json.loads(text, parse_constant=_refuse)
+    if "\\ud" in text.lower():  # written as escapes, which alone can be halves
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def _refuse(constant: str) -> Any:
-    """No result has NaN or infinity in it: what is not finite is null."""
     raise ValueError(f"it holds {constant}")
 
 

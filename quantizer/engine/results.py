@@ -22,13 +22,12 @@ from quantizer.engine.result_files import read_json, sha256, write_bytes, write_
 from quantizer.engine.result_set import replaced_set, settle
 from quantizer.engine.result_tensors import TENSORS, header_of, solution_of, tensors_of
 from quantizer.engine.solution import Solution, encoded, writes_inplace
-from quantizer.engine.stored_checks import check_content, check_insertions, check_solution
+from quantizer.engine.stored_checks import check_content
 from quantizer.errors import ResultError
-from quantizer.graph.edits import inserted, with_weights
+from quantizer.graph.edits import with_weights
 from quantizer.graph.emit import emit, is_emitted
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
-from quantizer.graph.passes import run_passes
 from quantizer.nn.load import GROUP_SCALES
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -54,17 +53,6 @@ class QuantInfo:
     solution: Solution
     entries: Mapping[str, Any]
     path: Path
-
-    def fitting(self, original: Graph) -> QuantInfo:
-        """The same, once it is known to fit a model.
-
-        Raises:
-            ResultError: something in it does not; it is named.
-        """
-        check_insertions(self.solution, original, self.path)
-        graph = inserted(run_passes(original, self.settings), self.solution.insertions)
-        check_solution(self.solution, self.entries, graph, self.path)
-        return self
 
     @property
     def settings(self) -> Settings:
@@ -232,7 +220,9 @@ def read_info(folder: Path) -> QuantInfo:
     header = content["header"]
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ResultError(f"{path} has another format than {FORMAT}, which this version reads", help="calibrate again")
-    for name, digest in header.get("files", {}).items():
+    if not isinstance(header.get("files"), dict):
+        raise _useless(f"{path} is damaged: header/files is no list of files")
+    for name, digest in header["files"].items():
         if "/" in name or not (folder / name).is_file():
             raise _useless(f"{folder / name} is missing")
         if sha256(folder / name) != digest:

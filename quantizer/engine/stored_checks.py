@@ -6,17 +6,19 @@ import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
-from quantizer.config.model import QuantizationSpec, Settings
+from quantizer.config.form import Form
+from quantizer.config.model import ROLES, QuantizationSpec, Settings
 from quantizer.config.resources import load_resource
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.config.rules import conflicts
 from quantizer.config.typed_fields import fits
 from quantizer.config.wording import shortened
+from quantizer.engine.result_files import read_json
 from quantizer.engine.solution import Solution, writes_inplace
 from quantizer.errors import ResultError
 from quantizer.graph.edits import by_channel
@@ -27,7 +29,6 @@ from quantizer.numerics.deferred import DeferredTensor
 from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.numerics.granularity import scale_shape
 
-FORMS = ("layered", "hierarchical")
 AGAIN = "run --quant_mode calib again"
 LARGEST = 1 << 31
 """Values of an input that a result may ask for."""
@@ -39,13 +40,13 @@ def check_content(content: Any, path: Path) -> None:
     Raises:
         ResultError: with the file, the place in it and the reason.
     """
-    for error in _validator().iter_errors(content):
-        where = "/".join(map(str, error.absolute_path))
-        raise damaged(path, where, error.message)
+    _check_schema(content, path, "quant_info.schema.json")
     header = content["header"]
+    hints = {name: hint for name, hint in get_type_hints(Settings).items() if name != "places"}
+    if strange := header["settings"].keys() ^ hints.keys():
+        raise damaged(path, "header/settings", f"it lacks or has {shortened(sorted(strange))}")
     for name, value in header["settings"].items():
-        hint = get_type_hints(Settings).get(name)
-        if hint is None or name == "places" or not fits(value, hint):
+        if not fits(value, hints[name]):
             raise damaged(path, f"header/settings/{name}", f"{value!r} is no such setting")
     for index, shape in enumerate(header["inputs"]):
         if math.prod(size or 1 for size in shape or ()) > LARGEST:
@@ -56,11 +57,52 @@ def check_content(content: Any, path: Path) -> None:
                 raise damaged(path, f"tensors/{layer}/{role}", why)
 
 
-@cache
-def _validator() -> Any:
-    from jsonschema import Draft7Validator  # takes as long to import as a fifteenth of torch
+def checked_json(path: Path) -> Any:
+    """A JSON file of a result folder, checked against its schema if there is one for its name.
 
-    return Draft7Validator(load_resource("schemas", "quant_info.schema.json"))
+    Raises:
+        ResultError: it is missing or damaged; the place in it is named.
+    """
+    content = read_json(path)
+    _check_schema(content, path, "result_files.schema.json", path.name)
+    return content
+
+
+def checked_statistics(tensors: Mapping[str, Tensor], path: Path) -> Mapping[str, Tensor]:
+    """Statistics as they were read, if calibration can have written them.
+
+    Raises:
+        ResultError: naming the tensor.
+    """
+    for name, tensor in tensors.items():
+        if name.count("|") < 2:
+            raise damaged(path, name, "it says of no tensor")
+        values = tensor.double()
+        if name.endswith(("|counts", "|count")):
+            if tensor.dtype != torch.int64 or bool((tensor < 0).any()):
+                raise damaged(path, name, "it counts nothing")
+        elif bool(values.isnan().any()):
+            raise damaged(path, name, "it holds NaN")
+    return tensors
+
+
+def _check_schema(content: Any, path: Path, schema: str, definition: str | None = None) -> None:
+    for error in _validator(schema, definition).iter_errors(content):
+        raise damaged(path, "/".join(map(str, error.absolute_path)), error.message)
+
+
+@cache
+def _validator(schema: str, definition: str | None) -> Any:
+    from jsonschema import Draft7Validator, validators  # takes as long to import as a fifteenth of torch
+
+    def is_integer(_: Any, value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)  # to a schema 8.0 is one, to torch it is none
+
+    whole = load_resource("schemas", schema)
+    used = whole if definition is None else {**whole, "$ref": f"#/definitions/{definition}"}
+    checker = Draft7Validator.TYPE_CHECKER.redefine("integer", is_integer)
+    strict: Any = validators.extend(Draft7Validator, type_checker=checker)  # type: ignore[no-untyped-call]
+    return strict(used)
 
 
 def damaged(path: Path, where: str, why: str) -> ResultError:
@@ -71,32 +113,39 @@ def damaged(path: Path, where: str, why: str) -> ResultError:
 
 def _misfit(entry: Mapping[str, Any], role: str) -> str | None:
     """Why calibration cannot have written the entry of a tensor, whatever its model."""
-    spec = entry["spec"]
-    hints = get_type_hints(QuantizationSpec)
-    if spec.keys() != hints.keys():
-        return f"its spec lacks or has {shortened(sorted(spec.keys() ^ hints.keys()))}"
-    wrong = next((name for name, value in spec.items() if not fits(value, hints[name])), None)
-    if wrong is not None:
-        return f"{spec[wrong]!r} is no {wrong}"
-    read = QuantizationSpec(**spec)
-    if read.dtype != "int" and read.dtype not in FLOAT_FORMATS and read.is_scaled:
-        return f"there is no number format {read.dtype!r}"
-    if read.dtype == "int" and not 2 <= read.bit_width <= 32:
-        return f"there are no integers of {read.bit_width} bits"
-    if base_role(role) not in ("input", "weights", "bias", "activation"):
-        return f"there is no role {role!r}"
-    forms = (
-        [each for each in conflicts(read, base_role(role), "CPU", form) if each.severity == "error"] for form in FORMS
-    )
-    broken = [{each.code: each for each in found} for found in forms]
-    if both := sorted(broken[0].keys() & broken[1].keys()):  # the device's rules leave its own default out
-        return f"{both[0]}: {broken[0][both[0]].message}"
+    if why := spec_fault(entry["spec"], role):
+        return why
     numbers = [value for name in ("scale", "observed_min", "observed_max") for value in _flat(entry.get(name, []))]
     if not all(map(math.isfinite, numbers)):
         return "it holds numbers that are not finite"
-    limits = {"quant_min": read.quant_min, "quant_max": read.quant_max}
-    if read.dtype == "int" and any(entry.get(name, value) != value for name, value in limits.items()):
-        return f"its codes are from {read.quant_min} to {read.quant_max}"
+    spec = QuantizationSpec(**entry["spec"])
+    limits = {"quant_min": spec.quant_min, "quant_max": spec.quant_max}
+    if spec.dtype == "int" and any(entry.get(name, value) != value for name, value in limits.items()):
+        return f"its codes are from {spec.quant_min} to {spec.quant_max}"
+    return None
+
+
+def spec_fault(words: Mapping[str, Any], role: str) -> str | None:
+    """Why these cannot be the fields of a spec for a tensor in a role; None if they can."""
+    hints = get_type_hints(QuantizationSpec)
+    if words.keys() != hints.keys():
+        return f"its spec lacks or has {shortened(sorted(words.keys() ^ hints.keys()))}"
+    wrong = next((name for name, value in words.items() if not fits(value, hints[name])), None)
+    if wrong is not None:
+        return f"{words[wrong]!r} is no {wrong}"
+    spec = QuantizationSpec(**words)
+    if spec.dtype != "int" and spec.dtype not in FLOAT_FORMATS and spec.is_scaled:
+        return f"there is no number format {spec.dtype!r}"
+    if spec.dtype == "int" and not 2 <= spec.bit_width <= 32:
+        return f"there are no integers of {spec.bit_width} bits"
+    if (base := base_role(role)) not in ROLES:
+        return f"there is no role {role!r}"
+    broken = [{each.code: each for each in conflicts(spec, base, "CPU", form)} for form in get_args(Form)]
+    for code in sorted(
+        broken[0].keys() & broken[1].keys()
+    ):  # what one form allows, and the devices' own defaults, may be
+        if broken[0][code].severity == "error":
+            return f"{code}: {broken[0][code].message}"
     return None
 
 
@@ -111,12 +160,20 @@ def check_insertions(solution: Solution, original: Graph, path: Path) -> None:
         ResultError: naming the first.
     """
     known = set(original.by_name)
+    shapes = {node.name: node.shape or () for node in original.nodes}
     for row in solution.insertions:
         strange = [name for name in (row.source, *row.readers) if name not in known]
         if strange or row.name in known or not row.readers:
             what = strange[0] if strange else row.name
             raise damaged(path, f"header/insertions/{row.name}", f"{what} does not fit the model")
+        shape = shapes[row.source]
+        axis = row.attrs.get("axis", -1)
+        if not fits(axis, int) or not -len(shape) <= axis < len(shape) or tuple(row.weight.shape) != (shape[axis],):
+            raise damaged(path, f"header/insertions/{row.name}", "it does not have the channels of what it reads")
+        if not _is_sound(row.weight):
+            raise damaged(path, f"header/insertions/{row.name}", "its weight is not finite")
         known.add(row.name)
+        shapes[row.name] = shape
 
 
 def check_solution(solution: Solution, entries: Mapping[str, Any], graph: Graph, path: Path) -> None:
@@ -142,7 +199,8 @@ def check_solution(solution: Solution, entries: Mapping[str, Any], graph: Graph,
                     raise damaged(path, f"header/replaced/{layer}/{what}/{key}", why)
     for layer, value in solution.corrections.items():
         node = graph.by_name.get(layer)
-        if node is None or tuple(value.shape) != _channels(graph, node) or not _is_sound(value):
+        fits_layer = node is not None and tuple(value.shape) == _channels(graph, node)
+        if node is None or not fits_layer or value.dtype != graph.weight(node).dtype or not _is_sound(value):
             raise damaged(path.with_name("bias_corr.safetensors"), layer, "it is no correction of a layer's bias")
 
 
@@ -198,8 +256,11 @@ def _unlike(graph: Graph, layer: str, key: str, value: Tensor) -> str | None:
     path = node.params.get(key)
     if path is None and key != "bias":
         return "the layer has no such parameter"
-    if path is not None and graph.tensors[path].shape != value.shape:
-        return f"it is {tuple(value.shape)}, and the parameter is {tuple(graph.tensors[path].shape)}"
+    like = graph.tensors[path] if path is not None else graph.weight(node)
+    if path is not None and like.shape != value.shape:
+        return f"it is {tuple(value.shape)}, and the parameter is {tuple(like.shape)}"
+    if value.dtype != like.dtype:
+        return f"it is of {value.dtype}, and the parameter of {like.dtype}"
     return None if _is_sound(value) else "it is not finite"
 
 

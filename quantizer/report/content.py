@@ -15,6 +15,7 @@ from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.engine.result_files import deferred_tensors, read_json
 from quantizer.engine.results import ALGORITHMS, ANALYSIS, INFO, ORIGINS, STATISTICS
+from quantizer.engine.stored_checks import checked_json
 from quantizer.errors import ResultError
 from quantizer.numerics.histogram import Histogram
 from quantizer.numerics.qparams import QParams
@@ -44,12 +45,12 @@ def content(folder: Path, tested: Mapping[str, Any]) -> Json:
     Raises:
         ResultError: a file is missing or damaged.
     """
-    info, plan = read_json(folder / INFO), read_json(folder / ORIGINS[0])
-    found = {name: read_json(folder / file) if (folder / file).exists() else None for name, file in _BESIDE.items()}
+    info, plan = read_json(folder / INFO), checked_json(folder / ORIGINS[0])
+    found = {name: checked_json(folder / file) if (folder / file).exists() else None for name, file in _BESIDE.items()}
     statistics = deferred_tensors(folder / STATISTICS)
     try:
         return _content(info, plan, tested, statistics) | found
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
         why = f"{folder} has no results that a report can be made of: {type(error).__name__}: {error}"
         raise ResultError(why, help="run --quant_mode calib again") from error
 

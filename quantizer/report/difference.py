@@ -10,6 +10,7 @@ from typing import Any
 from quantizer.engine import results
 from quantizer.engine.result_files import read_json
 from quantizer.engine.results import INFO, ORIGINS
+from quantizer.engine.stored_checks import checked_json
 from quantizer.plan.model import Plan
 from quantizer.plan.size import weight_bytes
 from quantizer.report.files import VALUES
@@ -56,8 +57,8 @@ def of_folder(place: Path) -> Side:
         ResultError: it is incomplete, or was changed.
     """
     results.read_info(place)
-    info, plan = read_json(place / INFO), read_json(place / ORIGINS[0])
-    tested = read_json(place / VALUES) if (place / VALUES).exists() else {}
+    info, plan = read_json(place / INFO), checked_json(place / ORIGINS[0])
+    tested = checked_json(place / VALUES) if (place / VALUES).exists() else {}
     measured = {(row["layer"], row["tensor"]): row for row in tested.get("layers", ())}
     tensors = {
         (layer, role): {"spec": entry["spec"], "scale": entry.get("scale"), "zero_point": entry.get("zero_point")}

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantizer.engine.result_files import read_json, write_bytes, write_json
+from quantizer.engine.result_files import write_bytes, write_json
+from quantizer.engine.stored_checks import checked_json
+from quantizer.errors import ResultError
 from quantizer.report.content import content
 from quantizer.report.page.page import page
 
@@ -19,7 +21,11 @@ def report_of(folder: Path, tested: Mapping[str, Any]) -> tuple[dict[str, Any], 
         ResultError: a file is missing or damaged.
     """
     values: dict[str, Any] = json.loads(json.dumps(content(folder, tested), sort_keys=True))  # as readers find them
-    return values, page(values)
+    try:
+        return values, page(values)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        why = f"{folder} has results that no page can be made of: {type(error).__name__}: {error}"
+        raise ResultError(why, help="run --quant_mode calib again") from error
 
 
 def write_report(folder: Path, tested: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -33,7 +39,7 @@ def write_report(folder: Path, tested: Mapping[str, Any] | None = None) -> dict[
         ResultError: a file is missing, damaged, or cannot be written.
     """
     if tested is None:
-        tested = read_json(folder / VALUES) if (folder / VALUES).exists() else {}
+        tested = checked_json(folder / VALUES) if (folder / VALUES).exists() else {}
     values, shown = report_of(folder, tested)
     write_json(folder / VALUES, values)
     write_bytes(folder / PAGE, shown.encode())

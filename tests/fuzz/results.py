@@ -1,0 +1,146 @@
+"""`python tests/fuzz/results.py SECONDS [SEED]`: edits result folders, makes their checksums right, and runs commands.
+
+Each must do its work or end with a sentence; an internal error, a traceback or a hang is a finding, printed with the
+seed that replays it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from fuzz.edits import edit_tensors, edited, sealed
+
+from quantizer.cli.main import run_command
+
+MODEL = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)).eval()
+
+def calibration_data():
+    return [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(n)) for n in range(2)]
+"""
+ROOT = Path(__file__).parents[2]
+GROUPS = {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 16, "symmetric": False}
+CONFIGS = {
+    "cpu": (ROOT / "configs" / "cpu_int8.json").read_text().replace("../schemas", str(ROOT / "schemas")),
+    "dpu": (ROOT / "configs" / "dpu.json").read_text().replace("../schemas", str(ROOT / "schemas")),
+    "groups": json.dumps(
+        {
+            "global_quant_config": {"input_tensors": {"dtype": "int8", "qscheme": "per_tensor"}},
+            "layer_type_quant_config": {"nn.Linear": {"weight": GROUPS}},
+            "pre_quant_opt_config": {"name": "smoothquant"},
+        }
+    ),
+}
+ALLOWED = (0, 1, 2, 5)
+
+
+def prepared(place: Path) -> dict[str, Path]:
+    """Result folders of several configs."""
+    (place / "net.py").write_text(MODEL)
+    found = {}
+    for name, text in CONFIGS.items():
+        (place / f"{name}.json").write_text(text)
+        found[name] = place / name
+        given = ["--model", str(place / "net.py"), "--config_file", str(place / f"{name}.json"), "-q"]
+        code, said = quietly(["--quant_mode", "calib", *given, "--output_dir", str(found[name])])
+        assert code == 0, said
+        code, said = quietly(commands(place, found[name])["test"])
+        assert code == 0, said
+    return found
+
+
+def commands(place: Path, folder: Path) -> dict[str, list[str]]:
+    """What reads a result folder."""
+    model = ["--model", str(place / "net.py")]
+    return {
+        "test": ["--quant_mode", "test", *model, "--output_dir", str(folder), "-q"],
+        "report": ["report", str(folder)],
+        "retune": ["retune", str(folder), "--method", "maxmin", "--output_dir", str(place / "retuned"), "--overwrite"],
+        "merge": [
+            "merge",
+            str(folder),
+            str(folder),
+            *model,
+            "--output_dir",
+            str(place / "merged"),
+            "-q",
+            "--overwrite",
+        ],
+        "diff": ["diff", str(folder), str(place / "cpu")],
+    }
+
+
+def quietly(arguments: list[str]) -> tuple[int, str]:
+    """A command's exit code, and what it prints."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = run_command(arguments)
+    return code, said.getvalue()
+
+
+def one(seed: int, folders: dict[str, Path], place: Path) -> tuple[str, int, str, str]:
+    """One edit and one command: what was done, the exit code, what was printed, and the command."""
+    draw = random.Random(seed)
+    name = draw.choice(sorted(folders))
+    copy = place / "copy"
+    for each in (copy, place / "retuned", place / "merged"):
+        shutil.rmtree(each, ignore_errors=True)
+    shutil.copytree(folders[name], copy)
+    file = draw.choice(sorted(path for path in copy.iterdir() if path.suffix in (".json", ".safetensors")))
+    if draw.random() < 0.5:
+        file = copy / "quant_info.json"
+    if file.suffix == ".json":
+        value, done = edited(json.loads(file.read_text()), draw)
+        file.write_text(json.dumps(value))
+    else:
+        done = edit_tensors(file, draw)
+    with contextlib.suppress(AttributeError, TypeError, json.JSONDecodeError):
+        sealed(copy)
+    command = draw.choice(["test", "test", "test", "report", "retune", "merge", "diff"])
+    code, said = quietly(commands(place, copy)[command])
+    return f"{name}, {file.name}, {done}", code, said, command
+
+
+def main() -> None:
+    """Run until the time is over; the exit code is 1 if anything was found."""
+    torch.set_num_threads(1)
+    seconds, first = float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    until, codes, findings = time.monotonic() + seconds, Counter[int](), 0
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        folders = prepared(place)
+        seed = first
+        while time.monotonic() < until:
+            began = time.monotonic()
+            try:
+                done, code, said, command = one(seed, folders, place)
+            except Exception as error:  # noqa: BLE001 - it is what is looked for
+                done, code, said, command = "?", 70, repr(error), "?"
+            codes[code] += 1
+            if code not in ALLOWED or time.monotonic() - began > 30 or "Traceback" in said:
+                findings += 1
+                print(f"seed {seed}: {command}, exit {code}: {done}\n    {said.strip()[-400:]}", flush=True)
+            seed += 1
+    print(f"seeds {first} to {seed - 1}: exit codes {dict(sorted(codes.items()))}, {findings} findings")
+    sys.exit(bool(findings))
+
+
+if __name__ == "__main__":
+    main()
