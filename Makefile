@@ -9,7 +9,7 @@ PINNED := $(VENV)/constraints.txt
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c $(PINNED)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: run test test-torch test-wheel check docs bench clean
+.PHONY: run test test-torch test-wheel check fuzz docs bench clean
 
 $(PINNED): constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -51,6 +51,13 @@ test-wheel:
 	env -u PYTHONPATH dist/wheel/venv/bin/python tests/wheel.py
 
 # The documentation as a site, in dist/docs.
+# Edited results, saved models and checkpoints, for so many seconds each; a finding is printed with the seed that replays it.
+SECONDS_EACH ?= 200
+fuzz: $(VENV)/.test
+	$(BIN)/python tests/fuzz/results.py $(SECONDS_EACH)
+	$(BIN)/python tests/fuzz/saved.py $(SECONDS_EACH)
+	$(BIN)/python tests/fuzz/checkpoints.py $(SECONDS_EACH)
+
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict --quiet
 

@@ -17,10 +17,10 @@ from quantizer.config.resolved import resolved_document
 from quantizer.config.roles import is_parameter
 from quantizer.engine import results
 from quantizer.engine.fingerprint import input_shapes
+from quantizer.engine.fits_model import check_insertions, check_solution
 from quantizer.engine.result_files import read_json
 from quantizer.engine.results import QuantInfo
 from quantizer.engine.solution import Solution, quantized_network
-from quantizer.engine.stored_checks import check_insertions, check_solution
 from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.edits import inserted, with_weights
 from quantizer.graph.ir import Graph, Node
@@ -99,7 +99,7 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
             raise ResultError(said, help="calibrate again") from error
     results.check_model(info, calibrated)
     solution = info.solution if original.is_deferred else info.solution.in_memory()
-    check_insertions(solution, calibrated, info.path)
+    check_insertions(solution.insertions, calibrated, info.path)
     graph = inserted(run_passes(calibrated, info.settings), solution.insertions)
     check_solution(solution, info.entries, graph, info.path)
     if calibrated is not original:

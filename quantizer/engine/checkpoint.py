@@ -1,9 +1,13 @@
 """What interrupted stages of a run need to go on: files of one folder, consistent after a stop at any write."""
 
+import hashlib
+import json
 import logging
 import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from quantizer.errors import DataError, QuantizerError, ResultError
 from quantizer.numerics.deferred import DeferredTensor, out_of_memory
 
 EVERY_S = 30.0  # seconds of work that a kill may cost
-FORMAT = 4  # 2: nested values (`snapshot_of`); 3: which of them were out of memory; 4: files by digest
+FORMAT = 4  # 2: nested values (`snapshot_of`); 3: which of them were out of memory; 4: files by digest, a checksum
 AGAIN = "run without --resume"
 
 
@@ -45,7 +49,8 @@ class Checkpoint:
         self._stored = {id(tensor): self._stored[id(tensor)] for tensor in snapshot.tensors.values()}
         tensors = snapshot.tensors.items()
         places = {name: [*self._stored[id(tensor)][1:], *_whereabouts(tensor)] for name, tensor in tensors}
-        write_json(self._info, {"key": self._key, "state": snapshot.state, "tensors": places})
+        content = {"key": self._key, "state": snapshot.state, "tensors": places}
+        write_json(self._info, content | {"checksum": _checksum(content)})
         used = {self._path(digest) for _, digest, _ in self._stored.values()}
         for path in {*self._info.parent.glob(f"{self._info.stem}.*.safetensors")} - used:
             path.unlink(missing_ok=True)
@@ -59,14 +64,20 @@ class Checkpoint:
         if not self._info.exists():
             return None
         info = read_json(self._info)
-        if not isinstance(info, dict) or not info.keys() >= {"key", "state", "tensors"}:
-            raise ResultError(f"{self._info} is damaged", help=AGAIN)
-        for name, value in self._key.items():
-            if info["key"].get(name) != value:
-                raise other_run(f"{name} differs")
+        with telling_damage(str(self._info)):
+            for name, value in self._key.items():
+                if info["key"].get(name) != value:
+                    raise other_run(f"{name} differs")
+            if _checksum({name: info[name] for name in ("key", "state", "tensors")}) != info.get("checksum"):
+                raise ValueError("it was changed after it was written")
+            return self._read(info)
+
+    def _read(self, info: Mapping[str, Any]) -> Snapshot:
         parts = {}
         for digest in {digest for digest, *_ in info["tensors"].values()}:
             path = self._path(digest)
+            if not re.fullmatch("[0-9a-f]{64}", digest):
+                raise ValueError(f"{digest!r:.80} is no digest")
             if not path.is_file() or sha256(path) != digest:
                 raise ResultError(f"{path} is damaged", help=AGAIN)
             parts[digest] = deferred_tensors(path)
@@ -166,7 +177,8 @@ def snapshot_of(value: Any, data: Mapping[str, Any] | None = None) -> Snapshot:
     leaves, structure = pytree.tree_flatten(value)
     tensors = {str(at): leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return Snapshot(tensors, {"structure": pytree.treespec_dumps(structure), "values": others, "data": data})
+    state = {"structure": pytree.treespec_dumps(structure), "values": others, "tensors": sorted(tensors), "data": data}
+    return Snapshot(tensors, state)
 
 
 def shared(snapshot: Snapshot, ranks: Ranks, place: str) -> Snapshot:
@@ -182,17 +194,45 @@ def value_of(snapshot: Snapshot) -> Any:
     Raises:
         ResultError: it is of something else.
     """
-    try:
+    with telling_damage("the checkpoint"):
         leaves = [snapshot.tensors.get(str(at), value) for at, value in enumerate(snapshot.state["values"])]
-        return pytree.tree_unflatten(leaves, pytree.treespec_loads(snapshot.state["structure"]))
-    except (AssertionError, KeyError, NotImplementedError, TypeError, ValueError) as error:
-        raise ResultError(f"the checkpoint is damaged: {error}", help=AGAIN) from error
+        structure = snapshot.state["structure"]
+        if sorted(snapshot.tensors) != snapshot.state["tensors"]:
+            raise ValueError("it lacks tensors, or has others")
+        if strange := sorted({*filter(None, _types(json.loads(structure)[1]))} - {*_CONTAINERS, *_registered}):
+            raise ValueError(f"it holds a {strange[0]}")  # torch imports the module that some types name
+        return pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))
+
+
+@contextmanager
+def telling_damage(what: str) -> Iterator[None]:
+    """What no checkpoint that was written here leads to is an error about the checkpoint."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:
+        raise ResultError(f"{what} is damaged: {type(error).__name__}: {error}", help=AGAIN) from error
+
+
+def _types(structure: Mapping[str, Any]) -> Iterator[str | None]:
+    """The types in a nested value, as torch names them in JSON; None stands for a leaf."""
+    yield structure["type"]
+    for child in structure["children_spec"]:
+        yield from _types(child)
+
+
+_CONTAINERS = ("builtins.dict", "builtins.list", "builtins.tuple")
+_registered: set[str] = set()
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def register(*classes: type) -> None:
     """Dataclasses that snapshots may hold."""
     for cls in classes:
         torch.export.register_dataclass(cls, serialized_type_name=f"quantizer.{cls.__name__}")
+        _registered.add(f"quantizer.{cls.__name__}")
 
 
 def other_run(why: str) -> ResultError:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from quantizer.algorithms.fast_finetune import FinetunedLayer, fast_finetune
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import Config
 from quantizer.engine import fingerprint
-from quantizer.engine.checkpoint import Checkpoints, register, snapshot_of, value_of
+from quantizer.engine.checkpoint import Checkpoints, other_run, register, snapshot_of, value_of
 from quantizer.engine.evaluate import Noise
+from quantizer.engine.fits_model import check_weight
 from quantizer.engine.job import Job
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import ResultError, UsageError
@@ -48,6 +50,19 @@ def finetune_weights(job: Job) -> None:
     scales = fingerprint.digest([[*key, digest(t.scale), digest(t.zero_point)] for key, t in found.tensors.items()])
     restored = job.restored("finetune", mode=mode, data=data, scales=scales)
     layers: Mapping[str, FinetunedLayer] = value_of(restored) if restored else {}
+    if not isinstance(layers, dict) or not all(isinstance(each, FinetunedLayer) for each in layers.values()):
+        raise other_run("it is not of finetuning")
+    for name, layer in layers.items():
+        check_weight(graph, name, layer.weight, "the checkpoint of finetuning")
+        tensor = found.tensors.get((name, "weights"))
+        if not (math.isfinite(layer.before) and math.isfinite(layer.after)):
+            raise other_run(f"{name} has errors that are not finite")
+        if (
+            tensor is None
+            or layer.scale.shape != tensor.scale.shape
+            or not bool(((layer.scale > 0) & layer.scale.isfinite()).all())
+        ):
+            raise other_run(f"{name} has other scales")
     if layers:
         job.events.message(logging.INFO, f"finetuning goes on after {len(layers)} layers")
     begun = dict(layers)

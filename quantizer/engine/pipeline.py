@@ -5,6 +5,7 @@ The shell, Python and quantization in place run these steps. Writing, testing an
 
 import dataclasses
 import logging
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,13 @@ from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Settings
 from quantizer.distributed import ALONE
 from quantizer.engine import calibrate, shards
-from quantizer.engine.checkpoint import other_run
+from quantizer.engine.checkpoint import other_run, telling_damage
 from quantizer.engine.events import Snapshot
 from quantizer.engine.finetune import finetune_weights
 from quantizer.engine.job import Job
 from quantizer.engine.run_algorithms import report, run_algorithms
 from quantizer.engine.solution import Solution, quantized_network
+from quantizer.engine.stored_checks import checked_statistics
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import placed
 from quantizer.numerics.deferred import GROWTH, give_back
@@ -79,8 +81,11 @@ def observe(job: Job) -> None:
     calibration, batches = job.calibration, job.batches
     seen: Any = None
     if restored := job.restored("calibration"):
-        calibration.load_state_dict(restored.tensors)
-        calibration.batches, seen = int(restored.state["batches"]), restored.state["data"]
+        with telling_damage("the checkpoint of calibration"):
+            calibration.load_state_dict(checked_statistics(restored.tensors, "the checkpoint of calibration"))
+            calibration.batches, seen = operator.index(restored.state["batches"]), restored.state["data"]
+            if calibration.batches < 0 or restored.tensors.keys() != calibration.state_dict().keys():
+                raise ValueError("it lacks tensors, or has others")
     done = calibration.batches
 
     def snapshot() -> Snapshot:

@@ -21,8 +21,9 @@ from quantizer.config.model import Algorithm
 from quantizer.config.wording import shortened
 from quantizer.engine import fingerprint
 from quantizer.engine.calibrate import check_finite
-from quantizer.engine.checkpoint import other_run, register, shared, snapshot_of, value_of
+from quantizer.engine.checkpoint import other_run, register, shared, snapshot_of, telling_damage, value_of
 from quantizer.engine.events import Snapshot
+from quantizer.engine.fits_model import check_adjustment
 from quantizer.engine.job import Job
 from quantizer.engine.target import AlgorithmScope
 from quantizer.errors import ModelError
@@ -56,6 +57,7 @@ class Progress:
     before: Adjustment = field(default_factory=Adjustment)
 
 
+CHECKPOINT = "the checkpoint of algorithms"
 register(Progress, Adjustment, Insertion, Rounded, QParams, Remark)
 
 
@@ -71,6 +73,9 @@ def run_algorithms(job: Job) -> None:
     _check_weights(scope.graph)
     structures = [find_structure(scope.graph, each.names) for each in algorithms]  # before more data are read
     progress = _restored(job)
+    with telling_damage(CHECKPOINT):
+        for found in (progress.found, progress.before):
+            check_adjustment(found, scope.graph, scope.specs, CHECKPOINT)
     for algorithm, structure in zip(algorithms[progress.index :], structures[progress.index :], strict=True):
         before = progress.before
         progress = _run(job, scope, algorithm, scope.fitting(algorithm, structure), progress)
@@ -92,13 +97,14 @@ def _restored(job: Job) -> Progress:
     snapshot = job.restored("algorithms")
     if snapshot is None:
         return Progress()
-    if (data := snapshot.state["data"]) is not None:
+    if (data := snapshot.state.get("data")) is not None:
         for _ in _read_again(job):
             pass
         if job.batches.fingerprint != data:
             raise other_run("the data differ")
-    start: Progress = value_of(snapshot)
-    names = [each.name for each in job.config.algorithms]
+    start, names = value_of(snapshot), [each.name for each in job.config.algorithms]
+    if not isinstance(start, Progress) or not 0 <= start.index <= len(names) or start.done < 0:
+        raise other_run("it is not of these algorithms")
     name = [*names, "the last one"][start.index]
     where = f"{start.done} groups of {name}" if start.done else f"{start.index} of {len(names)}"
     job.events.message(logging.INFO, f"the algorithms go on after {where}")

@@ -179,7 +179,11 @@ SCALE = "0.quantizers.weights.scale"
         (lambda d: d.pop("codes"), bool, "'codes'"),
         (lambda d: d["codes"].clear(), bool, r"0\.weight is torch\.int8"),
         (lambda d: d["codes"]["0.weight"].update(dtype="float99"), bool, "float99"),
-        (lambda d: d["layers"]["0"]["tensors"]["weights"].update(dtype="int7"), bool, "there is no number format 'int7'"),
+        (
+            lambda d: d["layers"]["0"]["tensors"]["weights"].update(dtype="int7"),
+            bool,
+            "no number format 'int7'",
+        ),
         (lambda d: d["layers"]["0"]["tensors"]["weights"].update(bits=7), bool, "lacks or has bits"),
         (lambda d: d["layers"]["0"]["tensors"].update(other=d["layers"]["0"]["tensors"]["weights"]), bool, "'other'"),
         (bool, lambda t: t.pop(SCALE), f"{SCALE} is of another shape"),

@@ -1,0 +1,34 @@
+"""A short run of the fuzzers: `make fuzz` runs them for longer, with other seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fuzz import checkpoints, results, saved
+
+from quantizer.engine import checkpoint
+
+pytestmark = pytest.mark.slow
+
+
+def test_edited_results_are_used_or_refused_with_a_sentence(tmp_path: Path) -> None:
+    folders = results.prepared(tmp_path)
+    for seed in range(150):
+        done, code, said, command = results.one(seed, folders, tmp_path)
+        assert code in results.ALLOWED, f"seed {seed}: {command}: {done}: {said}"
+
+
+def test_edited_saved_models_load_and_run_or_are_refused(tmp_path: Path) -> None:
+    folders = saved.prepared(tmp_path)
+    ends = [saved.one(seed, folders, tmp_path) for seed in range(400)]
+    assert not [each for each in ends if each[1] == "broken"]
+    assert {end for _, end, _ in ends} == {"ok", "refused"}
+
+
+def test_edited_checkpoints_are_gone_on_with_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "EVERY_S", 0.0)
+    runs = checkpoints.prepared(tmp_path)
+    for seed in range(60):
+        done, code, said, is_right = checkpoints.one(seed, runs, tmp_path)
+        assert code in (0, 5) and is_right, f"seed {seed}: exit {code}: {done}: {said}"
