@@ -203,7 +203,8 @@ def named_structures(read: ReadConfig, graph: Graph) -> dict[str, Structure]:
 def console(*, stderr: bool = False) -> Console:
     """A console that does not cut lines when it is not a terminal: layer names must survive a pipe."""
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else int(os.environ.get("COLUMNS", 0)) or 1000
+    given = os.environ.get("COLUMNS", "")
+    width = None if stream.isatty() else (int(given) if given.isdecimal() else 0) or 1000
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
 
 

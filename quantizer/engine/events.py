@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantizer.config.diagnostics import Diagnostic
+from quantizer.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +70,18 @@ class Stage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.events.stopped(self, error)
+        lost = self._lost_worker(error)
+        self.events.stopped(self, lost or error)
+        if lost is not None:
+            raise lost from error
+
+    def _lost_worker(self, error: BaseException | None) -> DataError | None:
+        """The end of a loader's process, which torch raises by a signal, wherever this process is just then."""
+        if not isinstance(error, RuntimeError) or not str(error).startswith("DataLoader worker (pid"):
+            return None
+        said = str(error).split(". ")[0].strip().rstrip(".")
+        remedy = "the worker may have run out of memory; with num_workers=0 its own error is shown"
+        return DataError(f"after {self.done} {self.unit}: {said}", help=remedy)
 
 
 class Events:

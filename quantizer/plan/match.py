@@ -4,10 +4,14 @@ import dataclasses
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from quantizer.config.model import ConfigRule, Role, Selector
+from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.module_names import call_paths, module_of
 from quantizer.graph.names import around
@@ -143,8 +147,38 @@ def _by_name(text: str, graph: Graph, original: Graph) -> Match:
     if patterns is None:
         return Match((), RANKS.index("name"))
     names, paths = (pattern.fullmatch for pattern in patterns)
-    found = [node.name for node in original.nodes if names(node.name) or any(map(paths, around(node.scope)))]
+    with _in_time(text):
+        found = [node.name for node in original.nodes if names(node.name) or any(map(paths, around(node.scope)))]
     return _survivors(found, "pattern", graph)
+
+
+@contextmanager
+def _in_time(text: str) -> Iterator[None]:
+    """Refuse a regular expression that tries too many ways to match a name: some take longer than a universe lasts.
+
+    Python has no limit for that; a signal ends it, which only the main thread has.
+
+    Raises:
+        UsageError: it takes too long.
+    """
+    if not text.startswith("re:") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        remedy = "repeat nothing inside of what is repeated"
+        raise UsageError(f"the pattern {text!r} takes more than {MATCHING_S} s to match names of layers", help=remedy)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, MATCHING_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+MATCHING_S = 2
 
 
 def _patterns(text: str) -> tuple[re.Pattern[str], re.Pattern[str]] | None:

@@ -379,3 +379,50 @@ def test_signals_in_a_real_process(toy: Toy, tmp_path: Path, sent: signal.Signal
     assert "Traceback" not in said
     assert "--resume goes on from there" in said
     assert not (tmp_path / "out" / "quant_info.json").exists()
+
+
+WORKER = """
+    import os, signal
+    from torch.utils.data import DataLoader, Dataset
+
+    class Samples(Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            if index == 40:
+                END
+            return torch.ones(3)
+
+    return DataLoader(Samples(), batch_size=4, num_workers=1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)"])
+def test_a_worker_of_the_loader_that_ends_is_told(end: str, toy: Toy, tmp_path: Path) -> None:
+    """torch raises that by a signal, wherever this process is just then."""
+    command = [
+        sys.executable,
+        "-m",
+        "quantizer",
+        "--quant_mode",
+        "calib",
+        "--model",
+        toy(WORKER.strip().replace("END", end)),
+    ]
+    done = subprocess.run([*command, "--output_dir", str(tmp_path / "out")], capture_output=True, text=True)
+    assert done.returncode == 4, done.stderr
+    assert "DataLoader worker (pid" in done.stderr
+    assert "internal error" not in done.stderr
+
+
+def test_a_width_that_is_no_number_is_none(toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setenv("COLUMNS", "x")
+    assert run_command(["inspect", "--model", toy()]) == 0
+    assert "Linear::Linear/linear" in capsys.readouterr().out
+
+
+def test_a_pattern_that_would_never_end_is_refused(toy: Toy, capsys: Capture) -> None:
+    assert run_command(["inspect", "--model", toy(), "--filter", "re:(.*)*(.*)*(a+)+$"]) == 2
+    assert "takes more than 2 s to match names of layers" in one_sentence(capsys)
