@@ -19,6 +19,10 @@ def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
         OSError: the folder cannot be written or the disk is full; then no temporary file stays.
     """
     target = path.resolve()
+    if target.exists() and not target.is_file():  # a pipe or a device, such as /dev/null, is written to
+        with target.open("wb") as file:
+            file.writelines([content] if isinstance(content, bytes) else content)
+        return
     mode = target.stat().st_mode & 0o7777 if target.exists() else 0o666 & ~_umask()
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=TEMPORARY)
     try:

@@ -61,7 +61,7 @@ Each option can be set by a variable: QUANTIZER_SEED=1, or for a command QUANTIZ
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, handled like Ctrl-C wherever it strikes, the user's own code included."""
+    """SIGTERM or SIGHUP, handled like Ctrl-C wherever it strikes, the user's own code included."""
 
 
 class LazyCommands(GroupedCommand, click.Group):
@@ -147,6 +147,8 @@ def main() -> NoReturn:
         # A layer's or file's name may hold what the terminal's encoding lacks; that must not end in a traceback.
         getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
     signal.signal(signal.SIGTERM, _terminated)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup is meant
+        signal.signal(signal.SIGHUP, _terminated)
     # numpy is optional here; without it torch would greet every user with a warning.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     code = run_command(sys.argv[1:])

@@ -70,6 +70,16 @@ def _describe(content: Any) -> str:
     return "an empty dict" if content == {} else a_kind(content)
 
 
+def _misfit(given: Tensor, wanted: Tensor) -> str | None:
+    """Why values cannot be copied as they are: integers would become floats, complex numbers lose a part."""
+    if given.is_meta:
+        return "without values"
+    if given.layout != torch.strided or given.is_quantized:
+        return "sparse" if given.layout != torch.strided else "quantized"
+    kinds = [(each.is_floating_point(), each.is_complex()) for each in (given, wanted)]
+    return None if kinds[0] == kinds[1] else f"{given.dtype}, the model has {wanted.dtype}"
+
+
 def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> None:
     own = module.state_dict()
     given = {own[name].data_ptr() for name in state if name in own}  # a file may store tied weights once
@@ -78,6 +88,7 @@ def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> Non
         for name, tensor in own.items()
         if name not in state and not name.endswith("num_batches_tracked") and tensor.data_ptr() not in given
     ]
+    kinds = [(name, why) for name, tensor in state.items() if name in own and (why := _misfit(tensor, own[name]))]
     unexpected = [name for name in state if name not in own]
     misshaped = [
         f"{name} {list(tensor.shape)} (the model has {list(own[name].shape)})"
@@ -85,6 +96,7 @@ def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> Non
         if name in own and tensor.shape != own[name].shape
     ]
     faults = {"missing in the file": missing, "not in the model": unexpected, "of another shape": misshaped}
+    faults["of another kind"] = [f"{name} ({why})" for name, why in kinds]
     lines = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]
     if not lines:
         return

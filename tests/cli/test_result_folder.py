@@ -158,3 +158,14 @@ def test_what_stopped_runs_have_left_goes(folder: Path, toy: Toy) -> None:
     (folder / ".notes.txt.swp").write_text("mine")
     assert check(folder, model=toy()) == 0
     assert sorted(path.name for path in folder.iterdir() if path.name[0] == ".") == [".notes.txt.swp"]
+
+
+def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
+    """`-o /dev/null` or a pipe: a file in its place would be a surprise to all who use it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    atomic.replace_file(pipe, b"text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+    assert pipe.is_fifo()

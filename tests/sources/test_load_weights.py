@@ -205,3 +205,25 @@ def test_a_flipped_byte_gives_weights_or_a_sentence(position: int, value: int, s
 def whole_state() -> bytes:
     torch.save(STATE, "state.pth")
     return Path("state.pth").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda weight: weight.long(), "weight (torch.int64, the model has torch.float32)"),
+        (lambda weight: torch.complex(weight, weight), "weight (torch.complex64, the model has torch.float32)"),
+        (lambda weight: weight.to_sparse(), "weight (sparse)"),
+    ],
+)
+def test_values_of_another_kind_are_refused(change: Callable[[Tensor], Tensor], said: str) -> None:
+    torch.save(STATE | {"weight": change(STATE["weight"])}, "net.pth")
+    with pytest.raises(ModelError, match="do not fit the model") as caught:
+        load_weights(nn.Linear(3, 2), "net.pth")
+    assert f"1 of another kind: {said}" in (caught.value.help or "")
+
+
+def test_floats_of_another_width_are_taken() -> None:
+    torch.save({name: value.double() for name, value in STATE.items()}, "net.pth")
+    net = nn.Linear(3, 2)
+    load_weights(net, "net.pth")
+    assert torch.equal(net.weight, STATE["weight"])
