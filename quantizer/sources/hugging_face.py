@@ -42,7 +42,7 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
         logger.info("loading %s from %s", architecture, folder)
         module = None if trust else deferred_model(folder, architecture)
         if module is not None:
-            return _for_windows(module)
+            return for_windows(module)
         module, report = read_checkpoint(folder, architecture, trust_remote_code=trust)
     if missing := sorted(report["missing_keys"]):
         said = f"{folder} lacks weights of {architecture}, {len(missing)} in all: {shortened(missing)}"
@@ -89,10 +89,10 @@ def read_checkpoint(folder: Path, architecture: str, **settings: Any) -> tuple[n
         )
     finally:
         said.set_verbosity(before)
-    return _for_windows(module), report
+    return for_windows(module), report
 
 
-def _for_windows(module: nn.Module) -> nn.Module:
+def for_windows(module: nn.Module) -> nn.Module:
     """In eval mode; one call runs a whole window: there are no earlier keys and values, and a trace could not keep
     them.
     """

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, ModelError
 from quantizer.sources.batches import Batch
-from quantizer.sources.hugging_face import CONFIG, example_input, load_hugging_face
+from quantizer.sources.hugging_face import CONFIG, example_input, for_windows, load_hugging_face
 from quantizer.sources.tokenizer import Encode, as_encode, has_tokenizer, load_tokenizer
 from quantizer.sources.user_code import UserModule, import_user_module, split_spec, user_errors
 from quantizer.sources.weights import WEIGHT_SUFFIXES, check_finite, load_weights
@@ -115,7 +115,7 @@ def _from_python(spec: str) -> LoadedModel:
     user = import_user_module(location, ModelError)
     module = _build(user, "model" if name is None else name)
     with user_errors("eval() of the model", ModelError):
-        module.eval()
+        for_windows(module)
     evaluate, calibration_data = user.find("evaluate"), _data(user, "calibration_data")
     example, tokenizer = _data(user, "example_input"), _data(user, "tokenizer")
     return LoadedModel(

@@ -9,6 +9,7 @@ import pytest
 from llamas import llama, saved
 from safetensors.torch import load_file, save_file
 
+from quantizer.cli.main import run_command
 from quantizer.errors import DataError, ModelError
 from quantizer.sources.models import load_model
 from quantizer.sources.tokenizer import load_tokenizer
@@ -87,6 +88,15 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
         ModelError, match=r"lacks weights of LlamaForCausalLM, 1 in all: model\.layers\.0\.mlp\.up_proj"
     ):
         load_model(str(place))
+
+
+def test_a_model_of_transformers_from_a_factory_needs_no_switch(tmp_path: Path) -> None:
+    """Its cache of keys is on by default, and no trace could keep it."""
+    (tmp_path / "net.py").write_text("from llamas import llama, tokens as calibration_data\n\nmodel = llama\n")
+    config = Path(__file__).parents[2] / "configs" / "weight_int8.json"
+    given = ["--model", str(tmp_path / "net.py"), "--output_dir", str(tmp_path / "out"), "-q"]
+    assert run_command(["--quant_mode", "calib", *given, "--config_file", str(config)]) == 0
+    assert run_command(["--quant_mode", "test", *given]) == 0
 
 
 @pytest.mark.parametrize("config", ['{"architectures": ["nn"]}', '{"architectures": ["NoModel"]}', "[1]", "{"])
