@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.graph.passes import summary
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES
@@ -14,7 +15,26 @@ def remarks(plan: Plan) -> Iterator[str]:
     for length in plan.graph.lengths:
         inputs = ", ".join(f"axis {axis} of input_{index}" for index, axis in length.axes)
         yield f"{length.name}: any size of {length} ({inputs}); shapes and figures are those of the first batch"
+    if not plan.tensors:
+        yield "warning: nothing is quantized: the config leaves all of the network float"
+    elif (found := left_parameters(plan))[0] > MUCH:
+        yield f"warning: {found[0]:.0%} of the parameters stay float, the largest is {found[1]}"
     yield from left_float(node.op for node in plan.graph.nodes if plan.floats.get(node.name) == NO_RULES)
+
+
+MUCH = 0.2
+"""A share of the parameters in float that nobody wants without knowing."""
+
+
+def left_parameters(plan: Plan) -> tuple[float, str]:
+    """The share of the parameters' values that no tensor of the plan covers, and the path of the largest such one."""
+    used = {path: node for node in plan.graph.nodes if node.op != "constant" for path in node.params.values()}
+    sizes = {path: plan.graph.tensors[path].numel() for path in used if plan.graph.tensors[path].is_floating_point()}
+    names = [(plan.graph.by_name[layer], parameter_name(role)) for layer, role in plan.tensors if is_parameter(role)]
+    covered = {node.params[name] for node, name in names}
+    left = {path: size for path, size in sizes.items() if path not in covered}
+    largest = max(left, key=left.__getitem__, default="")
+    return sum(left.values()) / (sum(sizes.values()) or 1), largest
 
 
 def left_float(kinds: Iterable[str]) -> Iterator[str]:
