@@ -184,7 +184,8 @@ MATCHING_S = 2
 def _patterns(text: str) -> tuple[re.Pattern[str], re.Pattern[str]] | None:
     """For layer names and for module paths, the regular expressions of `re:…` or of a glob.
 
-    Layer names have brackets, so there they stand for themselves; in a module path `[0-3]` is a set, as in a shell.
+    Layer names have brackets, so there they stand for themselves, and `[[]`, as shells want them, for one; in a module
+    path `[0-3]` is a set, as in a shell.
     """
     if text.startswith("re:"):
         try:
@@ -193,7 +194,7 @@ def _patterns(text: str) -> tuple[re.Pattern[str], re.Pattern[str]] | None:
             return None
     if not any(sign in text for sign in "*?["):
         return None
-    literal = re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
+    literal = re.escape(text.replace("[[]", "[")).replace(r"\*", ".*").replace(r"\?", ".")
     return re.compile(literal), re.compile(fnmatch.translate(text))
 
 

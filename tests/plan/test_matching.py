@@ -54,6 +54,9 @@ NAMES = [
         f"Sequential[layer1]/Block[{index}]/Conv2d[conv2]/conv2d" for index in (0, 1)
     ]),
     (r"re:.*/Linear\[fc\]/.*", "pattern", ["Linear[fc]/linear"]),
+    *((f"*/Block{bracket}?]/Conv2d{bracket}conv2]/*", "pattern", [
+        f"Sequential[layer1]/Block[{index}]/Conv2d[conv2]/conv2d" for index in (0, 1)
+    ]) for bracket in ("[", "[[]")),
 ]  # fmt: skip
 
 
