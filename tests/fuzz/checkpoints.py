@@ -33,7 +33,7 @@ GPTQ = json.dumps({"global_quant_config": {"weight": WEIGHT}, "algo_config": {"n
 RUNS = {"static": (CONFIGS["cpu"], []), "gptq": (GPTQ, []), "finetuned": (CONFIGS["cpu"], ["--fast_finetune"])}
 
 
-def prepared(place: Path) -> dict[str, tuple[list[str], Path, bytes]]:
+def prepared(place: Path, step: int = 7) -> dict[str, tuple[list[str], Path, bytes]]:
     """By kind of run: its command, a folder with a checkpoint, and what an undisturbed run writes."""
     (place / "net.py").write_text(MODEL)
 
@@ -45,7 +45,7 @@ def prepared(place: Path) -> dict[str, tuple[list[str], Path, bytes]]:
         code, said = quietly([*command, str(place / f"{name}.whole")])
         assert code == 0, said
         stopped, kept = place / name, place / f"{name}.kept"
-        for _ in killed_at_each([*command, str(stopped)], partial(shutil.rmtree, stopped, True), 7):
+        for _ in killed_at_each([*command, str(stopped)], partial(shutil.rmtree, stopped, True), step):
             if len([*stopped.glob("checkpoint.*.json")]):
                 shutil.rmtree(kept, ignore_errors=True)
                 shutil.copytree(stopped, kept)
