@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from crashes import killed_at_each
 
 from quantizer.cli.main import run_command
@@ -34,9 +35,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def toy_model(toy: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> str:
+def toy_model(toy: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr("quantizer.engine.checkpoint.EVERY_S", 0.0)  # a snapshot after each batch and layer
-    return toy(DATA, MODEL)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as forks have; results say how many there were
+    yield toy(DATA, MODEL)
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
