@@ -81,8 +81,9 @@ def _switched(entry: Algorithm) -> Iterator[Diagnostic]:
         stated, needed = entry.stated.get(key), entry.stated.get(meant.needs)
         if stated and needed:
             related = related_to(stated.place, "because of this")
-            text, help_ = f"{key} is on and needs {meant.needs}", f'write "{meant.needs}": true, or "{key}": false'
-            yield Diagnostic("QZ333", text, needed.place, help=help_, related=related)
+            text = f"{key} is on and needs {meant.needs}, which is off: it has no effect"
+            help_ = f'write "{meant.needs}": true, or "{key}": false'
+            yield Diagnostic("QZ333", text, needed.place, "warning", help=help_, related=related)
         else:
             place = (stated or needed or Sourced(None, entry.place)).place
             text, help_ = f"{key} is off here, as it needs {meant.needs}", f'to say the same: "{key}": false'

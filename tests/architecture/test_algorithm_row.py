@@ -108,7 +108,13 @@ def test_a_file_may_list_it_and_its_defaults_are_those_of_the_class(kind: Any) -
         ({"twice": 1}, 9, "QZ103", '"twice" is true or false, not 1', "write true"),
         ({"factr": 1}, 9, "QZ102", 'unknown key "factr"', 'did you mean "factor"?'),
         ({"damp_percent": 1}, 9, "QZ102", 'unknown key "damp_percent"', "belongs in the algorithm gptq"),
-        ({"twice": True, "again": False}, 10, "QZ333", "twice is on and needs again", 'write "again": true'),
+        (
+            {"twice": True, "again": False},
+            10,
+            "QZ333",
+            "twice is on and needs again, which is off: it has no effect",
+            'write "again": true',
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
