@@ -7,6 +7,7 @@ import click
 
 from quantizer.cli.completion import layers_of_model
 from quantizer.cli.options import LOOK, Options, command, takes
+from quantizer.cli.typed import refuse_typed
 from quantizer.config.pages import code_page, contents, key_names, key_page, setting_names, setting_page
 from quantizer.config.rules import all_codes
 from quantizer.config.wording import closest, listed, quoted
@@ -44,6 +45,7 @@ def explain(name: str | None, options: Options) -> int | None:
         layers = importlib.import_module("quantizer.cli.explain_layer")
         code: int | None = layers.explain_layer(name, options)
         return code
+    refuse_typed(("no_cache", *LOOK), "with --model the settings of a layer are shown")
     if name.upper() in all_codes():
         page = code_page(name.upper())
     elif name.lower() in key_names():

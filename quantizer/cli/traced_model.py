@@ -99,10 +99,10 @@ def _test_size(options: Options, loaded: LoadedModel, size: int) -> int:
 
 def _unseen(options: Options) -> Iterator[Path]:
     """Files that libraries in C open, which Python does not see."""
-    for place in filter(None, (options.model, options.weights, options.tokenizer)):
-        path = Path(split_spec(place)[0])
-        yield from path.iterdir() if path.is_dir() else [path]
     try:
+        for place in filter(None, (options.model, options.weights, options.tokenizer)):
+            path = Path(split_spec(place)[0])
+            yield from path.iterdir() if path.is_dir() else [path]
         yield from find_files(options.data)[1] if options.data else ()
-    except DataError:
+    except (DataError, OSError):  # who reads them says so
         return

@@ -108,20 +108,7 @@ class CalibratedFolder:
         """Write the same calibration with other entries of quant_info.json and plan.json for single tensors; what is
         there stays until all is written.
         """
-        with results.replaced_results(place) as new:
-            self._write(new, entries, planned, statistics, config)
-
-    def _write(
-        self,
-        place: Path,
-        entries: Mapping[Key, Json],
-        planned: Mapping[Key, Json],
-        statistics: Mapping[tuple[str, str], Mapping[str, Tensor]],
-        config: Config,
-    ) -> None:
         header = {**self.header, "files": dict(self.header["files"])}
-        for name in {*header["files"]} - {WEIGHTS, STATISTICS}:
-            shutil.copyfile(self.place / name, place / name)
         tensors: dict[str, Tensor] = dict(deferred_tensors(self.place / WEIGHTS))
         info: dict[str, dict[str, Json]] = {layer: dict(roles) for layer, roles in self.entries.items()}
         for (layer, role), entry in entries.items():
@@ -133,10 +120,6 @@ class CalibratedFolder:
         flat = {
             f"{layer}|{role}|{name}": each for (layer, role), own in statistics.items() for name, each in own.items()
         }
-        header["files"] |= {
-            WEIGHTS: write_tensors(place / WEIGHTS, tensors),
-            STATISTICS: write_tensors(place / STATISTICS, flat),
-        }
         specs = {
             (layer, role): QuantizationSpec(**each["spec"]) for layer, own in info.items() for role, each in own.items()
         }
@@ -146,6 +129,14 @@ class CalibratedFolder:
                 {role: planned[key] for role in row.get("tensors", ()) if (key := (row["name"], role)) in planned}
             )
         plan = {name: value for name, value in self.plan.items() if name != "rules"}  # whom they reach, the model says
-        write_json(place / ORIGINS[0], plan | {"config": {"name": Path(config.source).name, "text": config.text}})
-        write_json(place / ORIGINS[1], resolved_document(config))
-        results.write_info(place, header, info)
+        plan["config"] = {"name": Path(config.source).name, "text": config.text}
+        with results.replaced_results(place) as new:
+            for name in {*header["files"]} - {WEIGHTS, STATISTICS}:
+                shutil.copyfile(self.place / name, new / name)
+            header["files"] |= {
+                WEIGHTS: write_tensors(new / WEIGHTS, tensors),
+                STATISTICS: write_tensors(new / STATISTICS, flat),
+            }
+            write_json(new / ORIGINS[0], plan)
+            write_json(new / ORIGINS[1], resolved_document(config))
+            results.write_info(new, header, info)

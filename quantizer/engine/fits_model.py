@@ -109,7 +109,7 @@ def qparams_fault(spec: QuantizationSpec, shape: tuple[int, ...], scale: Tensor,
     if not bool(torch.isfinite(scale).all()) or not bool((scale > 0).all()):
         return "its scale is not finite and positive"
     if zero_point.shape != scale.shape:
-        return "it has as many zero points as scales, but not here"
+        return f"it has {tuple(zero_point.shape)} zero points, not {wanted}"
     if spec.dtype == "int" and zero_point.numel():
         low, high = int(zero_point.min()), int(zero_point.max())
         if low < spec.quant_min or high > spec.quant_max or (spec.symmetric and spec.signed and (low or high)):

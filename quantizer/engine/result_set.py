@@ -31,6 +31,7 @@ def replaced_set(folder: Path, gone: Collection[str] = ()) -> Iterator[Path]:
         ResultError: something cannot be written; then all is as it was.
     """
     settle(folder)
+    _forget(folder)
     aside = folder / ASIDE
     try:
         aside.mkdir(parents=True)
@@ -38,7 +39,7 @@ def replaced_set(folder: Path, gone: Collection[str] = ()) -> Iterator[Path]:
         names = sorted(path.name for path in aside.iterdir())
         write_json(aside / MOVES, {"files": names, "gone": sorted({*gone} - {*names})})
     except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        _forget(folder)
         if isinstance(error, OSError):
             help_ = "choose another folder or free some space"
             raise ResultError(f"cannot write {folder}: {error.strerror or error}", help=help_) from error
@@ -47,26 +48,42 @@ def replaced_set(folder: Path, gone: Collection[str] = ()) -> Iterator[Path]:
 
 
 def settle(folder: Path) -> None:
-    """End a replacement that was stopped: as it was meant, if the new set is complete, else as if it had not begun.
+    """End a replacement that was stopped once its new set was complete; one that is not, another run may still write.
 
     Raises:
         ResultError: the folder holds something else under that name.
     """
     aside = folder / ASIDE
-    if not os.path.lexists(aside):
-        return
-    if aside.is_symlink() or not aside.is_dir():
+    if aside.is_symlink() or (aside.exists() and not aside.is_dir()):
         raise ResultError(f"{aside} is no folder of quantizer", help="remove it")
-    if (aside / MOVES).is_file():
-        moves = read_json(aside / MOVES)
-        names = {kind: _names(moves, kind, aside) for kind in ("gone", "files")}
-        for path in (folder / name for name in names["gone"]):
-            if not path.parent.is_symlink():
-                path.unlink(missing_ok=True)
-        for name in names["files"]:
-            with contextlib.suppress(FileNotFoundError):  # it is where it should be
-                os.replace(aside / name, folder / name)
-    shutil.rmtree(aside)
+    if not (aside / MOVES).is_file():
+        return
+    moves = read_json(aside / MOVES)
+    names = {kind: _names(moves, kind, aside) for kind in ("gone", "files")}
+    for path in (folder / name for name in names["gone"]):
+        if not path.parent.is_symlink():
+            path.unlink(missing_ok=True)
+    for name in names["files"]:
+        with contextlib.suppress(FileNotFoundError):  # it is where it should be
+            os.replace(aside / name, folder / name)
+    _forget(folder)
+
+
+def finish(folder: Path) -> None:
+    """The same of a result folder that nobody writes to, for those who are about to read it.
+
+    Raises:
+        ResultError: someone does, or the folder holds something else under that name.
+    """
+    if (folder / ASIDE / MOVES).is_file():
+        with locked(folder):
+            pass  # who takes the lock cleans up
+
+
+def _forget(folder: Path) -> None:
+    """Remove what was written aside, first what says that it is complete."""
+    (folder / ASIDE / MOVES).unlink(missing_ok=True)
+    shutil.rmtree(folder / ASIDE, ignore_errors=True)
 
 
 def _names(moves: object, kind: str, aside: Path) -> list[str]:
@@ -89,6 +106,7 @@ def _is_plain(name: str) -> bool:
 def _clean(folder: Path) -> None:
     """Remove what stopped runs have left: temporary files, and a replacement that was not complete."""
     settle(folder)
+    _forget(folder)
     for place in (folder, folder / "export"):
         for path in place.iterdir() if place.is_dir() and not place.is_symlink() else ():
             if LEFT_OVER.fullmatch(path.name):

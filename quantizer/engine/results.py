@@ -19,7 +19,7 @@ from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.result_files import read_json, sha256, write_bytes, write_json, write_tensors
-from quantizer.engine.result_set import replaced_set, settle
+from quantizer.engine.result_set import finish, replaced_set
 from quantizer.engine.result_tensors import TENSORS, header_of, solution_of, tensors_of
 from quantizer.engine.solution import Solution, encoded, writes_inplace
 from quantizer.engine.stored_checks import check_content
@@ -212,7 +212,7 @@ def read_info(folder: Path) -> QuantInfo:
     Raises:
         ResultError: missing, unfinished, from another format, or a file was changed since.
     """
-    settle(folder)
+    finish(folder)
     path = folder / INFO
     content = read_json(path)
     if not isinstance(content, dict) or content.get("complete") is not True or "header" not in content:

@@ -71,11 +71,10 @@ def checked_statistics(tensors: Mapping[str, Tensor], path: Path | str) -> Mappi
     for name, tensor in tensors.items():
         if name.count("|") < 2:
             raise damaged(path, name, "it says of no tensor")
-        values = tensor.double()
         if name.endswith(("|counts", "|count")):
             if tensor.dtype != torch.int64 or bool((tensor < 0).any()):
                 raise damaged(path, name, "it counts nothing")
-        elif bool(values.isnan().any()):
+        elif bool(tensor.isnan().any()):
             raise damaged(path, name, "it holds NaN")
     return tensors
 
@@ -135,9 +134,7 @@ def spec_fault(words: Mapping[str, Any], role: str) -> str | None:
     if (base := base_role(role)) not in ROLES:
         return f"there is no role {role!r}"
     broken = [{each.code: each for each in conflicts(spec, base, "CPU", form)} for form in get_args(Form)]
-    for code in sorted(
-        broken[0].keys() & broken[1].keys()
-    ):  # what one form allows, and the devices' own defaults, may be
+    for code in sorted(broken[0].keys() & broken[1].keys()):  # one form may allow what the other does not
         if broken[0][code].severity == "error":
             return f"{code}: {broken[0][code].message}"
     return None

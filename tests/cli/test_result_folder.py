@@ -14,17 +14,9 @@ import pytest
 import torch
 from runs import calibrate, check
 
-from quantizer import (
-    Config,
-    Dtype,
-    ModelQuantizer,
-    PerTensorMinMaxObserver,
-    QSchemeType,
-    QuantizationConfig,
-    QuantizationSpec,
-    atomic,
-)
-from quantizer.engine.result_set import ASIDE, MOVES
+from quantizer import Config, ModelQuantizer, atomic
+from quantizer.engine.result_set import ASIDE, MOVES, locked
+from quantizer.engine.results import read_info
 from quantizer.errors import ResultError
 
 Toy = Callable[..., str]
@@ -77,10 +69,8 @@ def test_a_full_disk_leaves_the_old_results(
 
 
 def test_a_full_disk_leaves_the_model_that_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = QuantizationSpec(
-        dtype=Dtype.int8, qscheme=QSchemeType.per_tensor, observer_cls=PerTensorMinMaxObserver, symmetric=True
-    )
-    quantizer = ModelQuantizer(Config(QuantizationConfig(weight=spec)))
+    weight = {"dtype": "int8", "qscheme": "per_tensor"}
+    quantizer = ModelQuantizer(Config.from_dict({"global_quant_config": {"weight": weight}}))
     one, other = (quantizer.quantize_model(torch.nn.Sequential(torch.nn.Linear(3, n))) for n in (2, 5))
     ModelQuantizer.save(one, tmp_path / "saved")
     old, refused = contents(tmp_path / "saved"), 0
@@ -148,6 +138,24 @@ def test_a_replacement_that_nobody_began_is_refused(
     assert check(folder, model=toy()) == 5
     assert "moves.json is damaged" in capsys.readouterr().err
     assert (folder.parent / "thesis.tex").read_text() == "years of work"
+
+
+def test_reading_leaves_what_another_run_is_writing(folder: Path) -> None:
+    (folder / ASIDE).mkdir()
+    (folder / ASIDE / "weights.safetensors").write_bytes(b"being written")
+    read_info(folder)
+    assert (folder / ASIDE / "weights.safetensors").read_bytes() == b"being written"
+
+
+def test_reading_waits_for_no_run_that_is_about_to_replace_them(folder: Path, toy: Toy) -> None:
+    """The new set is complete, and who wrote it holds the lock."""
+    with locked(folder):
+        (folder / ASIDE).mkdir()
+        (folder / ASIDE / MOVES).write_text('{"files": [], "gone": []}')
+        with pytest.raises(ResultError, match="in use by another run"):
+            read_info(folder)
+    assert read_info(folder).header["model"] == "Linear"
+    assert not (folder / ASIDE).exists()
 
 
 def test_what_stopped_runs_have_left_goes(folder: Path, toy: Toy) -> None:
