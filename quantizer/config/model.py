@@ -14,13 +14,15 @@ Role = Literal["input", "weights", "bias", "activation"]
 ROLES: tuple[Role, ...] = get_args(Role)
 Device = Literal["DPU", "CPU", "GPU", "IPU"]
 QScheme = Literal["per_tensor", "per_channel", "per_group", "per_token"]
-RangeMethod = Literal["maxmin", "percentile", "entropy", "mse", "diffs"]
+RangeMethod = Literal["maxmin", "percentile", "entropy", "mse", "diffs", "auto"]
+AUTO: Literal["auto"] = "auto"
+"""The method that reads one histogram of all batches, whatever the statistic."""
 RoundMode = Literal["half_even", "half_up", "half_down", "std_round", "floor"]
 ScaleKind = Literal["float", "e4m3", "poweroftwo", "e8m0", "microexponent"]
 ScaleMode = Literal["floor", "even", "ceil"]
 SymmetricScale = Literal["quant_max", "half_range"]
 Statistic = Literal["modal", "max", "mean", "median", "pooled"]
-POOLED = "pooled"
+POOLED: Literal["pooled"] = "pooled"
 """The statistic of observers that see all batches as one, as those of the hierarchical form do."""
 
 PAIR = 2
@@ -38,8 +40,8 @@ class QuantizationSpec:
     floating-point format, with a scale ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16",
     "mx6", "mx9") or without one (`CAST_ONLY`; "float32" = left alone); formats may be registered at run time, so it is
     any string. `method` finds the range, `percentage` is read by the percentile method only, `statistic` reduces the
-    batches' ranges to one, or, "pooled", finds one for all of them; a dynamic tensor's range is found each time it is
-    made.
+    batches' ranges to one, or, "pooled", finds one for all of them, as the auto method always does; a dynamic tensor's
+    range is found each time it is made.
 
     `ch_axis` goes with `qscheme`: the axis whose indices have a scale each ("per_channel"), the axis that groups of
     `group_size` values run along ("per_group"; the last group may be shorter in block formats only), the axis that one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,18 +68,22 @@ class Ablation:
 
 
 def ablate(
-    reference: Network, quantized: Network, batches: Iterable[Batch], after_tensor: Callable[[], None] = lambda: None
+    reference: Network,
+    quantized: Network,
+    batches: Iterable[Batch],
+    after_tensor: Callable[[], None] = lambda: None,
+    keys: Collection[Key] | None = None,
 ) -> Ablation:
-    """Measure every tensor that `quantized` quantizes; `reference` has the same nodes in float.
+    """Measure every tensor that `quantized` quantizes, or those of `keys`; `reference` has the same nodes in float.
 
     For each batch and tensor what comes after it runs twice.
 
     Raises:
         DataError: no batch, or an output of the float network that is not finite.
     """
-    keys = [(name, role) for name, role, _ in quantized.quantizers()]
-    alone: dict[Key, list[float]] = {key: [] for key in keys}
-    without: dict[Key, list[float]] = {key: [] for key in keys}
+    wanted = [(name, role) for name, role, _ in quantized.quantizers() if keys is None or (name, role) in keys]
+    alone: dict[Key, list[float]] = {key: [] for key in wanted}
+    without: dict[Key, list[float]] = {key: [] for key in wanted}
     signal, noise = list[float](), list[float]()
     with torch.no_grad():
         for batch in batches:
@@ -92,7 +96,7 @@ def ablate(
                 raise DataError("the float model's output is not finite", help="check the data and the weights")
             for node in quantized.graph.nodes:
                 mine, its = reference.layers[node.name], quantized.layers[node.name]
-                for role in list(its.quantizers):
+                for role in [role for role in its.quantizers if (node.name, role) in alone]:
                     with _tensor_of(mine, its, role):
                         alone[node.name, role].append(_noise(expected, left))
                     with _tensor_of(its, mine, role):
@@ -102,7 +106,7 @@ def ablate(
                 right.step()
     if not signal:
         raise DataError("the calibration data has no batches", help="check --data and --subset_len")
-    effects = tuple(Effect(key, tuple(alone[key]), tuple(without[key])) for key in keys)
+    effects = tuple(Effect(key, tuple(alone[key]), tuple(without[key])) for key in wanted)
     return Ablation(effects, tuple(signal), tuple(noise))
 
 

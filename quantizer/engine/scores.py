@@ -1,5 +1,6 @@
 """Test mode: the quantized network against the float one on the same batches, and the user's own metrics of both."""
 
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from quantizer.distributed import ALONE, Ranks
-from quantizer.engine import evaluate
+from quantizer.engine import evaluate, low_sqnr
 from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.evaluate import Comparison
 from quantizer.engine.events import Events, Stage
@@ -18,6 +19,8 @@ from quantizer.nn.network import Network
 from quantizer.sources.data import Batches
 from quantizer.sources.models import Evaluate
 from quantizer.sources.user_code import user_errors
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,13 @@ def score(
     if function is not None:
         before = measure(module, batches, device, events, "evaluate float", function)
         check(before.keys())
+    reference = Network(calibrated.float_graph)
     with Stage(events, "test", batches.total) as stage:
         on_device = stage.counted(batch.to(device) for batch in batches)
-        compared = evaluate.compare(Network(calibrated.float_graph), quantized, on_device, ranks)
+        compared = evaluate.compare(reference, quantized, on_device, ranks)
     batches.require_same(ranks)
+    if ranks.is_first and (said := low_sqnr.remark(compared, reference, quantized, (b.to(device) for b in batches))):
+        logger.warning("%s", said)
     if function is None:
         return Scores(compared, compared.pairs())
     after = measure(quantized, batches, device, events, "evaluate quantized", function)

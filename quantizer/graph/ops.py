@@ -142,7 +142,7 @@ _ROWS = (
     *_rows("compute", "maximum", "minimum", axes=ALIKE, commutes=AFFINE),
     _row("rsub", "compute", "torch.rsub"),
     _row("mul", "compute", "torch.mul", axes=PRODUCT, commutes=SCALING),
-    _row("div", "compute", "torch.div", axes=QUOTIENT, commutes=SCALING),
+    _row("div", "compute", "torch.div", axes=QUOTIENT, commutes=SCALING, nonzero="other"),
     _row("mean", "compute", "torch.mean", axes=REDUCED, commutes=ALL, any_layout=True),
     _row("sum", "compute", "torch.sum", axes=REDUCED, commutes=LINEAR),
     _row("grid_sampler", "compute", _F + "grid_sample"),
@@ -227,7 +227,8 @@ _ROWS = (
     *_rows("passthrough", "select", "unbind", "repeat_interleave", axes=MOVED, commutes=ALL),
     _row("input_scale", "float", aten=(), axes=SAME, commutes=SCALING),  # inserted by algorithms, see `nn.rescale`
     _row("rotation", "float", aten=()),
-    *_rows("float", "pow", "square", "sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log", "log2", "log1p"),
+    *_rows("float", "rsqrt", "reciprocal", "log", "log2", nonzero="input"),
+    *_rows("float", "pow", "square", "sqrt", "exp", "expm1", "log1p"),
     *_rows("float", "sin", "cos", "cumsum", "prod", "var", "std", "var_mean", "norm", "linalg_vector_norm"),
     _row("quant_stub", "compute", "torch.ao.quantization.QuantStub", aten=(), axes=SAME, commutes=ALL),
     _row("dequant_stub", "structural", "torch.ao.quantization.DeQuantStub", aten=(), axes=SAME, commutes=ALL),

@@ -9,7 +9,7 @@ width is 1/2048 to 1/1024 of the largest magnitude, which is how far an edge rea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,10 @@ class Histogram:
     def width(self) -> Tensor:
         """The width of a bin, (R,) float64."""
         return torch.ldexp(torch.ones(len(self.exponent), dtype=torch.float64), self.exponent)
+
+    def times(self, weight: int) -> Histogram:
+        """Return the histogram with each value counted so often."""
+        return replace(self, counts=self.counts * weight)
 
     def merge(self, other: Histogram) -> Histogram:
         """Return the histogram of the values of both.

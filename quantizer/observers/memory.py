@@ -182,9 +182,11 @@ class PooledMemory(Memory):
         return self._all() is None
 
     def add(self, x: Tensor, batch: ObservedBatch) -> None:
-        rows = slices(x) if self.spec.qscheme == "per_tensor" else batch.rows
-        values = rows.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()
-        self._pool, self._last = self._all(), Histogram.of(values, batch.low, batch.high)
+        rows, weight = slices(x) if self.spec.qscheme == "per_tensor" else (batch.rows, 1)
+        last = Histogram.of(_wide(rows), batch.low, batch.high)
+        if batch.outermost is not None:  # a single value far away may be one that is left out, and matters most
+            last = last.times(weight).merge(Histogram.of(_wide(batch.outermost), batch.low, batch.high))
+        self._pool, self._last = self._all(), last
         self._batches += 1
 
     def ranges(self) -> Range:
@@ -237,3 +239,8 @@ class PooledMemory(Memory):
         found = self._all()
         assert found is not None
         return found
+
+
+def _wide(rows: Tensor) -> Tensor:
+    """Rows as a histogram takes them."""
+    return rows.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()

@@ -1,7 +1,6 @@
 """The registries: range methods, from the values of a batch to a range, and statistics, from batches to one value."""
 
 from collections.abc import Callable
-from functools import lru_cache
 from statistics import fmean, median, multimode
 
 import torch
@@ -12,17 +11,12 @@ from quantizer.numerics.blocks import Kernel, fill
 from quantizer.numerics.fake_quantize import float_kernel, integer_kernel
 from quantizer.numerics.histogram import BINS
 from quantizer.numerics.qparams import (
-    POWERS_OF_TWO,
-    SHARED,
     CodeRange,
     FloatRange,
     IntegerRange,
     qparams_from_range,
-    symmetric_step,
-    uncut,
 )
 from quantizer.numerics.registry import lookup, register
-from quantizer.numerics.rounding import NEAREST
 from quantizer.numerics.two_level import PAIRS
 from quantizer.observers.observed_batch import Distribution, ObservedBatch, Range
 
@@ -36,9 +30,6 @@ CENTRES = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
 DIFFS_SAMPLE = 1 << 15  # every value is quantized five times, and the candidates lie far apart
 DIFFS_CANDIDATES = 5  # the scale that cuts nothing off, and its half, quarter, ...: five in all, as in pytorch_nndct
 ENTROPY_AT_ONCE = 1 << 20  # values of one intermediate tensor
-MSE_STEPS_PER_OCTAVE = 16
-POWERS = (2.0, *(0.5**halvings for halvings in range(8)))
-"""Factors on the range where scales are powers of two; a wider one is for shared exponents, which may cut much off."""
 
 
 def code_range_of(spec: QuantizationSpec) -> CodeRange:
@@ -128,81 +119,6 @@ def diffs(values: Distribution, spec: QuantizationSpec) -> Range:
         errors.append(rounded.sub_(sample).square_().sum(1, dtype=torch.float64))
     best = factors[torch.stack(errors).argmin(0).cpu()]
     return values.low * best, values.high * best
-
-
-@register(METHODS, "mse")
-def mse(values: Distribution, spec: QuantizationSpec) -> Range:
-    """Return the range that gives the least squared error with the spec's codes, of those that lead to other scales.
-
-    Where the scale may be any float, the range is cut at the best clip, both its sides, or widened to what cuts nothing
-    off; where it is a power of two, halved as often as the error falls. Which way ties go cannot matter: at a half-way
-    point either neighbour has the same error.
-    """
-    if spec.scale_type in POWERS_OF_TWO:
-        return _least_power(values, spec)
-    words = ("dtype", "bit_width", "signed", "narrow_range", "symmetric_scale")
-    round_mode = "half_even" if spec.round_mode in NEAREST else spec.round_mode
-    codes = QuantizationSpec(**{name: getattr(spec, name) for name in words}, round_mode=round_mode)
-    clip = _clips(codes)[_errors(values, codes).argmin(1)]
-    low, high = values.clipped(values.amax * clip / BINS)
-    wider = (clip / BINS).clamp(min=1)
-    return low * wider, high * wider
-
-
-def _clips(spec: QuantizationSpec) -> Tensor:
-    """Clips to try, in bins: the centres 1536, 1552, ... of pytorch_nndct, the maximum, and 16 per octave below them.
-
-    Low bit widths need those: at 2 bits the best clip of Gaussian data is 1.03 sigma, a quarter of the maximum. Where
-    the spec's rule for symmetric scales cuts even the maximum, the scale that does not is tried too.
-    """
-    upper = torch.arange(1536, BINS, 16, dtype=torch.float64) + 0.5
-    octaves = torch.arange(7 * MSE_STEPS_PER_OCTAVE, 0, -1, dtype=torch.float64) / MSE_STEPS_PER_OCTAVE
-    widest = sorted({1.0, uncut(code_range_of(spec))})
-    return torch.cat([upper[0] / 2**octaves, upper, BINS * torch.tensor(widest, dtype=torch.float64)])
-
-
-def _least_power(values: Distribution, spec: QuantizationSpec) -> Range:
-    """The range times the power of two, of those in POWERS, with the least squared error; of equal ones the widest.
-
-    The errors are those of the bins' centres under the scales themselves, so that what is compared is what can be.
-    """
-    code_range, kernel, errors = code_range_of(spec), kernel_of(spec), []
-    factors = torch.tensor(POWERS if spec.scale_type in SHARED else POWERS[1:], dtype=torch.float64)
-    qparams = qparams_from_range(values.low * factors[:, None], values.high * factors[:, None], code_range)
-    exact = values.width[:, None] * CENTRES
-    for scale, zero_point in zip(qparams.scale, qparams.zero_point, strict=True):
-        rounded = fill(torch.empty_like(exact), exact, scale, zero_point, kernel, 0)
-        errors.append(rounded.sub_(exact).square_().mul_(values.histogram).sum(1))
-    best = factors[torch.stack(errors).argmin(0)]
-    return values.low * best, values.high * best
-
-
-def _errors(values: Distribution, codes: QuantizationSpec) -> Tensor:
-    """The squared error of each row under every clip, up to a factor of the row, (R, clips)."""
-    if isinstance(values, ObservedBatch):  # amax is where the bins end
-        return values.histogram @ _squared_errors(codes).T
-    found = []
-    for counts, stretch in zip(values.histogram, values.width * BINS / values.amax.clamp(min=1e-300), strict=True):
-        occupied = counts.nonzero().squeeze(1)
-        found.append(_errors_at(CENTRES[occupied] * stretch, codes) @ counts[occupied])
-    return torch.stack(found)
-
-
-@lru_cache(maxsize=16)
-def _squared_errors(spec: QuantizationSpec) -> Tensor:
-    """Return the squared error, in bins^2, of every bin's centre under every clip, (clips, 2 * BINS) float64.
-
-    It depends on no data, so a histogram times this matrix gives the error of all clips at once.
-    """
-    return _errors_at(CENTRES, spec)
-
-
-def _errors_at(centres: Tensor, spec: QuantizationSpec) -> Tensor:
-    """The same for some centres (N,), in bins: (clips, N)."""
-    scale = symmetric_step(_clips(spec), code_range_of(spec)).float()
-    values = centres.repeat(len(scale), 1)
-    fill(values, values, scale, torch.zeros_like(scale), kernel_of(spec), ch_axis=0)
-    return (values - centres).square_()
 
 
 @register(METHODS, "entropy")

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,18 +95,31 @@ def stride_for(length: int, limit: int) -> int:
     return stride
 
 
-def slices(x: Tensor) -> Tensor:
+def is_sampled(x: Tensor) -> bool:
+    """Whether `slices` leaves out values of `x`."""
+    return x.ndim > 1 and x[0].numel() > SLICE
+
+
+def by_index(x: Tensor) -> Tensor:
+    """Return `x` as one row for each index of its first axis, in memory order; a view where memory allows."""
+    return x.permute(0, *(axis + 1 for axis in memory_order(x[0]))).reshape(len(x), -1)
+
+
+def slices(x: Tensor) -> tuple[Tensor, int]:
     """Return `x` as one row that is the same however its first axis was cut into batches, up to the order.
 
-    Of each index of that axis it has at most SLICE values, as far apart in memory.
+    Of each index of that axis it has at most SLICE values, as far apart in memory; the number tells how many values of
+    `x` each stands for.
 
-    >>> slices(torch.zeros(10, 64, 112, 112)).shape
-    torch.Size([1, 81100])
+    >>> row, stride = slices(torch.zeros(10, 64, 112, 112))
+    >>> row.shape, stride
+    (torch.Size([1, 81100]), 99)
     """
-    if x.ndim < 2 or x[0].numel() <= SLICE:
-        return as_rows(x)
-    inside = x.permute(0, *(axis + 1 for axis in memory_order(x[0]))).reshape(len(x), -1)
-    return inside[:, :: stride_for(inside.shape[1], SLICE)].reshape(1, -1)
+    if not is_sampled(x):
+        return as_rows(x), 1
+    inside = by_index(x)
+    stride = stride_for(inside.shape[1], SLICE)
+    return inside[:, ::stride].reshape(1, -1), stride
 
 
 class Distribution(ABC):
@@ -168,11 +182,24 @@ class PooledBatches(Distribution):
 
 @dataclass(frozen=True)
 class ObservedBatch(Distribution):
-    """One batch's values as `rows` (R, N), with the exact extremes `low` and `high` (R,), in its dtype, on the CPU."""
+    """One batch's values as `rows` (R, N), with the exact extremes `low` and `high` (R,), in its dtype, on the CPU.
+
+    `outermost` (1, 2 * B) are those of each of B samples, where `slices` leaves out values.
+    """
 
     rows: Tensor
     low: Tensor
     high: Tensor
+    outermost: Tensor | None = None
+
+    @classmethod
+    def of(cls, x: Tensor, *cut: Any) -> ObservedBatch:
+        """Read a tensor once; NaN and infinity show in the extremes."""
+        rows = as_rows(x, *cut)
+        if len(rows) > 1 or not is_sampled(x):
+            return cls(rows, *(end.cpu() for end in extremes(rows)))
+        low, high = (end.cpu() for end in extremes(by_index(x)))
+        return cls(rows, low.amin()[None], high.amax()[None], torch.cat([low, high])[None])
 
     @property
     def width(self) -> Tensor:

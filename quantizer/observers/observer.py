@@ -15,7 +15,7 @@ from quantizer.numerics.qparams import IntegerRange, QParams, qparams_from_range
 from quantizer.numerics.registry import lookup
 from quantizer.observers.memory import Memory, memory_of
 from quantizer.observers.methods import INTEGER_ONLY, METHODS, STATISTICS, axis_of, code_range_of, reduce_batches
-from quantizer.observers.observed_batch import ObservedBatch, as_rows, extremes
+from quantizer.observers.observed_batch import ObservedBatch
 
 
 class ObservationError(ValueError):
@@ -191,8 +191,8 @@ class Observer:
             raise TypeError(f"Only floating-point tensors can be observed, not {x.dtype}.")
         if x.numel() == 0:
             raise ObservationError(f"The tensor of shape {tuple(x.shape)} has no values.")
-        rows = as_rows(x, *self.spec.cut)
-        low, high = (end.cpu() for end in extremes(rows))
+        batch = ObservedBatch.of(x, *self.spec.cut)
+        low, high = batch.low, batch.high
         if not (math.isfinite(low.min()) and math.isfinite(high.max())):
             raise NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
         if isinstance(self._code_range, IntegerRange) and self._code_range.nonnegative and bool((low < 0).any()):
@@ -200,7 +200,7 @@ class Observer:
                 f"The smallest value is {low.min():g}, and unsigned symmetric codes have no negative values; "
                 "make it signed, or asymmetric."
             )
-        return ObservedBatch(rows, low, high)
+        return batch
 
     def _seen(self) -> Memory:
         """What was seen, which must be something."""

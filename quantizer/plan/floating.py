@@ -8,15 +8,19 @@ from quantizer.graph.ir import Graph, Node, references
 DERIVED = "computed from constants and integers alone"
 MASK = "may hold a mask's lowest values, which leave no resolution for the others"
 BOUNDED = "bounds what a float operator computes"
+DENOMINATOR = "divides, and rounding would make small values zero"
 FLOAT_READERS = "only float operators read it"
 UNREAD = "nothing reads it"
+RESIDUAL = "only normalizations, and sums that they read, take it"
 OUTSIDE = "outside QuantStub … DeQuantStub"
 
 LOWEST = -100.0  # what is filled in to vanish in a softmax: -100, -1e4, the dtype's lowest, -inf
 _FACTOR = 1e4  # what turns a mask of zeros and ones into such values
+_NORMS = ("layer_norm", "rms_norm", "rsqrt", "pow", "square")  # and the parts of one that is written by hand
 _FILLS = ("masked_fill", "where", "full", "full_like", "new_full", "scalar_tensor")
 _CARRIES = ("add", "sub", "rsub", "mul", "div", "where", "masked_fill", "minimum", "cat", "stack")
 _NEVER = ("size", "constant", "zeros", "ones", "full", "arange")  # on either side of a stub
+_HANDS_ON = ("compute", "fusable", "passthrough")  # with one operand: a sum, a guard, a slice
 _PRODUCTS_PLUS = ("addmm", "baddbmm")  # their first argument is added to a product
 
 
@@ -25,6 +29,7 @@ def floating(graph: Graph) -> dict[str, str]:
     found = dict.fromkeys(derived(graph), DERIVED)
     found |= dict.fromkeys((name for name in _masks(graph) if name not in found), MASK)
     found |= dict.fromkeys((name for name in _bounded(graph) if name not in found), BOUNDED)
+    found |= dict.fromkeys((name for name in _denominators(graph) if name not in found), DENOMINATOR)
     found |= dict.fromkeys((name for name, read_by in graph.consumers.items() if not read_by), UNREAD)
     for node in reversed(graph.nodes):
         if node.name not in found and _read_by_float_only(graph, node, found):
@@ -79,6 +84,31 @@ def outside_stubs(graph: Graph) -> set[str]:
     return {node.name for node in graph.nodes if node.name not in inside and node.op not in _NEVER}
 
 
+def before_norms(graph: Graph) -> set[str]:
+    """Sums that only normalizations read, directly or through more such sums, and what linear layers add to them.
+
+    The residual stream of a transformer: some of its channels are a hundred times as large as the others, so few bits
+    say nothing about these, and as normalizations compute in float nothing is gained by rounding what they read.
+
+    Source: Bondarenko et al., "Understanding and Overcoming the Challenges of Efficient Transformer Quantization",
+    2021, section 3.
+    """
+    found: set[str] = set()
+    for node in reversed(graph.nodes):
+        added = node.op in ("add", "sub") or node.row.spatial == 0 or node.row.looks_up
+        if added and node.is_float:
+            taking = [graph.by_name[name] if name else None for name, _ in readers(graph, node.name)]
+            if taking and all(reader and _feeds_norm(graph, reader, found) for reader in taking):
+                found.add(node.name)
+    return found
+
+
+def _feeds_norm(graph: Graph, reader: Node, found: set[str]) -> bool:
+    """Whether the reader is a normalization, a part of one, or a sum before one."""
+    scaled = reader.op == "mul" and any(graph.by_name[name].op == "rsqrt" for name in reader.refs())
+    return scaled or reader.op in _NORMS or (reader.name in found and not reader.row.weight)
+
+
 def _masks(graph: Graph) -> Iterator[str]:
     """Layers whose values may be as low as a mask's, from where such values arise to where a softmax takes them."""
     found: set[str] = set()
@@ -98,6 +128,24 @@ def _bounded(graph: Graph) -> Iterator[str]:
         source = graph.source(node)
         if node.row.kind == "fusable" and source is not None and source.row.kind == "float":
             yield node.name
+
+
+def _denominators(graph: Graph) -> Iterator[str]:
+    """Layers that make what is divided by, back to the product or the layer with weights that it comes from.
+
+    The least divisors are the ones that count, and are what rounding makes zero: a guard of 1e-15 then divides instead.
+    """
+    divisors = (node.inputs.get(node.row.nonzero) for node in graph.nodes if node.row.nonzero)
+    pending = [name for divisor in divisors for name in references(divisor)]
+    found: set[str] = set()
+    while pending:
+        node = graph.by_name[pending.pop()]
+        if node.name in found or node.row.kind in ("float", "structural") or not node.is_float:
+            continue
+        found.add(node.name)
+        yield node.name
+        if len(refs := set(node.refs())) == 1 and node.row.kind in _HANDS_ON and not node.row.weight:
+            pending += refs
 
 
 def _fills_lowest(graph: Graph, node: Node) -> bool:

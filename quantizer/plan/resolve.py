@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.hierarchical_spec import is_foreign, turned
-from quantizer.config.model import Config, Fields, QuantizationSpec, Role, Sourced
+from quantizer.config.model import AUTO, POOLED, Config, Fields, QuantizationSpec, Role, Sourced
 from quantizer.config.roles import base_role, is_parameter, parameter_role
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import SHARED
 from quantizer.plan import axes, checks
 from quantizer.plan.axes import Misfit, TensorView
-from quantizer.plan.floating import OUTSIDE, outside_stubs
+from quantizer.plan.floating import OUTSIDE, RESIDUAL, before_norms, outside_stubs
 from quantizer.plan.groups import Group, layout, quantization_point
 from quantizer.plan.match import RANKS, MatchedRule, match
 from quantizer.plan.model import Key, Plan, TensorPlan
@@ -48,6 +48,7 @@ class _Resolver:
         self.config, self.graph = config, graph
         self.rules = [MatchedRule(rule, match(rule.selector, graph, original)) for rule in config.rules]
         self.where, self.kept = layout(graph), _kept_float(config, graph)
+        self.residual = _residual(config, graph, self.rules)
         self.tensors: dict[Key, TensorPlan] = {}
         self.floats: dict[str, str] = {}
         self.off: dict[Key, str] = {}
@@ -95,6 +96,8 @@ class _Resolver:
         readers = self.graph.consumers[node.name]
         if reason is None and node.op == "input" and readers and all(self.kept.get(n) == FIRST_LAST for n in readers):
             reason = FIRST_LAST
+        if reason is None and node.name in self.residual:
+            reason = RESIDUAL
         if reason is None and self._holds_weights(node):
             reason = "keeps the quantization of its weights"
         role: Role = "input" if node.op in ENTRIES else "activation"
@@ -218,7 +221,8 @@ class _Resolver:
         if not quantized:
             return None
         values = merged([row.rule.fields.get(role, {}) for row in rules], role)
-        return with_finest_position(QuantizationSpec.of(values), self.config.settings.target_device), values
+        spec = with_finest_position(QuantizationSpec.of(values), self.config.settings.target_device)
+        return (dataclasses.replace(spec, statistic=POOLED) if spec.method == AUTO else spec), values
 
 
 def merged(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
@@ -274,6 +278,15 @@ def _count_silenced(rules: list[MatchedRule], role: Role) -> None:
     for row in rules:
         before, quantized = quantized, row.quantizes(role, quantized)
         row.effects += bool(row.found.rank) and before and not quantized
+
+
+def _residual(config: Config, graph: Graph, rules: list[MatchedRule]) -> set[str]:
+    """Layers whose outputs stay float as normalizations alone read them, but for those that the file speaks of; the DPU
+    has no other memory than integers, and the hierarchical form says itself which outputs it means.
+    """
+    if config.form == "hierarchical" or config.settings.target_device == "DPU":
+        return set()
+    return before_norms(graph) - {name for row in rules if row.found.rank for name in row.found.layers}
 
 
 def _kept_float(config: Config, graph: Graph) -> dict[str, str]:

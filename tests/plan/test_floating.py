@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from toys import traced
 
 from quantizer.graph.trace import trace
-from quantizer.plan.floating import BOUNDED, DERIVED, FLOAT_READERS, MASK, UNREAD
+from quantizer.plan.floating import BOUNDED, DENOMINATOR, DERIVED, FLOAT_READERS, MASK, UNREAD
 from quantizer.plan.groups import layout
 
 
@@ -75,12 +75,29 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "positions into a layer": (lambda n, x, i, g: n.a(x) + n.b(torch.arange(4).float() * 0.3), GIVEN | {"to": DERIVED}),
     "a norm": (
         lambda n, x, i, g: n.a(x) * torch.rsqrt(n.a(x).pow(2).mean(-1, keepdim=True) + 1e-5),
-        GIVEN | {"mean": FLOAT_READERS, "add": FLOAT_READERS},
+        GIVEN | {"mean": DENOMINATOR, "add": DENOMINATOR},
     ),
     "a norm kept from zero": (
         lambda n, x, i, g: n.a(x) / n.a(x).norm(dim=-1, keepdim=True).clamp_min(1e-12),
         GIVEN | {"clamp_min": BOUNDED},
     ),
+    "a guarded sum": (
+        lambda n, x, i, g: n.a(x) / ((n.a(x) * n.b(x)).relu().sum(-1, keepdim=True) + 1e-15),
+        GIVEN | {"mul": DENOMINATOR, "relu": DENOMINATOR, "sum": DENOMINATOR, "add": DENOMINATOR},
+    ),
+    "a layer that divides": (
+        lambda n, x, i, g: x / (n.a(x) + 3.0),
+        GIVEN | {"linear": DENOMINATOR, "add": DENOMINATOR},
+    ),
+    "a root": (
+        lambda n, x, i, g: n.a(x) * (n.a(x).abs() + 1.0).sqrt(),
+        GIVEN | {"abs": FLOAT_READERS, "add": FLOAT_READERS},
+    ),
+    "what both divides and is multiplied": (
+        lambda n, x, i, g: n.b(n.a(x)) / n.a(x)[..., :1],
+        GIVEN | {"slice": DENOMINATOR, "linear.1": DENOMINATOR},
+    ),
+    "division by a number": (lambda n, x, i, g: n.a(x) / 3.0, GIVEN),
     "a layer before an exponential": (lambda n, x, i, g: n.a(x).exp(), GIVEN),
     "a scaled exponential": (lambda n, x, i, g: n.a(x) * n.factor.exp(), GIVEN),
 }  # fmt: skip

@@ -1,0 +1,57 @@
+"""What to say of a quantized network that is far from its float one: where the loss begins, and what helps most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quantizer.engine.ablation import ablate
+from quantizer.engine.evaluate import Comparison, LayerNoise
+from quantizer.nn.network import Network
+from quantizer.plan.model import Key
+from quantizer.sources.batches import Batch
+
+LOW_DB = 15.0
+"""Output SQNR below which no network here kept its accuracy."""
+TRIED = 8
+"""Tensors that are tried in float on one batch, those of the lowest local SQNR: each costs what comes after it."""
+
+
+def remark(compared: Comparison, reference: Network, quantized: Network, batches: Iterable[Batch]) -> str | None:
+    """A sentence on an output SQNR below LOW_DB: the first tensor, in execution order, that has less, and which one to
+    leave in float.
+
+    Args:
+        compared: what the test found.
+        batches: of the same data; the first is read, and only if there is something to say.
+    """
+    if not compared.floats or compared.spoiled is not None or compared.output.sqnr_db >= LOW_DB:
+        return None
+    said = f"the output's SQNR is {compared.output.sqnr_db:.1f} dB, and below {LOW_DB:g} few networks are of use"
+    first = next((noise for noise in compared.layers if _reached(noise) < LOW_DB), None)
+    if first is not None:
+        said += f". It is below that from the {first.role} of {first.layer} on ({_reached(first):.1f} dB)"
+    worst = sorted(compared.layers, key=lambda noise: noise.local.sqnr_db)[:TRIED]
+    best = _most_helpful(worst, reference, quantized, batches)
+    if best is not None:
+        (layer, role), gain = best
+        said += (
+            f". Of the {len(worst)} tensors that lose most, the {role} of {layer} in float helps most: "
+            f"{gain:.1f} dB more on the first batch"
+        )
+    return said + ". `quantizer analyze` measures all tensors, and with --metric what has to stay in float"
+
+
+def _reached(noise: LayerNoise) -> float:
+    """What is left at this tensor, where the whole network is quantized; weights have no such figure."""
+    return noise.accumulated.sqnr_db if noise.accumulated is not None else float("inf")
+
+
+def _most_helpful(
+    worst: list[LayerNoise], reference: Network, quantized: Network, batches: Iterable[Batch]
+) -> tuple[Key, float] | None:
+    """The tensor that the output gains most from when it is left in float, and how much, in dB; None if none helps."""
+    first = [batch for batch, _ in zip(batches, range(1), strict=False)]
+    found = ablate(reference, quantized, first, keys={(noise.layer, noise.role) for noise in worst})
+    gains = {effect.key: found.gain_db(effect) for effect in found.effects}
+    key = max(gains, key=gains.__getitem__, default=None)
+    return (key, gains[key]) if key is not None and gains[key] > 0 else None

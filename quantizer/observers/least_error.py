@@ -1,0 +1,140 @@
+"""Range methods that try ranges and take the one with the least squared error."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from quantizer.config.model import AUTO, QuantizationSpec
+from quantizer.numerics.blocks import fill
+from quantizer.numerics.histogram import BINS
+from quantizer.numerics.qparams import POWERS_OF_TWO, SHARED, qparams_from_range, symmetric_step, uncut
+from quantizer.numerics.registry import register
+from quantizer.numerics.rounding import NEAREST
+from quantizer.observers.methods import CENTRES, METHODS, code_range_of, kernel_of
+from quantizer.observers.observed_batch import Distribution, ObservedBatch, Range
+
+MSE_STEPS_PER_OCTAVE = 16
+AUTO_STEPS = torch.arange(12) / 2, torch.arange(-3, 4) / 8, torch.arange(-1, 2) / 16
+"""Octaves to cut off, first from the extremes, then around what was best."""
+PAIRS_AT_ONCE = 128
+POWERS = (2.0, *(0.5**halvings for halvings in range(8)))
+"""Factors on the range where scales are powers of two; a wider one is for shared exponents, which may cut much off."""
+
+
+@register(METHODS, "mse")
+def mse(values: Distribution, spec: QuantizationSpec) -> Range:
+    """Return the range that gives the least squared error with the spec's codes, of those that lead to other scales.
+
+    Where the scale may be any float, the range is cut at the best clip, both its sides, or widened to what cuts nothing
+    off; where it is a power of two, halved as often as the error falls. Which way ties go cannot matter: at a half-way
+    point either neighbour has the same error.
+    """
+    if spec.scale_type in POWERS_OF_TWO:
+        return _least_power(values, spec)
+    words = ("dtype", "bit_width", "signed", "narrow_range", "symmetric_scale")
+    round_mode = "half_even" if spec.round_mode in NEAREST else spec.round_mode
+    codes = QuantizationSpec(**{name: getattr(spec, name) for name in words}, round_mode=round_mode)
+    clip = _clips(codes)[_errors(values, codes).argmin(1)]
+    low, high = values.clipped(values.amax * clip / BINS)
+    wider = (clip / BINS).clamp(min=1)
+    return low * wider, high * wider
+
+
+@register(METHODS, AUTO)
+def auto(values: Distribution, spec: QuantizationSpec) -> Range:
+    """Return the range with the least squared error, of all that the other methods might find.
+
+    What maxmin, percentile and mse cut off are ends nearer to zero than the extremes. A symmetric range is that of mse;
+    for an asymmetric one all pairs of ends are tried, in steps of half an octave and then of down to a sixteenth: a
+    one-sided tensor has one end to cut, and a tail on one side costs the other nothing. Errors of a layer's inputs are
+    about independent, so that of its output is theirs times that of the weights: the range that is least for one is
+    for the other.
+    """
+    if spec.symmetric or spec.scale_type in POWERS_OF_TWO:
+        return mse(values, spec)
+    extremes = torch.stack([values.low, values.high]).double()
+    rows = zip(extremes.T, values.width, values.histogram, strict=True)
+    low, high = torch.stack([_least_ends(ends[:, None], width, counts, spec) for ends, width, counts in rows]).T
+    return low, high
+
+
+def _least_ends(extremes: Tensor, width: Tensor, counts: Tensor, spec: QuantizationSpec) -> Tensor:
+    """Low and high of one row, whose `extremes` are (2, 1), cut as is best: (2,)."""
+    occupied = counts.nonzero().squeeze(1)
+    exact, counts = (width * CENTRES[occupied]).clamp(*extremes[:, 0]), counts[occupied]
+    best = torch.zeros(2, 1, dtype=torch.float64)  # octaves cut off from either end
+    for steps in AUTO_STEPS:
+        octaves = [(start + steps).clamp(min=0).unique() for start in best[:, 0]]
+        octaves = [tried if end else tried[:1] for tried, end in zip(octaves, extremes[:, 0].tolist(), strict=True)]
+        pairs = torch.cartesian_prod(*octaves).T
+        errors = [
+            _error_of(extremes * 0.5**part, exact, counts, spec) for part in torch.split(pairs, PAIRS_AT_ONCE, dim=1)
+        ]
+        at = int(torch.cat(errors).argmin())
+        best = pairs[:, at : at + 1]
+    return (extremes * 0.5**best)[:, 0]
+
+
+def _error_of(ends: Tensor, exact: Tensor, counts: Tensor, spec: QuantizationSpec) -> Tensor:
+    """The squared error of so many values `exact` under ranges `ends` (2, N), (N,)."""
+    qparams = qparams_from_range(ends[0], ends[1], code_range_of(spec))
+    rounded = exact.repeat(ends.shape[1], 1)
+    fill(rounded, rounded, qparams.scale, qparams.zero_point, kernel_of(spec), ch_axis=0)
+    return rounded.sub_(exact).square_() @ counts
+
+
+def _clips(spec: QuantizationSpec) -> Tensor:
+    """Clips to try, in bins: the centres 1536, 1552, ... of pytorch_nndct, the maximum, and 16 per octave below them.
+
+    Low bit widths need those: at 2 bits the best clip of Gaussian data is 1.03 sigma, a quarter of the maximum. Where
+    the spec's rule for symmetric scales cuts even the maximum, the scale that does not is tried too.
+    """
+    upper = torch.arange(1536, BINS, 16, dtype=torch.float64) + 0.5
+    octaves = torch.arange(7 * MSE_STEPS_PER_OCTAVE, 0, -1, dtype=torch.float64) / MSE_STEPS_PER_OCTAVE
+    widest = sorted({1.0, uncut(code_range_of(spec))})
+    return torch.cat([upper[0] / 2**octaves, upper, BINS * torch.tensor(widest, dtype=torch.float64)])
+
+
+def _least_power(values: Distribution, spec: QuantizationSpec) -> Range:
+    """The range times the power of two, of those in POWERS, with the least squared error; of equal ones the widest.
+
+    The errors are those of the bins' centres under the scales themselves, so that what is compared is what can be.
+    """
+    code_range, kernel, errors = code_range_of(spec), kernel_of(spec), []
+    factors = torch.tensor(POWERS if spec.scale_type in SHARED else POWERS[1:], dtype=torch.float64)
+    qparams = qparams_from_range(values.low * factors[:, None], values.high * factors[:, None], code_range)
+    exact = values.width[:, None] * CENTRES
+    for scale, zero_point in zip(qparams.scale, qparams.zero_point, strict=True):
+        rounded = fill(torch.empty_like(exact), exact, scale, zero_point, kernel, 0)
+        errors.append(rounded.sub_(exact).square_().mul_(values.histogram).sum(1))
+    best = factors[torch.stack(errors).argmin(0)]
+    return values.low * best, values.high * best
+
+
+def _errors(values: Distribution, codes: QuantizationSpec) -> Tensor:
+    """The squared error of each row under every clip, up to a factor of the row, (R, clips)."""
+    if isinstance(values, ObservedBatch):  # amax is where the bins end
+        return values.histogram @ _squared_errors(codes).T
+    found = []
+    for counts, stretch in zip(values.histogram, values.width * BINS / values.amax.clamp(min=1e-300), strict=True):
+        occupied = counts.nonzero().squeeze(1)
+        found.append(_errors_at(CENTRES[occupied] * stretch, codes) @ counts[occupied])
+    return torch.stack(found)
+
+
+@lru_cache(maxsize=16)
+def _squared_errors(spec: QuantizationSpec) -> Tensor:
+    """Return the squared error, in bins^2, of every bin's centre under every clip, (clips, 2 * BINS) float64.
+
+    It depends on no data, so a histogram times this matrix gives the error of all clips at once.
+    """
+    return _errors_at(CENTRES, spec)
+
+
+def _errors_at(centres: Tensor, spec: QuantizationSpec) -> Tensor:
+    """The same for some centres (N,), in bins: (clips, N)."""
+    scale = symmetric_step(_clips(spec), code_range_of(spec)).float()
+    values = centres.repeat(len(scale), 1)
+    fill(values, values, scale, torch.zeros_like(scale), kernel_of(spec), ch_axis=0)
+    return (values - centres).square_()
