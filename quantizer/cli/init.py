@@ -1,12 +1,14 @@
 """`quantizer init`: writes a preset as a config to start from. Imports no torch."""
 
+import importlib
 import shutil
 import sys
 from pathlib import Path
 
 import click
 
-from quantizer.cli.options import command, output_option, write_text
+from quantizer.cli.options import MODEL, Options, command, output_option, takes, write_text
+from quantizer.cli.typed import refuse_typed
 from quantizer.config.form import form_of
 from quantizer.config.resources import load_resource, presets, resource
 from quantizer.errors import UsageError
@@ -41,6 +43,7 @@ STRATEGIES = {
 @click.option("--list", "list", is_flag=True, help="List every preset and when to use it.")
 @output_option(default="quantize_config.json", show_default=True, help="Where to write it; - for standard output.")
 @click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
+@takes(*MODEL, model="Also say whether another strategy suits this model better.")
 def init(
     device: str | None,
     strategy: str | None,
@@ -48,6 +51,7 @@ def init(
     list: bool,  # noqa: A002 - the option
     output: str,
     overwrite: bool,
+    options: Options,
 ) -> None:
     """Write a config to start from that is valid for the device.
 
@@ -56,11 +60,13 @@ def init(
     quantizer init --device DPU -o net.json
     quantizer init --strategy dynamic -o net.json
     quantizer init --preset mxfp4 -o net.json
+    quantizer init --strategy static --model my_model.py -o net.json
     """
     if list:
         click.echo(_listing(), nl=False)
         return
     text = _text(device, strategy, preset)
+    proposed = _proposed(strategy, options)
     if output == "-":
         click.echo(text, nl=False)
         return
@@ -72,6 +78,17 @@ def init(
     click.echo(
         f"wrote {output}; `quantizer validate {output}` checks it, `quantizer explain KEY` explains a key", err=True
     )
+    if proposed:
+        click.echo(proposed, err=True)
+
+
+def _proposed(strategy: str | None, options: Options) -> str | None:
+    """What is said of the model, if there is one."""
+    if options.model is None:
+        refuse_typed(MODEL, "with --model init looks whether the strategy suits the model")
+        return None
+    found: str | None = importlib.import_module("quantizer.cli.proposal").proposal(strategy, options)
+    return found
 
 
 def _listing() -> str:

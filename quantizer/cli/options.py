@@ -269,8 +269,9 @@ class Options:
 
 RUN = tuple(each.name for each in fields(Options) if each.name not in ("filter", "no_cache", "output"))
 """The options of a run."""
-LOOK = ("config_file", "model", "weights", "trust", "data", "batch_size", "tokenizer", "seq_len", "output", "json")
-"""Those of a command that looks at a model; `TABLE` are those of a table of layers."""
+MODEL = ("model", "weights", "trust", "data", "batch_size", "tokenizer", "seq_len")
+LOOK = ("config_file", *MODEL, "output", "json")
+"""Those of a command that looks at a model, which `MODEL` say; `TABLE` are those of a table of layers."""
 TABLE = ("names", "top")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.cli import session, trace_cache
-from quantizer.cli.options import Options
+from quantizer.cli.options import MODEL, Options
 from quantizer.engine.footprint import Base
 from quantizer.errors import DataError
 from quantizer.graph.ir import Graph
@@ -17,9 +17,6 @@ from quantizer.sources.data import Batches, find_files
 from quantizer.sources.models import LoadedModel
 from quantizer.sources.reads import recorded
 from quantizer.sources.user_code import split_spec
-
-ASKED = ("model", "weights", "trust", "data", "batch_size", "tokenizer", "seq_len")
-"""The options that a trace depends on."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ def traced_model(options: Options, *, values: bool = False, tested: bool = False
     """
     if options.model is None or options.no_cache:
         return _traced(options, tested)
-    asked = tuple(getattr(options, name) for name in ASKED)
+    asked = tuple(getattr(options, name) for name in MODEL)
     entry = None if values else trace_cache.stored(asked)
     if entry is not None and (found := _from_entry(entry, tested)):
         trace_cache.say_again(entry["notes"])

@@ -33,6 +33,7 @@ class Op:
         spatial: how many axes the kernel of a linear or convolution layer has; None for other operators.
         transposed: whether its weight is [inputs, outputs, *kernel] instead of [outputs, inputs, *kernel].
         rectifies: whether it is max(x, 0).
+        normalizes: whether it brings the last axis, a transformer's channels, to one size.
         nonzero: the argument that must not become zero, as it is divided by, or its logarithm taken.
         fresh: whether the output shares no memory with an input.
         any_layout: whether it computes on any order of memory alike, and makes images of the order of those it reads.
@@ -50,6 +51,7 @@ class Op:
     spatial: int | None = None
     transposed: bool = False
     rectifies: bool = False
+    normalizes: bool = False
     nonzero: str | None = None
     fresh: bool = False
     any_layout: bool = False

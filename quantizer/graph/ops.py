@@ -126,10 +126,10 @@ _ROWS = (
     _row("embedding_bag", "compute", "torch.nn.EmbeddingBag", _F + "embedding_bag"),
     _norm("batch_norm", 1, "torch.nn.BatchNorm1d", "torch.nn.BatchNorm2d", "torch.nn.BatchNorm3d", any_layout=True),
     _row("channel_scale", "mac", aten=(), weight=True, channels=1),  # a batch norm that could not fold
-    _norm("layer_norm", -1, "torch.nn.LayerNorm", _F + "layer_norm"),
+    _norm("layer_norm", -1, "torch.nn.LayerNorm", _F + "layer_norm", normalizes=True),
     _norm("group_norm", 1, "torch.nn.GroupNorm", _F + "group_norm"),
     _norm("instance_norm", 1, "torch.nn.InstanceNorm1d", "torch.nn.InstanceNorm2d"),
-    _norm("rms_norm", -1, "torch.nn.RMSNorm", _F + "rms_norm"),
+    _norm("rms_norm", -1, "torch.nn.RMSNorm", _F + "rms_norm", normalizes=True),
     _row("matmul", "mac", "torch.matmul", "torch.mm", axes=MATRIX_PRODUCT, commutes=SCALING),
     _row("mm", "mac", "torch.mm", axes=PLAIN_MATRIX_PRODUCT, commutes=LINEAR),
     _row("bmm", "mac", "torch.bmm", axes=PLAIN_MATRIX_PRODUCT, commutes=SCALING),

@@ -16,7 +16,7 @@ OUTSIDE = "outside QuantStub … DeQuantStub"
 
 LOWEST = -100.0  # what is filled in to vanish in a softmax: -100, -1e4, the dtype's lowest, -inf
 _FACTOR = 1e4  # what turns a mask of zeros and ones into such values
-_NORMS = ("layer_norm", "rms_norm", "rsqrt", "pow", "square")  # and the parts of one that is written by hand
+_NORM_PARTS = ("rsqrt", "pow", "square")  # of a normalization that is written by hand
 _FILLS = ("masked_fill", "where", "full", "full_like", "new_full", "scalar_tensor")
 _CARRIES = ("add", "sub", "rsub", "mul", "div", "where", "masked_fill", "minimum", "cat", "stack")
 _NEVER = ("size", "constant", "zeros", "ones", "full", "arange")  # on either side of a stub
@@ -106,7 +106,9 @@ def before_norms(graph: Graph) -> set[str]:
 def _feeds_norm(graph: Graph, reader: Node, found: set[str]) -> bool:
     """Whether the reader is a normalization, a part of one, or a sum before one."""
     scaled = reader.op == "mul" and any(graph.by_name[name].op == "rsqrt" for name in reader.refs())
-    return scaled or reader.op in _NORMS or (reader.name in found and not reader.row.weight)
+    return (
+        scaled or reader.row.normalizes or reader.op in _NORM_PARTS or (reader.name in found and not reader.row.weight)
+    )
 
 
 def _masks(graph: Graph) -> Iterator[str]:

@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.graph.ir import Graph
 from quantizer.graph.passes import summary
+from quantizer.plan.floating import readers
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES
 
@@ -35,6 +37,13 @@ def left_parameters(plan: Plan) -> tuple[float, str]:
     left = {path: size for path, size in sizes.items() if path not in covered}
     largest = max(left, key=left.__getitem__, default="")
     return sum(left.values()) / (sum(sizes.values()) or 1), largest
+
+
+def behind_norms(graph: Graph) -> list[str]:
+    """Linear layers that read what a normalization over channels makes, as those of transformers do."""
+    norms = [node.name for node in graph.nodes if node.row.normalizes]
+    reading = {name for norm in norms for name, _ in readers(graph, norm) if name}
+    return [node.name for node in graph.nodes if node.name in reading and node.row.spatial == 0]
 
 
 def left_float(kinds: Iterable[str]) -> Iterator[str]:

@@ -135,3 +135,25 @@ def test_a_config_names_the_address_of_its_schema(tmp_path: Path) -> None:
         assert run_command(["init", *words, "-o", str(tmp_path / "net.json"), "--overwrite"]) == 0
         schema = json.loads((CONFIGS.parent / "schemas" / f"{form}.schema.json").read_text("utf-8"))
         assert json.loads((tmp_path / "net.json").read_text("utf-8"))["$schema"] == schema["$id"]
+
+
+def test_a_transformer_is_offered_more_than_static_ranges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "encoder.py"
+    model.write_text(
+        "from encoders import Encoder, sentences\n\nmodel = Encoder\n\n\n"
+        "def calibration_data():\n    return [sentences(2, 8)]\n"
+    )
+    told = []
+    for words in (["--strategy", "static"], ["--strategy", "dynamic"]):
+        assert (
+            run_command(["init", *words, "--model", str(model), "-o", str(tmp_path / "net.json"), "--overwrite"]) == 0
+        )
+        told.append(capsys.readouterr().err)
+    assert "linear layers read what a normalization makes, for example Encoder::" in told[0]
+    assert "`--strategy smoothquant`" in told[0]
+    assert "normalization" not in told[1]
+
+
+def test_options_of_a_model_need_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["init", "--batch_size", "2", "-o", str(tmp_path / "net.json")]) == 2
+    assert "--batch_size has no effect here" in capsys.readouterr().err
