@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -75,6 +76,16 @@ def _beside(path: Path) -> Iterator[tuple[Path, Path]]:
     with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True, **named) as room:
         yield target, Path(room, target.name)
     _sync(target.parent)
+
+
+def remove_left_over(folder: Path) -> None:
+    """Remove what killed runs have left in a folder that nobody else writes to now."""
+    for path in folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ():
+        if LEFT_OVER.fullmatch(path.name):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def _sync(folder: Path) -> None:

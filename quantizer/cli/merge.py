@@ -12,7 +12,7 @@ from quantizer.engine import pipeline, results
 from quantizer.engine.calibrated import example_batch, stored_config, traced
 from quantizer.engine.job import Job
 from quantizer.engine.merge import merged_data, read_infos, require_mergeable, statistics_of
-from quantizer.engine.result_files import read_json, write_bytes
+from quantizer.engine.result_files import read_json
 from quantizer.engine.result_set import locked
 from quantizer.engine.results import QuantInfo
 from quantizer.engine.target import TracedTarget
@@ -71,9 +71,7 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
             statistics=tuple(statistics_of(*each) for each in zip(places, infos, strict=True)),
         )
         pipeline.run(job)
-        results.write_results(folder, original, config, job.calibration, job.solution, job.header)
-        for name, content in origins.items():
-            write_bytes(folder / name, content)
+        results.write_results(folder, original, config, job.calibration, job.solution, job.header, origins)
         write_report(folder)
     said = f"{len(job.plan.tensors)} tensors calibrated on {job.calibration.batches} batches; results: {folder}"
     found = {"tensors": len(job.plan.tensors), "batches": job.calibration.batches, "results": str(folder)}

@@ -42,10 +42,10 @@ def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> str:
 
 def write_json(path: Path, value: Any) -> str:
     """Sorted keys, two spaces, one newline at the end."""
-    return write_bytes(path, _json_parts(value))
+    return write_bytes(path, json_parts(value))
 
 
-def _json_parts(value: Any) -> Iterator[bytes]:
+def json_parts(value: Any) -> Iterator[bytes]:
     """The text part by part: a list of its words takes twenty times as much memory."""
     words = json.JSONEncoder(indent=2, sort_keys=True, ensure_ascii=False).iterencode(value)
     while text := "".join(itertools.islice(words, CHUNK >> 6)):

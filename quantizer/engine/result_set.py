@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quantizer.atomic import LEFT_OVER
+from quantizer.atomic import remove_left_over
 from quantizer.engine.result_files import read_json, write_json
 from quantizer.errors import ResultError
 
@@ -108,12 +108,7 @@ def _clean(folder: Path) -> None:
     settle(folder)
     _forget(folder)
     for place in (folder, folder / "export"):
-        for path in place.iterdir() if place.is_dir() and not place.is_symlink() else ():
-            if LEFT_OVER.fullmatch(path.name):
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink(missing_ok=True)
+        remove_left_over(place)
 
 
 def _refuse_links(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -18,7 +18,7 @@ from quantizer.config.model import Config, Settings
 from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
 from quantizer.engine.calibrate import Calibration
-from quantizer.engine.result_files import read_json, sha256, write_bytes, write_json, write_tensors
+from quantizer.engine.result_files import json_parts, read_json, sha256, write_bytes, write_json, write_tensors
 from quantizer.engine.result_set import finish, replaced_set
 from quantizer.engine.result_tensors import TENSORS, header_of, solution_of, tensors_of
 from quantizer.engine.solution import Solution, encoded, writes_inplace
@@ -80,17 +80,25 @@ def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
 
 
 def write_results(
-    folder: Path, original: Graph, config: Config, calibration: Calibration, found: Solution, run: Mapping[str, Any]
+    folder: Path,
+    original: Graph,
+    config: Config,
+    calibration: Calibration,
+    found: Solution,
+    run: Mapping[str, Any],
+    origins: Mapping[str, Iterable[bytes] | bytes] | None = None,
 ) -> None:
     """Write everything `test` needs, in place of what was there; that stays until all is written.
 
     `run` goes into the header: seed, number of samples, fingerprint of the data and the like, nothing that differs
-    between equal runs.
+    between equal runs. `origins` are the files of ORIGINS, if they are to be others than this calibration's.
     """
     graph = calibration.plan.graph
     found = encoded(graph, found)
     network = Network(with_weights(graph, found.weights))
     with replaced_results(folder) as new:
+        for name, content in (origins or _origins(calibration.plan, config)).items():
+            write_bytes(new / name, content)
         _write(new, original, config, calibration, found, network, run)
 
 
@@ -108,8 +116,6 @@ def _write(
     tensors = {**tensors_of(network, found), STATISTICS: calibration.state_dict()}
     files = {name: write_tensors(folder / name, own) for name, own in tensors.items()}
     files[f"{graph.model}.py"] = write_bytes(folder / f"{graph.model}.py", emit(graph).encode())
-    for name, content in zip(ORIGINS, (_planned(plan, config), resolved_document(config)), strict=True):
-        write_json(folder / name, content)
     if found.algorithms:
         files[ALGORITHMS] = write_json(folder / ALGORITHMS, found.algorithms)
     settings = {key: value for key, value in asdict(config.settings).items() if key != "places"}
@@ -152,6 +158,12 @@ def replaced_results(folder: Path) -> Iterator[Path]:
     """
     with replaced_set(folder, (INFO, *TENSORS, STATISTICS, ALGORITHMS, *ORIGINS, *TESTED, *_generated(folder))) as new:
         yield new
+
+
+def _origins(plan: Plan, config: Config) -> dict[str, Iterable[bytes]]:
+    """The files of ORIGINS."""
+    documents = (_planned(plan, config), resolved_document(config))
+    return {name: json_parts(content) for name, content in zip(ORIGINS, documents, strict=True)}
 
 
 def _planned(plan: Plan, config: Config) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from quantizer.atomic import remove_left_over
 from quantizer.engine.result_files import write_bytes
 from quantizer.errors import ResultError, UsageError, pip_line
 from quantizer.report.page.figures import figures, standalone
@@ -42,6 +43,7 @@ def write_plots(values: Mapping[str, Any], folder: Path, kind: str = "svg") -> l
     if kind not in KINDS:
         raise UsageError(f"there are no plots of kind {kind!r}", help=f"known are {', '.join(KINDS)}")
     written = []
+    remove_left_over(folder)
     for name, drawing in figures(dict(values)):
         file = re.sub(r"[^\w.-]+", "_", name)
         written.append(folder / f"{file}.{kind}")

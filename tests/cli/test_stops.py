@@ -78,3 +78,55 @@ def test_at_every_moment_there_are_old_or_new_results_and_a_run_goes_on(
         assert run_command(calib(folder, config, *more, "--resume")) == 0, capfd.readouterr().err
         assert contents(folder) == after
     assert stops > 5
+
+
+OPTIONS = ["--config_file", "{config}", "--model", "{model}", "-q"]
+COMMANDS: dict[str, tuple[list[str], int]] = {
+    "merge": (["merge", "{first}", "{second}", "--model", "{model}", "--output", "{out}", "-q"], 5),
+    "report": (["report", "{out}", "--plots", "{out}/plots"], 3),
+    "onnx": (["--quant_mode", "test", "--deploy", "onnx", "--output_dir", "{out}", *OPTIONS], 11),
+    "pt2": (["--quant_mode", "test", "--deploy", "pt2", "--output_dir", "{out}", *OPTIONS], 7),
+}
+"""Each with the step of the operations that it is stopped at."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_writes_beside_or_over_results_leaves_each_file_old_or_new(
+    name: str, toy_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if name == "onnx":
+        pytest.importorskip("onnxruntime", reason="the file is checked by the runtime (extra: onnx)")
+    words, step = COMMANDS[name]
+    places = {each: str(tmp_path / each) for each in ("first", "second", "out", "config")}
+    command = [word.format(model=toy_model, **places) for word in words]
+    wide = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
+    Path(places["config"]).write_text(json.dumps({"global_quant_config": {"weight": wide, "input_tensors": STATIC}}))
+    calib = ["--quant_mode", "calib", "--model", toy_model, "--config_file", places["config"], "-q"]
+    for place, batches in (("first", "4"), ("second", "8"), ("old", "12")):
+        assert run_command([*calib, "--subset_len", batches, "--output_dir", str(tmp_path / place)]) == 0
+    out, done = Path(places["out"]), tmp_path / "done"
+
+    def prepare() -> None:
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(tmp_path / "old", out)
+
+    prepare()
+    before = files(out)
+    assert run_command(command) == 0, capfd.readouterr().err
+    shutil.copytree(out, done)
+    after = files(done)
+    assert before != after
+    stops = 0
+    for _ in killed_at_each(command, prepare, step):
+        stops += 1
+        for path, content in files(out).items():
+            assert content in (before.get(path), after.get(path)) or any(part.startswith(".") for part in path.parts)
+        assert run_command(command) == 0, capfd.readouterr().err
+        assert files(out) == after
+    assert stops > 2
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    """All of them by their paths in the folder, with those in folders."""
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name not in RUN_FILES)
+    return {path.relative_to(folder): path.read_bytes() for path in found}
