@@ -167,6 +167,8 @@ MOVED = AxisRule(lambda call: call.run())
 RESHAPED = AxisRule(lambda call: call.first.reshape(call.shape))
 """In row-major order; a view where the values' memory allows one, while the labels' memory is another."""
 JOINED = AxisRule(lambda call: call.run(), ("tensors",))
+WRITTEN = AxisRule(lambda call: call.run(), ("input", "src"))
+"""The second tensor in a place of the first."""
 INDEXED = AxisRule(
     lambda call: _run_beside(call, (at for at, i in enumerate(call.arguments["indices"]) if i is not None))
 )

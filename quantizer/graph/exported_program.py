@@ -16,7 +16,7 @@ from quantizer.errors import ModelError
 from quantizer.graph import targets as call
 from quantizer.graph.functionalize import is_inplace
 from quantizer.graph.ir import Graph, Node, Ref, references
-from quantizer.graph.lengths import open_lengths, same_size, size_of, sizes_of
+from quantizer.graph.lengths import open_lengths, same_shape, same_size, size_of, sizes_of
 from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
 
@@ -145,25 +145,61 @@ class Converter:
         if picks_norm or (stub is None and (call.is_noise(target) or self._takes_whole_length(node))):
             self.values[node] = self._value(first)
             return
-        arguments = call.named_arguments(node)
+        if target == "aten.slice_scatter.default" and _writes_all(node):
+            self.values[node] = self._value(node.args[1])
+            return
         value: Any = node.meta.get("val")
-        if target == call.NORM_WITHOUT_STATISTICS:
-            target, value = "aten.batch_norm.default", value[0]  # torch's functional form also returns the statistics
-        op = stub or call.refine(find_op(call.packet(target)).name, arguments)
+        if call.is_copy(target):
+            self.values[node] = self._copied(node, path)
+        elif target == call.NORM_WITHOUT_STATISTICS:  # torch's functional form also returns the statistics
+            arguments = call.named_arguments(node)
+            self.values[node] = self._add(path, "aten.batch_norm.default", arguments, value[0])
+        else:
+            self.values[node] = self._add(path, target, call.named_arguments(node), value, stub)
+        if is_inplace(node):
+            self._rename_mutated(node)
+
+    def _add(self, path: str, target: str, arguments: dict[str, Any], value: Any, op: str | None = None) -> Ref:
+        """A node of ours in the module at `path`; `op` where that is no operator of torch."""
+        op = op or call.refine(find_op(call.packet(target)).name, arguments)
         inputs, attrs, params = self._split(op, arguments)
         name, classes, target = self.namer.name(path, op), self.namer.classes(path), call.functional(target)
-        ours = Node(name, op, target, inputs, attrs, params, path, classes, **self._kind(value))
-        self.nodes.append(ours)
-        self.values[node] = Ref(ours.name)
-        if is_inplace(node):
-            self._rename_mutated(node, ours.name)
+        self.nodes.append(Node(name, op, target, inputs, attrs, params, path, classes, **self._kind(value)))
+        return Ref(name)
 
-    def _rename_mutated(self, node: fx.Node, name: str) -> None:
+    def _copied(self, node: fx.Node, path: str) -> Any:
+        """What a copy or a fill makes: a number or another tensor, in the dtype and the sizes of its first argument."""
+        made, written = node.meta["val"], node.args[1] if len(node.args) > 1 else 0
+        if not isinstance(written, fx.Node):
+            kind = {"fill_value": written, "dtype": made.dtype, "device": made.device}
+            return self._add(path, "aten.full.default", {"size": self._sizes(node, path), **kind}, made)
+        given, found = written.meta["val"], self._value(written)
+        if given.dtype != made.dtype:
+            found = self._add(path, "aten.to.dtype", {"input": found, "dtype": made.dtype}, given.to(made.dtype))
+        if not same_shape(given, made):
+            return self._add(path, "aten.expand.default", {"input": found, "size": self._sizes(node, path)}, made)
+        # What is written into in place has a future of its own.
+        return self._add(path, "aten.clone.default", {"input": found}, made) if is_inplace(node) else found
+
+    def _sizes(self, node: fx.Node, path: str) -> list[Any]:
+        """The sizes of what a node makes, those that are open read off an input of the network that has them."""
+        inputs = self.program.graph.find_nodes(op="placeholder")
+        axes = [(n, at, own) for n in inputs for at, own in enumerate(getattr(n.meta.get("val"), "shape", ()))]
+        sizes: list[Any] = []
+        for axis, size in enumerate(node.meta["val"].shape):
+            if not isinstance(size, int):
+                held = (each[:2] for each in axes if same_size(each[2], size))
+                read, at = next(held, (node.args[0], axis))
+                size = self._add(path, "aten.sym_size.int", {"input": self._value(read), "dim": at}, size)
+            sizes.append(size)
+        return sizes
+
+    def _rename_mutated(self, node: fx.Node) -> None:
         """After `y = x.add_(1)`, whoever reads x reads y; an in-place chain on one tensor renames every link."""
         before = self._value(node.args[0])
         for key, value in self.values.items():
             if value == before:
-                self.values[key] = Ref(name)
+                self.values[key] = self.values[node]
 
     def _split(self, op: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
         """Arguments as what other nodes make, constants, and tensor paths that the layer itself will own."""
@@ -202,6 +238,12 @@ class Converter:
         named = enumerate(zip(value.shape, shape, strict=True))
         open_axes = tuple(at for at, (own, size) in named if size is not None and size_of(own, {}) is None)
         return {"shape": shape, "dtype": value.dtype, "open_axes": open_axes}
+
+
+def _writes_all(node: fx.Node) -> bool:
+    """Whether a tensor is written over all of another, so that nothing of that is left."""
+    made, written = (each.meta["val"] for each in (node, node.args[1]) if isinstance(each, fx.Node))
+    return bool(made.dtype == written.dtype) and same_shape(made, written)
 
 
 def _module_path(node: fx.Node) -> str:

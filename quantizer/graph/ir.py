@@ -134,10 +134,10 @@ class Graph:
 
     @cached_property
     def consumers(self) -> dict[str, tuple[str, ...]]:
-        """Who reads each node's values, by name; sizes do not count, "" stands for the network's output."""
+        """Who reads each node's values, by name; shapes do not count, "" stands for the network's output."""
         table: dict[str, list[str]] = {node.name: [] for node in self.nodes}
         for node in self.nodes:
-            if node.op != "size":
+            if node.row.reads_values:
                 for name in dict.fromkeys(node.refs()):
                     table[name].append(node.name)
         for name in dict.fromkeys(references(self.output)):

@@ -124,3 +124,8 @@ def same_size(one: Any, other: Any) -> bool:
     """Whether two sizes are one expression; comparing them would fix what is open."""
     first, second = (size.node.expr if isinstance(size, torch.SymInt) else size for size in (one, other))
     return bool(first == second)
+
+
+def same_shape(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of a trace have the same sizes, as expressions."""
+    return one.dim() == other.dim() and all(map(same_size, one.shape, other.shape))

@@ -67,6 +67,11 @@ class Op:
         return self.weight and self.kind == "compute"
 
     @property
+    def reads_values(self) -> bool:
+        """Whether what it makes depends on values that it reads, and not on their shape alone."""
+        return self.kind != "structural" or not self.aten
+
+    @property
     def keeps_scale(self) -> bool:
         """Whether what it makes needs no other scale than what it reads."""
         return self.kind == "passthrough" or self.rectifies

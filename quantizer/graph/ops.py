@@ -21,6 +21,7 @@ from quantizer.graph.axis_rules import (
     REDUCED,
     RESHAPED,
     SAME,
+    WRITTEN,
     AxisRule,
     Commutes,
     over_last,
@@ -98,13 +99,14 @@ ALL, AFFINE, LINEAR, SCALING = Commutes.ALL, Commutes.AFFINE, Commutes.LINEAR, C
 _F = "torch.nn.functional."
 _ELEMENTWISE = (SAME, ALIKE, PRODUCT, QUOTIENT)
 # They may return a view, or several tensors.
-_SEVERAL = ("einsum", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "quant_stub")
+_SEVERAL = ("einsum", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "quant_stub", "meshgrid", "broadcast_tensors")
 _RESIZED = ("torch.nn.Upsample", _F + "interpolate")
 _SMOOTH = (
     *("upsample_bilinear2d", "upsample_bicubic2d", "upsample_linear1d", "upsample_trilinear3d"),
     *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
 )
 _NEAREST = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
+_CATS = ("cat", "concat", "concatenate")
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout")
 _ROWS = (
     _layer("conv1d", 1, "torch.nn.Conv1d", _F + "conv1d"),
@@ -179,8 +181,10 @@ _ROWS = (
     _activation("hardsigmoid", "nonlinear", "torch.nn.Hardsigmoid", _F + "hardsigmoid"),
     _row("softmax", "nonlinear", "torch.nn.Softmax", "torch.softmax", _F + "softmax"),
     _row("log_softmax", "nonlinear", "torch.nn.LogSoftmax", "torch.log_softmax", _F + "log_softmax"),
-    _row("cat", "concat", "torch.cat", axes=JOINED, commutes=ALL, any_layout=True),
-    _row("stack", "concat", "torch.stack", axes=JOINED, commutes=ALL),
+    _row("cat", "concat", "torch.cat", axes=JOINED, commutes=ALL, any_layout=True, aten=_CATS),
+    *_rows("concat", "stack", "hstack", "vstack", "dstack", "column_stack", axes=JOINED, commutes=ALL),
+    *_rows("concat", "slice_scatter", "select_scatter", "diagonal_scatter", axes=WRITTEN, commutes=AFFINE),
+    *_rows("concat", "meshgrid", "broadcast_tensors"),  # of several tensors: each is quantized as it comes out
     _pool("max_pool1d", 1, "passthrough", AFFINE, "torch.nn.MaxPool1d"),
     _pool("max_pool2d", 2, "passthrough", AFFINE, "torch.nn.MaxPool2d", _F + "max_pool2d"),
     _pool("max_pool3d", 3, "passthrough", AFFINE, "torch.nn.MaxPool3d"),
@@ -195,6 +199,7 @@ _ROWS = (
     _move("reshape_as", "torch.Tensor.reshape_as", axes=RESHAPED),
     _move("transpose", "torch.transpose", aten=("transpose", "t")),
     _move("mT", "torch.Tensor.mT"),
+    _move("mH", "torch.Tensor.mH"),
     _move("numpy_T", "torch.Tensor.T"),
     _move("squeeze", "torch.squeeze", axes=RESHAPED),
     _move("unsqueeze", "torch.unsqueeze", axes=RESHAPED),
@@ -215,16 +220,23 @@ _ROWS = (
     _row("pad", "passthrough", _F + "pad", "torch.nn.ZeroPad2d", axes=PADDED, commutes=LINEAR),
     _move("dropout", "torch.nn.Dropout", _F + "dropout", aten=_DROPOUTS, axes=SAME),
     _move("getitem", any_layout=True),
+    _move("ravel", "torch.ravel", axes=RESHAPED),
+    *(_move(f"atleast_{dims}d", f"torch.atleast_{dims}d", axes=RESHAPED) for dims in (1, 2, 3)),
     _row("neg", "compute", "torch.neg", axes=SAME, commutes=LINEAR),
     _row("abs", "compute", "torch.abs", axes=SAME, commutes=SCALING),
     *_rows("compute", "where", "masked_fill", "lerp", "addcmul", "scatter", "scatter_add", "index_add", "index_put"),
+    *_rows("compute", "index_copy", "index_fill", "masked_scatter"),
     *_rows("passthrough", "amax", "amin", axes=REDUCED, commutes=AFFINE),
     *_rows("passthrough", "max", "min", "sort", "topk", "median", "triu", "tril"),
-    *_rows("passthrough", "gather", axes=PICKED, commutes=AFFINE),
+    *_rows("passthrough", "take", "diag_embed", "as_strided"),
+    *_rows("passthrough", "gather", "take_along_dim", axes=PICKED, commutes=AFFINE),
     *_rows("passthrough", "index_select", axes=PICKED, commutes=ALL),
     *_rows("passthrough", "permute", "narrow", "chunk", axes=MOVED, commutes=ALL, any_layout=True),
-    *_rows("passthrough", "movedim", "swapaxes", "adjoint", "flip", "roll", axes=MOVED, commutes=ALL),
-    *_rows("passthrough", "select", "unbind", "repeat_interleave", axes=MOVED, commutes=ALL),
+    *_rows("passthrough", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", axes=MOVED, commutes=ALL),
+    *_rows("passthrough", "flip", "fliplr", "flipud", "rot90", "roll", axes=MOVED, commutes=ALL),
+    *_rows("passthrough", "diagonal", axes=MOVED, commutes=AFFINE),
+    *_rows("passthrough", "select", "unbind", "hsplit", "vsplit", "dsplit", "tensor_split", axes=MOVED, commutes=ALL),
+    *_rows("passthrough", "repeat_interleave", "tile", "broadcast_to", axes=MOVED, commutes=ALL),
     _row("input_scale", "float", aten=(), axes=SAME, commutes=SCALING),  # inserted by algorithms, see `nn.rescale`
     _row("rotation", "float", aten=()),
     *_rows("float", "rsqrt", "reciprocal", "log", "log2", nonzero="input"),
@@ -239,7 +251,9 @@ _ROWS = (
     _row("constant", "structural"),
     _row("size", "structural", aten=("sym_size", "size")),
     *_rows("structural", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones"),
-    *_rows("structural", "full", "full_like", "new_full", "scalar_tensor", "arange", "linspace", "eye"),
+    *_rows("structural", "full", "full_like", "new_full", "scalar_tensor", "arange", "linspace", "logspace", "eye"),
+    *_rows("structural", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
+    *_rows("structural", "tril_indices", "triu_indices"),
 )
 for _each in _ROWS:
     register(_each)

@@ -103,6 +103,11 @@ def pair(value: Any) -> tuple[int, int]:
     return values[0], values[-1]
 
 
+def is_copy(target: str) -> bool:
+    """Whether all that is read of the first argument is what it is made of: its dtype, its sizes."""
+    return packet(target).removesuffix("_") in ("copy", "fill", "zero")
+
+
 def is_noise(target: str) -> bool:
     """Checks and bookkeeping that compute nothing."""
     name = target.split(".")[1]

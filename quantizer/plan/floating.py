@@ -17,9 +17,13 @@ OUTSIDE = "outside QuantStub … DeQuantStub"
 LOWEST = -100.0  # what is filled in to vanish in a softmax: -100, -1e4, the dtype's lowest, -inf
 _FACTOR = 1e4  # what turns a mask of zeros and ones into such values
 _NORM_PARTS = ("rsqrt", "pow", "square")  # of a normalization that is written by hand
-_FILLS = ("masked_fill", "where", "full", "full_like", "new_full", "scalar_tensor")
-_CARRIES = ("add", "sub", "rsub", "mul", "div", "where", "masked_fill", "minimum", "cat", "stack")
-_NEVER = ("size", "constant", "zeros", "ones", "full", "arange")  # on either side of a stub
+_FILLS = ("masked_fill", "where", "full", "full_like", "new_full", "scalar_tensor", "index_fill")
+_CARRIES = (
+    *("add", "sub", "rsub", "mul", "div", "where", "masked_fill", "minimum", "cat", "stack"),
+    *("slice_scatter", "select_scatter", "diagonal_scatter", "scatter", "masked_scatter", "index_put", "index_copy"),
+    "index_fill",
+)
+_NEVER = ("size", "constant", "zeros", "ones", "full", "arange", "empty")  # on either side of a stub
 _HANDS_ON = ("compute", "fusable", "passthrough")  # with one operand: a sum, a guard, a slice
 _PRODUCTS_PLUS = ("addmm", "baddbmm")  # their first argument is added to a product
 

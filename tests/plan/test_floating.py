@@ -44,6 +44,13 @@ def scores(net: Net, x: Tensor) -> Tensor:
     return net.a(x) @ net.b(x).transpose(1, 2)
 
 
+def with_a_row_of(value: float, scores: Tensor) -> Tensor:
+    """Scores that may not be attended to, by assignment."""
+    scores = scores.clone()
+    scores[:, 0] = value
+    return scores
+
+
 GIVEN = {"Net::input_2": UNREAD}
 CASES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "nothing": (lambda n, x, i, g: n.a(x) + 1, GIVEN),
@@ -54,6 +61,14 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     ),
     "filled in": (lambda n, x, i, g: scores(n, x).masked_fill(i > 1, -1e9).softmax(-1), GIVEN | {"masked_fill": MASK}),
     "filled with zeros": (lambda n, x, i, g: scores(n, x).masked_fill(i > 1, 0.0).softmax(-1), GIVEN),
+    "assigned": (
+        lambda n, x, i, g: with_a_row_of(-1e9, scores(n, x)).softmax(-1),
+        GIVEN | {"clone.1": DERIVED, "expand": DERIVED, "select_scatter": MASK},
+    ),
+    "assigned zeros": (
+        lambda n, x, i, g: with_a_row_of(0.0, scores(n, x)).softmax(-1),
+        GIVEN | {"clone.1": DERIVED, "expand": DERIVED},
+    ),
     "chosen": (
         lambda n, x, i, g: torch.where(i > 1, scores(n, x), torch.finfo(x.dtype).min).softmax(-1),
         GIVEN | {"where": MASK},

@@ -16,6 +16,13 @@ from quantizer.plan.floating import multiplied
 from quantizer.plan.groups import layout, quantization_point
 
 
+def halves(y: Tensor, first: Tensor) -> Tensor:
+    """The first two channels are those of another tensor."""
+    z = torch.zeros_like(y)
+    z[:, :2], z[:, 2:] = first[:, 2:], y[:, 2:]
+    return z
+
+
 class Net(nn.Module):
     """Two 1x1 convolutions `a` and `b`, a batch norm, an embedding, an LSTM, a linear layer; `body` says what runs."""
 
@@ -87,6 +94,20 @@ CASES: dict[str, tuple[Callable[[Net, Tensor], Any], Groups]] = {
     "padding with zeros": (lambda n, x: n.b(F.pad(n.a(x), (1, 1))), A | B),
     "padding with ones": (lambda n, x: n.b(F.pad(n.a(x), (1, 1), value=1.0)), A | B | {"pad": ("pad",)}),
     "chunks": (twice(lambda n, y: n.b(torch.cat(y.chunk(2, 1)[::-1], 1))), A | B | {"cat": ("cat",)}),
+    "assigned in parts": (
+        lambda n, x: n.b(halves(n.a(x), n.a(x + 1))),
+        B | {"add": ("add",), "slice_scatter.1": ("slice_scatter.1",)},
+    ),
+    "assigned whole": (lambda n, x: n.b(torch.empty_like(x).copy_(n.a(x))), A | B),
+    "a constant assigned": (
+        lambda n, x: n.b(n.a(x).select_scatter(torch.ones_like(x)[:, 0], 1, 0)),
+        B | {"select_scatter": ("select_scatter",)},
+    ),
+    "tiled": (lambda n, x: n.b(n.a(x).tile(1, 1, 2, 2)), A | B),
+    "a grid": (
+        lambda n, x: n.b(n.a(x) + torch.stack(torch.meshgrid(torch.arange(6.0), torch.arange(6.0))).sum(0)),
+        A | B | {"add": ("add",)},
+    ),
     "average": (lambda n, x: F.adaptive_avg_pool2d(n.a(x), 1), A | {"adaptive_avg_pool2d": ("adaptive_avg_pool2d",)}),
     "last sigmoid": (lambda n, x: torch.sigmoid(n.a(x)), A),
     "last softmax, reshaped": (lambda n, x: n.a(x).softmax(1).flatten(1), A),
