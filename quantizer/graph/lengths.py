@@ -87,6 +87,22 @@ def open_lengths(program: ExportedProgram) -> dict[Any, Length]:
     return lengths
 
 
+def excludes_single_batches(program: ExportedProgram) -> bool:
+    """Whether a trace holds for batches of all sizes but for single ones that it compares them with."""
+    batches: list[Any] = [value.shape[0] for value in _inputs(program) if isinstance(value, Tensor) and value.dim()]
+    if not all(isinstance(size, torch.SymInt) and size.node.expr.is_Symbol for size in batches):
+        return False
+    ranges = (_range(program.range_constraints[size.node.expr]) for size in batches)
+    guards = (guard.expr for guard in batches[0].node.shape_env.guards)
+    return all(each == (1, None) for each in ranges) and all(map(_excludes_one, guards))
+
+
+def _excludes_one(guard: Any) -> bool:
+    """Whether a condition on a size is false for one size alone, as `4 * size != 8` is."""
+    compared = (guard.lhs - guard.rhs).as_poly() if getattr(guard, "rel_op", "") == "!=" else None
+    return compared is not None and compared.is_linear and all(each.is_Symbol for each in compared.gens)
+
+
 def sizes_of(program: ExportedProgram, shapes: Sequence[Sequence[int]]) -> dict[Any, int]:
     """What torch's symbols are in a call whose leaves have these shapes; the batch is not among them."""
     return {symbol: shapes[axes[0][0]][axes[0][1]] for symbol, (_, axes) in _symbols(program).items()}
@@ -94,16 +110,20 @@ def sizes_of(program: ExportedProgram, shapes: Sequence[Sequence[int]]) -> dict[
 
 def _symbols(program: ExportedProgram) -> dict[Any, tuple[int, tuple[tuple[int, int], ...]]]:
     """Each symbol for a size of an input, but for the batch: its size in the trace, and where it is."""
-    specs = program.graph_signature.input_specs
-    user = {spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT}
-    inputs = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder" and node.name in user]
     found: dict[Any, tuple[int, tuple[tuple[int, int], ...]]] = {}
-    for index, value in enumerate(inputs):
+    for index, value in enumerate(_inputs(program)):
         for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
             if axis and isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 known = found.get(size.node.expr, (0, ()))[1]
                 found[size.node.expr] = int(size.node.hint), (*known, (index, axis))
     return found
+
+
+def _inputs(program: ExportedProgram) -> list[Any]:
+    """What torch knows of each leaf of a call."""
+    specs = program.graph_signature.input_specs
+    user = {spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT}
+    return [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder" and node.name in user]
 
 
 def _range(values: Any) -> tuple[int, int | None]:

@@ -20,7 +20,7 @@ from quantizer.errors import ModelError
 from quantizer.graph.exported_program import Converter, marked
 from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Graph
-from quantizer.graph.lengths import length_axes, open_lengths, shortened
+from quantizer.graph.lengths import excludes_single_batches, length_axes, open_lengths, shortened
 from quantizer.graph.names import check_names
 from quantizer.graph.parameters import without_values
 
@@ -48,19 +48,19 @@ def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] 
     given = (tuple(args), dict(kwargs or {}))
     sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()}
     size = sizes.pop() if len(sizes) == 1 else None  # where they disagree, nothing is taken for a batch
-    example = pytree.tree_map(lambda value: _resize(value, size), given)
+    example = _resized(given, size, 2)
     program = _with_lengths(module, example) if size is not None else None
     try:
-        program = program or _export(module, *example, dynamic=size is not None)
+        program = program or _export(module, *example, batch=None if size is None else Dim("batch", min=1))
     except ModelError as error:
         if size is None or isinstance(error, _DataDependentError):
             raise
-        # The model may write its batch size into its code: then only batches of the example's size can run.
-        example = given
-        program = _export(module, *example, dynamic=False)
-        undeclared = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind == p.VAR_KEYWORD]
-        why = f"; name the arguments in forward() instead of taking **{undeclared[0]}" if undeclared else ""
-        logger.warning("%s fixes its batch size at %d: only such batches can run%s", type(module).__name__, size, why)
+        example = _resized(given, size, UNUSUAL)
+        program = _compared_with_others(module, example)
+        if program is None:  # the model writes its batch size into its code: then only batches of this size can run
+            example = given
+            program = _export(module, *example, batch=None)
+            logger.warning("%s fixes its batch size at %d: only such batches can run%s", *_fixed(module, size, given))
     leaves = pytree.tree_flatten_with_path(example)[0]
     paths = tuple(
         tuple(getattr(key, "idx", getattr(key, "key", getattr(key, "name", None))) for key in path)
@@ -69,11 +69,35 @@ def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] 
     return Converter(program, module).graph(paths, [getattr(leaf, "shape", ()) for _, leaf in leaves])
 
 
+UNUSUAL = 7
+"""Samples in a batch that a model has hardly seen before, so that it is none of the sizes that it may have noted."""
+
+
+def _compared_with_others(module: nn.Module, example: tuple[Any, ...]) -> ExportedProgram | None:
+    """The program of a model that asks whether its batch is of another size than the last one, as those do that keep
+    what they made for it; None if it asks for more than that.
+    """
+    try:
+        program = _export(module, *example, batch=Dim.AUTO)
+    except ModelError:
+        return None
+    return program if excludes_single_batches(program) else None
+
+
+def _fixed(module: nn.Module, size: int, call: tuple[Any, ...]) -> tuple[str, int, str]:
+    """What a warning says of a model that has a batch size of its own."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    rest = [p.name for p in parameters if p.kind == p.VAR_KEYWORD]
+    undeclared = bool(rest) and not call[1].keys() <= {p.name for p in parameters}
+    why = f"; name the arguments in forward() instead of taking **{rest[0]}" if undeclared else ""
+    return type(module).__name__, size, why
+
+
 def _with_lengths(module: nn.Module, example: tuple[Any, ...]) -> ExportedProgram | None:
     """The program with those lengths open that the model leaves open; None if there are none, or torch fails."""
     axes = length_axes(example)
     try:
-        program = _export(module, *example, dynamic=True, lengths=axes) if any(axes) else None
+        program = _export(module, *example, batch=Dim("batch", min=1), lengths=axes) if any(axes) else None
     except ModelError:
         return None
     if program is None or open_lengths(program):
@@ -83,7 +107,7 @@ def _with_lengths(module: nn.Module, example: tuple[Any, ...]) -> ExportedProgra
     longest = {leaf.shape[axis] for leaf, own in zip(pytree.tree_leaves(example), axes, strict=True) for axis in own}
     shorter = shortened(example) if longest <= sizes else None
     try:
-        found = _export(module, *shorter, dynamic=True, lengths=axes) if shorter is not None else program
+        found = _export(module, *shorter, batch=Dim("batch", min=1), lengths=axes) if shorter is not None else program
     except ModelError:
         return program
     is_open = {at for length in open_lengths(found).values() for at, _ in length.axes}
@@ -94,11 +118,15 @@ class _DataDependentError(ModelError):
     """Control flow that no other example would help."""
 
 
-def _resize(value: Any, size: int | None) -> Any:
-    """A tensor with its batch cut or repeated to two."""
-    if not isinstance(value, Tensor) or size is None or not value.dim():
-        return value
-    return value.detach()[:2].clone() if size >= 2 else torch.cat([value.detach(), value.detach()])
+def _resized(call: tuple[Any, ...], size: int | None, count: int) -> tuple[Any, ...]:
+    """The call with its batch cut or repeated to so many samples, if it has one."""
+
+    def resized(value: Any) -> Any:
+        if not isinstance(value, Tensor) or size is None or not value.dim():
+            return value
+        return torch.cat([value.detach()[:count]] * -(-count // size))[:count]
+
+    return pytree.tree_map(resized, call)  # type: ignore[no-any-return]
 
 
 def _export(
@@ -106,12 +134,16 @@ def _export(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    dynamic: bool,
+    batch: Any,
     lengths: Sequence[Sequence[int]] = (),
 ) -> ExportedProgram:
-    """`torch.export`, quietly, with its failures turned into sentences; `lengths` are axes that may be dynamic, too."""
+    """`torch.export`, quietly, with its failures turned into sentences.
+
+    `batch` is what torch is told of the first axes, None for the sizes of this call; `lengths` are axes that may be
+    dynamic, too.
+    """
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    batch, axes = Dim("batch", min=1), iter(lengths or [()] * len(leaves))
+    axes = iter(lengths or [()] * len(leaves))
     shapes: list[Any] = [
         {0: batch, **dict.fromkeys(own, Dim.AUTO)} if isinstance(leaf, Tensor) and leaf.dim() else None
         for leaf, own in zip(leaves, axes, strict=True)
@@ -119,7 +151,9 @@ def _export(
     spec = pytree.tree_unflatten(shapes, structure)
     try:
         # by the parameters of `forward`, so that `*args` is one tuple; TypeError if it does not take these arguments
-        named = dict(inspect.signature(module.forward).bind(*spec[0], **spec[1]).arguments) if dynamic else None
+        named = (
+            dict(inspect.signature(module.forward).bind(*spec[0], **spec[1]).arguments) if batch is not None else None
+        )
         with quiet(), torch.no_grad(), marked(module), _left_as_it_was(module), _without_stack_traces():
             program = torch.export.export(module, args, kwargs, dynamic_shapes=named)
             return functionalize(program, type(module).__name__)

@@ -74,7 +74,7 @@ MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "rot90": lambda y: y.rot90(1, (2, 3)),
     "fliplr": lambda y: y.fliplr(),
     "moveaxis": lambda y: y.moveaxis(2, 3),
-    "take_along_dim": lambda y: torch.take_along_dim(y, torch.tensor([0, 2]).view(1, 2, 1, 1), 1),
+    "take_along_dim": lambda y: torch.take_along_dim(y, y.topk(2, 1)[1], 1),
 }
 
 

@@ -88,6 +88,71 @@ def test_undeclared_keywords_fix_the_batch_size_and_say_so(caplog: pytest.LogCap
     assert torch.equal(Network(graph)(x=torch.ones(3, 2), shift=torch.ones(3, 2)), torch.full((3, 2), 2.0))
 
 
+class Declared(nn.Module):
+    def forward(self, x: Tensor, **more: Tensor) -> Tensor:
+        return torch.cat([row[None] for row in x])
+
+
+def test_a_batch_size_is_not_blamed_on_keywords_that_nobody_gave(caplog: pytest.LogCaptureFixture) -> None:
+    trace(Declared(), (torch.ones(3, 2),))
+    assert caplog.messages == ["Declared fixes its batch size at 3: only such batches can run"]
+
+
+class Detector(nn.Module):
+    """Boxes at three scales, as YOLO decodes them: it keeps the grids of the last shape it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(channels, 8, 3, 2, 1) for channels in (3, 8, 8))
+        self.heads = nn.ModuleList(nn.Conv2d(8, 7, 1) for _ in range(3))
+        self.register_buffer("stride", torch.tensor([2.0, 4.0, 8.0]))
+        self.shape: torch.Size | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = []
+        for down, head in zip(self.down, self.heads, strict=True):
+            x = torch.relu(down(x))
+            maps.append(head(x))
+        if self.shape != maps[0].shape:
+            grids = [torch.meshgrid(*(torch.arange(size) + 0.5 for size in each.shape[2:])) for each in maps]
+            self.cells = torch.cat([torch.stack(each).flatten(1) for each in grids], 1)
+            sizes = [each.shape[2] * each.shape[3] for each in maps]
+            self.strides = torch.cat([self.stride[at].expand(size) for at, size in enumerate(sizes)])
+            self.shape = maps[0].shape
+        found = torch.cat([each.reshape(maps[0].shape[0], 7, -1) for each in maps], 2)
+        y = found.clone()
+        y[:, :2] = (found[:, :2].sigmoid() + self.cells) * self.strides
+        y[:, 2:4] = found[:, 2:4].exp() * self.strides
+        return y
+
+
+@pytest.mark.parametrize("seen", [None, 1, 2, 3])
+def test_a_detector_that_notes_the_shape_of_its_last_batch_takes_any(
+    seen: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Detector().eval()
+    if seen is not None:
+        model(torch.randn(seen, 3, 16, 16))
+    network = Network(trace(model, (torch.randn(3, 3, 16, 16),)))
+    assert not caplog.messages
+    with torch.no_grad():
+        for batch in (1, 2, 3, 5):
+            x = torch.randn(batch, 3, 16, 16)
+            assert leaves_equal(network(x), model(x), IMAGES)
+
+
+class Pairs(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.shape[0] % 2 == 0 else -x
+
+
+@pytest.mark.parametrize("batch", [2, 3, 4])
+def test_a_model_that_asks_more_of_its_batch_keeps_its_size(batch: int, caplog: pytest.LogCaptureFixture) -> None:
+    graph = trace(Pairs(), (torch.ones(batch, 2),))
+    assert f"Pairs fixes its batch size at {batch}" in caplog.text
+    assert torch.equal(Network(graph)(torch.ones(batch, 2)), Pairs()(torch.ones(batch, 2)))
+
+
 class Switching(nn.Module):
     """A part without gradients: torch.export keeps it as a program of its own."""
 
