@@ -18,7 +18,8 @@ from quantizer.export.agreement import Verification
 from quantizer.export.compressed_modules import export_modules
 from quantizer.nn.inplace import check_float
 from quantizer.nn.transaction import all_or_nothing
-from quantizer.sources.batches import Batch, as_batch, positional_inputs
+from quantizer.sources.arguments import arguments_of
+from quantizer.sources.batches import Batch, as_batch
 from quantizer.sources.data import Batches
 from quantizer.sources.hugging_face import example_input
 
@@ -47,7 +48,8 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
         items, again = tee(items) if rules.algorithms else (items, items)
         return again
 
-    job = Job(target, rules, Batches(batches, "the dataloader"), findings=read.diagnostics, confirm=confirm)
+    read_by = Batches(batches, "the dataloader", given=arguments_of(model))
+    job = Job(target, rules, read_by, findings=read.diagnostics, confirm=confirm)
     with all_or_nothing(model):
         pipeline.run(job)
 
@@ -78,12 +80,12 @@ def _items(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
         items = iter(dataloader)
     except TypeError:
         raise DataError(f"dataloader is {a_kind(dataloader)}, which gives no batches") from None
-    inputs = positional_inputs(model)
+    given = arguments_of(model)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     index = -1
     for index, item in enumerate(items):
         try:
-            yield as_batch(item, inputs).to(device)
+            yield as_batch(item, given).to(device)
         except DataError as error:
             raise DataError(f"batch {index} {error.message}", help=error.help) from error
     if index < 0:

@@ -64,6 +64,7 @@ def plan(options: Options) -> None:
         "weight_bytes": {"float": before, "quantized": after},
         "peak_activation_bytes": {"batch_size": size, "bytes": activations},
         "peak_memory_bytes": peaks,
+        "data": traced.filled,
     }
     refused = {target: planned_refusals(target, found) for target in options.for_}
     if refused:

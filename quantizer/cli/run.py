@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import RenderableType
 
@@ -119,8 +120,9 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded)
     folder = Path(options.output_dir)
-    with _opened(folder, options, ranks):
+    with _opened(folder, options, ranks) as noted:
         original = session.trace_model(options, loaded, batches)
+        noted["data"] = batches.filled and batches.filled.to_json()
         if ranks.is_first:
             results.check_owner(folder, original.model, overwrite=options.overwrite)
         checkpoints = Checkpoints(folder, resume=options.resume) if ranks.is_first else None
@@ -163,8 +165,9 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         require_known(gates, names_in_test(MEASURED, options))
     seq_len = window_length(info.header["inputs"])
     batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
-    with _opened(folder, options, ranks):
+    with _opened(folder, options, ranks) as noted:
         original = session.trace_model(options, loaded, batches)
+        noted["data"] = batches.filled and batches.filled.to_json()
         calibrated = reopened(loaded.module, next(iter(session.on_device(options, batches))), original, info)
         info = replace(info, solution=calibrated.solution)
         graph = calibrated.graph
@@ -199,13 +202,13 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
 
 
 @contextmanager
-def _opened(folder: Path, options: Options, ranks: Ranks) -> Iterator[None]:
-    """The result folder, to write; of several ranks the first does that alone."""
+def _opened(folder: Path, options: Options, ranks: Ranks) -> Iterator[dict[str, Any]]:
+    """The result folder, to write; of several ranks the first does that alone. Gives what run.json says besides."""
     if ranks.is_first:
-        with locked(folder), runlog.recorded(folder, options, ranks.world_size):
-            yield
+        with locked(folder), runlog.recorded(folder, options, ranks.world_size) as noted:
+            yield noted
     else:
-        yield
+        yield {}
 
 
 MODES: dict[str, Callable[[Options, Ranks], Outcome]] = {"float": run_float, "calib": run_calib, "test": run_test}

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from logging.handlers import BufferingHandler
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,14 +24,15 @@ _IMPORTS = memory.peak()
 
 
 @contextmanager
-def recorded(folder: Path, options: Options, ranks: int = 1) -> Iterator[None]:
-    """Write both files when the body ends, in whatever way it ends."""
+def recorded(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[str, Any]]:
+    """Write both files when the body ends, in whatever way it ends; gives what is to be in run.json besides."""
+    noted: dict[str, Any] = {}
     started = time.time()
     outcome, log = "done", ""
     messages = BufferingHandler(sys.maxsize)
     logging.getLogger("quantizer").addHandler(messages)
     try:
-        yield
+        yield noted
     except QuantizerError as error:
         outcome, log = f"{type(error).__name__}: {error.message}", f"error: {error.message}\nhelp: {error.help}\n"
         raise
@@ -54,6 +56,7 @@ def recorded(folder: Path, options: Options, ranks: int = 1) -> Iterator[None]:
             "platform": platform.platform(),
             "threads": torch.get_num_threads(),
             "ranks": ranks,
+            **noted,
         }
         write_json(folder / "run.json", facts)
         lines = [f"{record.getMessage()}\n" for record in messages.buffer]

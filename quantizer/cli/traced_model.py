@@ -21,8 +21,9 @@ from quantizer.sources.user_code import split_spec
 
 @dataclass(frozen=True)
 class TracedModel:
-    """The graph, how many samples the first batch had, how many `batches` there are, and what a batch of test mode
-    has; `base` is the memory of the process that traced. From the cache, tensors have shapes and no values.
+    """The graph, how many samples the first batch had, how many `batches` there are, what a batch of test mode has, and
+    what batches fill; `base` is the memory of the process that traced. From the cache, tensors have shapes and no
+    values.
     """
 
     graph: Graph
@@ -30,6 +31,7 @@ class TracedModel:
     batches: int | None
     tested: int | None
     base: Base
+    filled: Mapping[str, Any]
 
 
 def traced_model(options: Options, *, values: bool = False, tested: bool = False) -> TracedModel:
@@ -56,7 +58,7 @@ def traced_model(options: Options, *, values: bool = False, tested: bool = False
         return found
     layers = sorted({*path_names(found.graph).values()})
     facts = {"size": found.size, "batches": found.batches, "tested": found.tested, "base": list(found.base)}
-    read = {"environment": around, "cwd": os.getcwd(), "reads": reads.stamps(), "notes": notes}
+    read = {"environment": around, "cwd": os.getcwd(), "reads": reads.stamps(), "notes": notes, "filled": found.filled}
     trace_cache.keep(asked, {**read, **facts, "layers": layers, "graph": graph})
     return found
 
@@ -71,7 +73,8 @@ def traced_from(options: Options, loaded: LoadedModel, batches: Batches, *, test
     graph = session.trace_model(options, loaded, batches)
     size = session.batch_size(options, batches)
     other = _test_size(options, loaded, size) if tested else None
-    return TracedModel(graph, size, batches.total, other, Base.now())
+    filled = batches.filled.to_json() if batches.filled else {}
+    return TracedModel(graph, size, batches.total, other, Base.now(), filled)
 
 
 def _from_entry(entry: Mapping[str, Any], tested: bool) -> TracedModel | None:
@@ -80,7 +83,8 @@ def _from_entry(entry: Mapping[str, Any], tested: bool) -> TracedModel | None:
         return None
     try:
         graph = graph_from_json(entry["graph"])
-        return TracedModel(graph, entry["size"], entry["batches"], entry["tested"], Base(*entry["base"]))
+        size, batches, other = (entry[name] for name in ("size", "batches", "tested"))
+        return TracedModel(graph, size, batches, other, Base(*entry["base"]), dict(entry["filled"]))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

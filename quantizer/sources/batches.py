@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError
+from quantizer.sources.arguments import Arguments, Filled, filled
 
-TARGET_NAMES = ("y", "target", "label", "labels")
-_ANY = 1 << 30
 _SAMPLED = 1024
 
 
@@ -24,13 +22,15 @@ _SAMPLED = 1024
 class Batch:
     """What one call of the model gets, `module(*args, **kwargs)`; `raw` is the item as the user's data gave it.
 
-    Tensors carry the samples along dimension 0. `target` is None if the data has no labels.
+    Tensors carry the samples along dimension 0. `target` is None if the data has no labels; `left_out` names what
+    else there is, for which the model has no argument.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     target: Tensor | None
     raw: Any
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, x: Tensor, target: Tensor | None = None) -> Batch:
@@ -46,6 +46,10 @@ class Batch:
         """The input tensors, nested ones too, with a name each: `args[0]`, `kwargs['mask']`, …"""
         yield from _leaves("args", self.args)
         yield from _leaves("kwargs", self.kwargs)
+
+    def filled(self, given: Arguments) -> Filled:
+        """The arguments of `forward` that it fills, of those that are given."""
+        return replace(filled(self.args, self.kwargs, self.target, given), left_out=self.left_out)
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with its tensors on `device`."""
@@ -109,22 +113,11 @@ def naming_batch(number: int) -> AbstractContextManager[None]:
     return naming(f"batch {number}: ")
 
 
-def positional_inputs(module: nn.Module | None) -> tuple[int, int]:
-    """How many positional inputs `module.forward` needs at least and takes at most; (1, many) if that is unknown."""
-    if module is None:
-        return 1, _ANY
-    parameters = inspect.signature(module.forward).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return 1, _ANY
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return max(1, sum(p.default is p.empty for p in positional)), len(positional)
-
-
-def as_batch(item: Any, inputs: tuple[int, int]) -> Batch:
-    """The batch that a user's item stands for, given what `positional_inputs` found.
+def as_batch(item: Any, given: Arguments) -> Batch:
+    """The batch that a user's item stands for, given what `forward` takes.
 
     A tensor is the input. A dict gives keyword arguments, apart from its target. A tuple or list gives the positional
-    inputs; with one element more than the model needs, the last is the target.
+    inputs, of which the last may be the target (`Arguments.has_target`).
 
     Raises:
         DataError: it is something else.
@@ -132,38 +125,34 @@ def as_batch(item: Any, inputs: tuple[int, int]) -> Batch:
     if isinstance(item, Tensor):
         batch = Batch.of(item)
     elif isinstance(item, Mapping):
-        batch = _from_mapping(item, None, item)
+        batch = _from_mapping(item, None, item, given)
     elif isinstance(item, tuple | list):
-        batch = _from_sequence(item, inputs)
+        batch = _from_sequence(item, given)
     else:
         raise DataError(f"is {a_kind(item)}, not a tensor, a tuple or a dict of tensors")
     _check_samples(batch)
     return batch
 
 
-def _from_mapping(item: Mapping[Any, Any], target: Any, raw: Any) -> Batch:
+def _from_mapping(item: Mapping[Any, Any], target: Any, raw: Any, given: Arguments) -> Batch:
     if not all(isinstance(name, str) for name in item):
         raise DataError("is a dict whose keys are not all names of the model's inputs")
-    names = [name for name in TARGET_NAMES if name in item]
+    names = [name for name in given.labels if name in item]
     if names:
         target = item[names[0]]
     kwargs = {name: value for name, value in item.items() if name not in names}
     return Batch((), kwargs, target if isinstance(target, Tensor) else None, raw)
 
 
-def _from_sequence(item: tuple[Any, ...] | list[Any], inputs: tuple[int, int]) -> Batch:
-    required, most = inputs
-    if len(item) == required + 1:
-        *args, target = item
-        if isinstance(target, int | float):
-            raise DataError("is one sample and its label, not a batch of them")
-        if required == 1 and isinstance(args[0], Mapping):
-            return _from_mapping(args[0], target, item)
-        return Batch(tuple(args), {}, target if isinstance(target, Tensor) else None, item)
-    if required <= len(item) <= most:
+def _from_sequence(item: tuple[Any, ...] | list[Any], given: Arguments) -> Batch:
+    if not given.has_target(item):
         return Batch(tuple(item), {}, None, item)
-    wanted = str(required) if required == most else f"{required} to {most}"
-    raise DataError(f"has {len(item)} elements, but the model takes {wanted} inputs (and one target may follow)")
+    *args, target = item
+    if isinstance(target, int | float):
+        raise DataError("is one sample and its label, not a batch of them")
+    if given.needed == 1 and len(args) == 1 and isinstance(args[0], Mapping):
+        return _from_mapping(args[0], target, item, given)
+    return Batch(tuple(args), {}, target if isinstance(target, Tensor) else None, item)
 
 
 def _check_samples(batch: Batch) -> None:

@@ -19,7 +19,8 @@ from torch import nn
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError, UsageError
 from quantizer.numerics.deferred import GROWTH, give_back
-from quantizer.sources.batches import Batch, Fingerprint, not_finite, positional_inputs
+from quantizer.sources.arguments import UNKNOWN, Arguments, Filled, arguments_of
+from quantizer.sources.batches import Batch, Fingerprint, not_finite
 from quantizer.sources.images import EXAMPLE, IMAGE_SUFFIXES, find_images, image_batches, parse_preprocess
 from quantizer.sources.tensor_files import READERS, tensor_batches
 from quantizer.sources.text import TextData, Windows
@@ -44,7 +45,8 @@ class Batches:
     """Batches that can be gone through several times, the same ones each time.
 
     `stamp` says what reports must say about the data ("random data"); a batch that `stands_in` for data shows no more
-    than their shape. `fingerprint` is None until one pass is complete.
+    than their shape. `given` is what the model takes, `filled` what batches fill of it, once one was read.
+    `fingerprint` is None until one pass is complete.
 
     Raises (when it is iterated):
         DataError: the data cannot be had or used; the batch is named by its number.
@@ -58,7 +60,8 @@ class Batches:
     length: int | None = None
     first_size: int | None = None
     stands_in: bool = False
-    _reported: bool = field(default=False, repr=False)
+    given: Arguments = UNKNOWN
+    filled: Filled | None = None
     _seen: Fingerprint = field(default_factory=Fingerprint, repr=False)
 
     @property
@@ -104,9 +107,7 @@ class Batches:
                 if bad := not_finite(tensor):
                     place = f"batch {seen.batches} of {self.label}"
                     raise DataError(f"{place} holds NaN or Inf: {bad} of {tensor.numel()} values of {name}")
-            if batch.target is not None and not self._reported:
-                logger.info("%s: (input, target) pairs; calibration ignores the targets", self.label)
-                self._reported = True
+            self.filled = self.filled or self._say(batch.filled(self.given))
             self.first_size = self.first_size or batch.size
             seen.update(batch)
             yield batch
@@ -116,6 +117,12 @@ class Batches:
         if self.subset_len and seen.samples < self.subset_len:
             logger.warning("%s has %d samples of the %d asked for", self.label, seen.samples, self.subset_len)
         self.fingerprint = seen.to_json()
+
+    def _say(self, filled: Filled) -> Filled:
+        """Tell once what the batches are taken for."""
+        if text := str(filled):
+            logger.log(logging.WARNING if filled.doubtful else logging.INFO, "%s: %s", self.label, text)
+        return filled
 
     def _subset(self) -> Iterator[Batch]:
         if self.subset_len is None:
@@ -144,7 +151,7 @@ def load_batches(
 
     Args:
         source: what `--data` takes, a function that returns batches, or these; the user's own stay as they are.
-        module: tells how many inputs a tuple holds.
+        module: tells which inputs a tuple holds.
         batch_size: samples in a batch of files, images and random data; by default 32, of texts 1.
         subset_len: use so many samples; cuts the last batch.
         seed: draws random data and the order of images, and seeds the global generators before each pass of the user's
@@ -160,7 +167,7 @@ def load_batches(
     for name, value in {"batch size": batch_size, "subset length": subset_len}.items():
         if value is not None and value < 1:
             raise UsageError(f"the {name} must be at least 1, not {value}")
-    size = batch_size or DEFAULT_BATCH_SIZE
+    size, given = batch_size or DEFAULT_BATCH_SIZE, arguments_of(module)
     kind, paths = find_files(source) if isinstance(source, str) else ("", [])
     if preprocess is not None and kind != IMAGES:
         raise UsageError("--preprocess is for folders of images, and the data are not images")
@@ -171,20 +178,21 @@ def load_batches(
             raise UsageError(f"{source}: images need preprocessing, and none is given", help=remedy)
         opened = partial(image_batches, images, parse_preprocess(preprocess), size, seed)
         length = math.ceil(len(images) / size)
-        return Batches(partial(_prefetched, opened), str(source), subset_len, length=length)
+        return Batches(partial(_prefetched, opened), str(source), subset_len, length=length, given=given)
     if kind == TENSORS:
-        return Batches(partial(_prefetched, partial(tensor_batches, paths, size)), str(source), subset_len)
+        opened = partial(tensor_batches, paths, size, given)
+        return Batches(partial(_prefetched, opened), str(source), subset_len, given=given)
     if kind == TEXTS:
         text = TextData(paths, str(source), windows or Windows(), module)
-        return Batches(partial(text.batches, batch_size or DEFAULT_TEXT_BATCH), text.label, subset_len)
+        return Batches(partial(text.batches, batch_size or DEFAULT_TEXT_BATCH), text.label, subset_len, given=given)
     if isinstance(source, str) and source.startswith("random:"):
         shape = _random_shape(source)
         draw = partial(_random_batches, shape, size, seed)
         return Batches(draw, source, subset_len, stamp="random data", length=math.ceil(shape[0] / size))
     items, label = from_python(source) if isinstance(source, str) else (source, label)
-    batches = Batches(lambda: iter(()), label, subset_len)
+    batches = Batches(lambda: iter(()), label, subset_len, given=given)
     items = asked_once(items) if callable(items) and not isinstance(items, Iterable) else items
-    batches.open_pass = partial(user_batches, items, label, positional_inputs(module), seed, batches.note_length)
+    batches.open_pass = partial(user_batches, items, label, given, seed, batches.note_length)
     return batches
 
 

@@ -13,6 +13,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, QuantizerError
-from quantizer.sources.batches import TARGET_NAMES, Batch
+from quantizer.sources.arguments import UNKNOWN, Arguments
+from quantizer.sources.batches import Batch
 
 INPUT_NAMES = ("x", "input", "images", "data")
 Named = dict[str, Tensor]
@@ -173,29 +175,30 @@ READERS: Mapping[str, Callable[[Path], Any]] = {
 }
 
 
-def tensor_batches(paths: Sequence[Path], size: int) -> Iterator[Batch]:
+def tensor_batches(paths: Sequence[Path], size: int, given: Arguments = UNKNOWN) -> Iterator[Batch]:
     """Batches of `size` samples. In every tensor, dimension 0 counts the samples; the last batch may be smaller.
 
-    A tensor named x, input, images or data is the input, and so is an only one; several others are keyword arguments.
-    One named y, target, label or labels is the target.
+    A tensor named x, input, images or data is the input, and so is an only one; several others are keyword arguments,
+    and beside such an input those that are `given`: what `forward` takes. One named y, target, label or labels is the
+    target.
     """
     pending: Named = {}
     for path in paths:
-        named = _named_tensors(path)
+        named = _named_tensors(path, given)
         pending = _joined(pending, named, path) if pending else named
         while _count(pending) >= size:
-            yield _as_batch({name: tensor[:size] for name, tensor in pending.items()})
+            yield _as_batch({name: tensor[:size] for name, tensor in pending.items()}, given)
             pending = {name: tensor[size:] for name, tensor in pending.items()}
     if pending and _count(pending):
-        yield _as_batch(pending)
+        yield _as_batch(pending, given)
 
 
-def _named_tensors(path: Path) -> Named:
+def _named_tensors(path: Path, given: Arguments) -> Named:
     content: Any = read_file(path, DataError)
     named = {"x": content} if isinstance(content, Tensor) else content
     if not isinstance(named, Mapping) or not all(isinstance(tensor, Tensor) for tensor in named.values()):
         raise DataError(f"{path} holds {a_kind(content)}, not a tensor or a dict of tensors")
-    if not set(named) - set(TARGET_NAMES):
+    if not set(named) - set(given.labels):
         raise DataError(
             f"{path} holds no input tensor", help=f"name it {', '.join(INPUT_NAMES[:-1])} or {INPUT_NAMES[-1]}"
         )
@@ -221,10 +224,13 @@ def _count(named: Named) -> int:
     return next(iter(named.values())).shape[0]
 
 
-def _as_batch(named: Named) -> Batch:
-    inputs = {name: tensor for name, tensor in named.items() if name not in TARGET_NAMES}
-    target = next((named[name] for name in TARGET_NAMES if name in named), None)
-    chosen = [name for name in INPUT_NAMES if name in inputs] or list(inputs)
-    if len(inputs) > 1 and chosen[0] not in INPUT_NAMES:
-        return Batch((), inputs, target, named)
-    return Batch.of(inputs[chosen[0]], target)
+def _as_batch(named: Named, given: Arguments) -> Batch:
+    others = {name: tensor for name, tensor in named.items() if name not in given.labels}
+    target = next((named[name] for name in given.labels if name in named), None)
+    chosen = next((name for name in INPUT_NAMES if name in others), None)
+    inputs = {n: tensor for n, tensor in others.items() if chosen is None or n == chosen or n in given.known}
+    left_out = tuple(name for name in others if name not in inputs)
+    if len(inputs) == 1:
+        return replace(Batch.of(next(iter(inputs.values())), target), left_out=left_out)
+    first = () if chosen is None or chosen in given.known else (inputs.pop(chosen),)
+    return Batch(first, inputs, target, named, left_out)

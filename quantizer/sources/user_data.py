@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError
 from quantizer.seeding import seed_everything
+from quantizer.sources.arguments import Arguments
 from quantizer.sources.batches import Batch, as_batch, naming
 from quantizer.sources.user_code import import_user_module, split_spec, user_errors
 
@@ -40,9 +41,9 @@ def asked_once(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def user_batches(
-    source: Any, label: str, inputs: tuple[int, int], seed: int, tell: Callable[[object], None]
+    source: Any, label: str, given: Arguments, seed: int, tell: Callable[[object], None]
 ) -> Iterator[Batch]:
-    """A pass over the user's batches; `tell` is called with what holds them, `inputs` says how many a tuple may have.
+    """A pass over the user's batches; `tell` is called with what holds them, `given` is what `forward` takes.
 
     Raises:
         DataError: they are none, or the user's code fails; the batch is named.
@@ -57,7 +58,7 @@ def user_batches(
         if item is items:
             return
         with naming(f"{place} "):
-            batch = as_batch(item, inputs)
+            batch = as_batch(item, given)
         yield batch
 
 
