@@ -56,6 +56,8 @@ def _lines(plan: Plan, layer: str, document: Document, form: str) -> Iterator[st
             yield f"    {key:<24}{listed([value]):<29}{origin}"
     for role in (role for name, role in plan.off if name == layer):
         yield f"  {_word(role, form)}: float, as {plan.off[layer, role]} says"
+    for role in (role for name, role in plan.ungrouped if name == layer):
+        yield f"  {_word(role, form)}: float, as {plan.ungrouped[layer, role]}"
     if layer in plan.floats:
         yield f"  {_word('activation', form)}: {why_float(plan.floats[layer])}"
 

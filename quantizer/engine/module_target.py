@@ -18,7 +18,7 @@ from quantizer.errors import UsageError
 from quantizer.graph.modules import left_out, module_graph
 from quantizer.nn.inplace import ModuleTree, check_float, check_quantizable
 from quantizer.plan.model import Plan
-from quantizer.plan.remarks import left_float
+from quantizer.plan.remarks import left_float, ungrouped
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
 
@@ -81,7 +81,8 @@ class ModuleTarget(Target):
         for rule in plan.rules:
             layers = [name for name in rule.layers if plan.graph.by_name[name].params]
             yield logging.INFO, f"{rule.label}: {len(layers)} layers, {rule.took_effect} tensors set"
-        for text in (*left_float(left_out(self.model, plan.graph).values()), *_unshown(config, plan)):
+        unseen = left_float(left_out(self.model, plan.graph).values())
+        for text in (*ungrouped(plan), *unseen, *_unshown(config, plan)):
             yield logging.WARNING, text
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:

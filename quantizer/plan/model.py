@@ -63,7 +63,9 @@ class RuleMatch:
 
 @dataclass(frozen=True)
 class Plan:
-    """All decisions for one graph and one config; `off` are the tensors set to float32, and where that is said."""
+    """All decisions for one graph and one config; `off` are the tensors set to float32, and where that is said,
+    `ungrouped` those that stay float as groups do not fit them, and why.
+    """
 
     graph: Graph
     tensors: Mapping[Key, TensorPlan]
@@ -72,6 +74,7 @@ class Plan:
     diagnostics: tuple[Diagnostic, ...] = ()
     settings: Settings = field(default_factory=Settings)
     off: Mapping[Key, str] = field(default_factory=dict)
+    ungrouped: Mapping[Key, str] = field(default_factory=dict)
 
     def of_layer(self, layer: str) -> Mapping[str, TensorPlan]:
         """The layer's tensors by role."""
@@ -110,7 +113,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """plan.json: rules with their matches, what passes did to parameters, then layers in execution order."""
-        layers, off = [], _by_layer(self.off)
+        layers, off, ungrouped = [], _by_layer(self.off), _by_layer(self.ungrouped)
         for node in self.graph.nodes:
             row: dict[str, Any] = {"name": node.name, "op": node.op}
             tensors = self.of_layer(node.name)
@@ -118,6 +121,8 @@ class Plan:
                 row["tensors"] = {role: tensor.to_json() for role, tensor in tensors.items()}
             if node.name in off:
                 row["float32"] = {role: _portable(origin) for role, origin in off[node.name].items()}
+            if node.name in ungrouped:
+                row["ungrouped"] = ungrouped[node.name]
             if node.name in self.corrected:
                 row["bias_correction"] = True
             if node.name in self.floats:

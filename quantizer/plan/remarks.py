@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.config.wording import shortened
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import summary
 from quantizer.plan.floating import readers
@@ -21,6 +22,7 @@ def remarks(plan: Plan) -> Iterator[str]:
         yield "warning: nothing is quantized: the config leaves all of the network float"
     elif (found := left_parameters(plan))[0] > MUCH:
         yield f"warning: {found[0]:.0%} of the parameters stay float, the largest is {found[1]}"
+    yield from ungrouped(plan)
     yield from left_float(node.op for node in plan.graph.nodes if plan.floats.get(node.name) == NO_RULES)
 
 
@@ -44,6 +46,13 @@ def behind_norms(graph: Graph) -> list[str]:
     norms = [node.name for node in graph.nodes if node.row.normalizes]
     reading = {name for norm in norms for name, _ in readers(graph, norm) if name}
     return [node.name for node in graph.nodes if node.name in reading and node.row.spatial == 0]
+
+
+def ungrouped(plan: Plan) -> Iterator[str]:
+    """One sentence for each size that groups do not fit, where that is no error."""
+    for why in dict.fromkeys(plan.ungrouped.values()):
+        names = [f"{role} of {layer}" for (layer, role), each in plan.ungrouped.items() if each == why]
+        yield f"left float, as {why}: {shortened(names)}"
 
 
 def left_float(kinds: Iterable[str]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from quantizer.plan.floating import OUTSIDE, RESIDUAL, before_norms, outside_stu
 from quantizer.plan.groups import Group, layout, quantization_point
 from quantizer.plan.match import RANKS, MatchedRule, match
 from quantizer.plan.model import Key, Plan, TensorPlan
+from quantizer.plan.ungrouped import is_apart
 
 NO_RULES = "operator without quantization rules"
 EXCLUDED = "excluded"
@@ -52,6 +53,7 @@ class _Resolver:
         self.tensors: dict[Key, TensorPlan] = {}
         self.floats: dict[str, str] = {}
         self.off: dict[Key, str] = {}
+        self.ungrouped: dict[Key, str] = {}
         self.findings: list[Diagnostic] = [*checks.unmatched(config.form, self.rules, original)]
         self.misfits: list[Misfit] = []
 
@@ -71,7 +73,9 @@ class _Resolver:
         self.findings += axes.misfits(self.misfits)
         rules = tuple(row.summary() for row in self.rules)
         findings = tuple(self.findings)
-        return Plan(self.graph, self.tensors, rules, self.floats, findings, self.config.settings, self.off)
+        return Plan(
+            self.graph, self.tensors, rules, self.floats, findings, self.config.settings, self.off, self.ungrouped
+        )
 
     def _plan_parameters(self, node: Node) -> None:
         """Weights and biases of the layers that have them; no single number, nor what only float operators read."""
@@ -196,8 +200,11 @@ class _Resolver:
             is_refused = any(finding.severity == "error" for finding in found)
         self.findings += [f for f in found if not any(f.code == g.code and f.place == g.place for g in self.findings)]
         misfit = axes.misfit(layer, role, spec, view, sources)
-        self.misfits += [misfit] if misfit else []
         _count(rules, base)
+        if misfit and is_parameter(role) and is_apart(self.graph, self.graph.by_name[layer]):
+            self.ungrouped[(layer, role)] = f"groups of {misfit.group_size} do not divide {misfit.length}"
+            return False
+        self.misfits += [misfit] if misfit else []
         if spec.dtype == "float32":
             self.off[(layer, role)] = origins["dtype"]
             return False

@@ -138,6 +138,7 @@ def plan_table(plan: Plan, view: View) -> Listing:
     for node in plan.graph.nodes:
         said = [(role, describe_spec(tensor.spec)) for role, tensor in plan.of_layer(node.name).items()]
         said += [(role, f"float: as {at} says") for (name, role), at in plan.off.items() if name == node.name]
+        said += [(role, f"float: {why}") for (name, role), why in plan.ungrouped.items() if name == node.name]
         rows += [(node.name, *each) for each in said]
         ranks += [0.0] * len(said)
         if node.name in plan.floats and node.row.kind != "structural":

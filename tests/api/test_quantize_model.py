@@ -435,6 +435,12 @@ def test_what_stays_float_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "left float, as there are no quantization rules for them: LSTMCell (1)" in caplog.text
 
 
+def test_a_depthwise_convolution_that_groups_do_not_fit_stays_float(caplog: pytest.LogCaptureFixture) -> None:
+    model = quantized(nn.Sequential(nn.Conv2d(8, 8, 1, groups=8), nn.Conv2d(8, 8, 1)), weight=group(4))
+    assert [bool(getattr(layer, "quantizers", {})) for layer in model] == [False, True]
+    assert "left float, as groups of 4 do not divide 1: weights of Sequential::Sequential/Conv2d[0]" in caplog.text
+
+
 def test_counts_per_rule_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         quantized(mlp(), weight=spec(), bias=spec(Dtype.int32))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hierarchies import Fields, hierarchy
-from torch import nn
+from torch import Tensor, nn
 from toys import traced
 
 from quantizer.config.diagnostics import Diagnostic
@@ -17,8 +17,11 @@ from quantizer.graph.modules import module_graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.plan.model import Plan
+from quantizer.plan.remarks import remarks
 from quantizer.plan.resolve import resolve
 from quantizer.plan.size import weight_bytes
+from quantizer.report.tables import plan_table
+from quantizer.report.view import View
 
 ROOT = "Residual::Residual/"
 FC = ROOT + "Linear[fc]/linear"
@@ -181,6 +184,44 @@ def test_a_group_size_that_does_not_divide_names_layers_and_one_that_does() -> N
     (found,) = findings(plan, "QZ407")
     assert "of 9 tensor(s): 96 long in weights of " in found.message and "and 4 more" in found.message
     assert found.help is not None and found.help.startswith("32 divides all of them")
+
+
+class Apart(nn.Module):
+    """A depthwise convolution, embeddings of tokens and of positions, those that are counted of tokens among them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.words, self.relative, self.counted = nn.Embedding(9, 8), nn.Embedding(9, width), nn.Embedding(9, width)
+        self.depthwise, self.fc = nn.Conv1d(8, 8, 3, padding=1, groups=8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1]) - torch.arange(ids.shape[1])[:, None]
+        counts = (ids != 1).long().cumsum(1)
+        x = self.fc(self.depthwise(self.words(ids.to(torch.int64)).mT).mT)
+        return x.sum() + self.relative(positions.clamp(0)).sum() + self.counted(counts).sum()
+
+
+def test_groups_leave_out_depthwise_convolutions_and_embeddings_of_positions() -> None:
+    model = Apart(3).eval()
+    graph = trace(model, (torch.zeros(2, 4, dtype=torch.int32),))
+    plan = resolve(hierarchy({"weights": INT4 | {"qscheme": "per_group", "group_size": 4}}), graph, graph)
+    assert findings(plan, "QZ407") == []
+    assert {graph.by_name[layer].scope for layer, role in plan.tensors if role == "weights"} == {"words", "fc"}
+    kept = {graph.by_name[layer].scope: why for (layer, _), why in plan.ungrouped.items()}
+    threes = "groups of 4 do not divide 3"
+    assert kept == {"depthwise": "groups of 4 do not divide 1", "relative": threes, "counted": threes}
+    name = "Apart::Apart/Conv1d[depthwise]/conv1d"
+    assert f"left float, as groups of 4 do not divide 1: weights of {name}" in list(remarks(plan))
+    row = next(each for each in plan.to_json()["layers"] if each["name"] == name)
+    assert row["ungrouped"] == {"weights": "groups of 4 do not divide 1"}
+    assert (name, "weights", "float: groups of 4 do not divide 1") in plan_table(plan, View()).rows
+
+
+def test_groups_that_do_not_fit_other_layers_are_refused_beside_them() -> None:
+    graph = trace(nn.Sequential(nn.Conv1d(6, 6, 3, groups=6), nn.Conv1d(6, 6, 1)).eval(), (torch.zeros(2, 6, 4),))
+    plan = resolve(hierarchy({"weights": INT4 | {"qscheme": "per_group", "group_size": 4}}), graph, graph)
+    (found,) = findings(plan, "QZ407")
+    assert "of 1 tensor(s): 6 long in weights of Sequential::Sequential/Conv1d[1]/conv1d" in found.message
 
 
 def test_a_group_size_that_does_not_divide_lists_all_layers_at_once() -> None:
