@@ -110,11 +110,22 @@ def _turn_residuals(work: _Work) -> set[str]:
             _turn_residual(work, residual)
             turned |= residual.readers.keys()
     if obstacles and not turned:
-        node = max(obstacles, key=lambda residual: len(residual.members)).obstacle
-        assert node is not None
-        text = f"the residual stream is not rotated: {node.op} is in the way"
-        work.found = work.found.with_remarks(Remark(node.name, text))
+        longest = max(obstacles, key=lambda residual: len(residual.members))
+        work.found = work.found.with_remarks(_why_not(work.graph, longest))
     return turned
+
+
+def _why_not(graph: Graph, residual: Residual) -> Remark:
+    """What keeps the residual stream from being rotated, and what can be done."""
+    node = residual.obstacle
+    assert node is not None
+    if node.name in residual.members and "" in graph.consumers[node.name]:
+        why, remedy = "the model returns it, and would return it rotated", "take the model with its head"
+    else:
+        why = f"{node.op} would compute something else of it"
+        remedy = "smoothquant or more bits for activations may help"
+    text = f"the residual stream is not rotated: {why}, so the outliers between the blocks stay"
+    return Remark(node.name, f'{text}; {remedy}, or write "residual": false to say that this is meant')
 
 
 def _turn_residual(work: _Work, residual: Residual) -> None:

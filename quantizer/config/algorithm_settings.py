@@ -20,7 +20,8 @@ class AlgoConfig:
     `stage` says whether it rescales (the float function stays) or rounds weights, `run` names its function as
     "module:function", `needs_data` says whether that reads the calibration data. `matrices` is how many float32
     matrices of inputs x inputs of the deepest layer it has in memory at its worst moment, and `networks` how many
-    networks it runs side by side.
+    networks it runs side by side. `eases_activations` says that it changes weights for the sake of activations that
+    are quantized.
     """
 
     name: str = ""
@@ -30,6 +31,7 @@ class AlgoConfig:
     needs_data: ClassVar[bool] = True
     matrices: ClassVar[int] = 0
     networks: ClassVar[int] = 1
+    eases_activations: ClassVar[bool] = False
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Setting:
         decided_by: the field of the weights' specification that decides instead of it.
         unread: why nothing reads it, if nothing does.
         is_part: whether it switches a part of the algorithm, which does nothing with all its parts off.
+        is_searched: whether more than a number is a choice by the error of outputs, that of weights included.
         keywords: of its entry in the schema, such as `minimum`.
     """
 
@@ -55,6 +58,7 @@ class Setting:
     decided_by: str = ""
     unread: str = ""
     is_part: bool = False
+    is_searched: bool = False
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -76,12 +80,12 @@ def setting(
     decided_by: str = "",
     unread: str = "",
     is_part: bool = False,
+    is_searched: bool = False,
     **keywords: Any,
 ) -> Any:
     """A field of settings, with what `Setting` says of it."""
-    return field(
-        default=default, metadata={"setting": Setting(description, needs, decided_by, unread, is_part, keywords)}
-    )
+    meant = Setting(description, needs, decided_by, unread, is_part, is_searched, keywords)
+    return field(default=default, metadata={"setting": meant})
 
 
 def algorithm(
@@ -92,6 +96,7 @@ def algorithm(
     aliases: Collection[str] = (),
     matrices: int = 0,
     networks: int = 1,
+    eases_activations: bool = False,
 ) -> Callable[[type[A]], type[A]]:
     """A decorator that enters the settings of an algorithm into `ALGORITHMS`, under the default of their `name`.
 
@@ -99,6 +104,7 @@ def algorithm(
         run: "module:function", imported when the algorithm runs.
         aliases: other spellings of its name.
         matrices, networks: what it takes of memory, as `AlgoConfig` says; for the prediction of `quantizer plan`.
+        eases_activations: whether it has nothing to gain where no activations are quantized.
 
     Raises (where the class is defined):
         ValueError: the name is taken, or nothing is said of a setting.
@@ -106,7 +112,7 @@ def algorithm(
 
     def enter(kind: type[A]) -> type[A]:
         kind.run, kind.stage, kind.needs_data = run, stage, needs_data
-        kind.matrices, kind.networks = matrices, networks
+        kind.matrices, kind.networks, kind.eases_activations = matrices, networks, eases_activations
         known = checked(kind)
         settings_of(known)
         name = known.name

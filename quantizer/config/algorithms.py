@@ -74,7 +74,9 @@ SHARED |= {
 }
 
 
-@algorithm(run="quantizer.algorithms.smoothquant:smoothquant", stage="rescale", aliases=["smooth"])
+@algorithm(
+    run="quantizer.algorithms.smoothquant:smoothquant", stage="rescale", aliases=["smooth"], eases_activations=True
+)
 @dataclass
 class SmoothQuantConfig(PreQuantOptConfig):
     """SmoothQuant (arXiv 2211.10438): the range of activations is moved into the weights; the float network computes
@@ -85,6 +87,7 @@ class SmoothQuantConfig(PreQuantOptConfig):
         1.0,
         "How much of the difficulty moves into the weights, 0 to 1; a list to choose from for each group of layers, or "
         '"auto" for 0, 0.1, …, 1. Recommended: 0.5, as in the paper; 1 is the default of the format.',
+        is_searched=True,
         minimum=0,
         maximum=1,
         title="strength",

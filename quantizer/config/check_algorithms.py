@@ -7,8 +7,10 @@ from typing import Any
 
 from quantizer.config.algorithm_settings import finds_codes, settings_of
 from quantizer.config.diagnostics import Diagnostic, related_to
-from quantizer.config.model import Algorithm, Config, QuantizationSpec, Sourced
+from quantizer.config.model import Algorithm, Config, QuantizationSpec, Role, Sourced
 from quantizer.config.wording import listed, quoted
+
+ACTIVATIONS: tuple[Role, ...] = ("input", "activation")
 
 
 def check_algorithms(config: Config) -> Iterator[Diagnostic]:
@@ -16,7 +18,7 @@ def check_algorithms(config: Config) -> Iterator[Diagnostic]:
     entries = config.algorithms
     yield from _order([entry for entry in entries if not _is_misplaced(entry)])
     yield from _repeated([entry for entry in entries if not finds_codes(entry.kind)])
-    weights = _global_weights(config)
+    weights = _everywhere(config, "weights")
     for entry in entries:
         if config.settings.target_device == "DPU":
             text = f"{entry.name} is not for the DPU: after calibration its scales are moved into the limits of \
@@ -32,6 +34,7 @@ shifters, which would undo what the algorithm found"
         for key, (why, place) in entry.unread.items():
             yield Diagnostic("QZ111", f"{key} has no effect: {why}", place, "note", help="remove the key")
         yield from _idle(entry, config)
+        yield from _for_nothing(entry, config)
 
 
 def _order(entries: Sequence[Algorithm]) -> Iterator[Diagnostic]:
@@ -110,7 +113,7 @@ def _decided_elsewhere(entry: Algorithm, weights: dict[str, Sourced]) -> Iterato
 def _idle(entry: Algorithm, config: Config) -> Iterator[Diagnostic]:
     """Rounding where no weights are quantized, and an algorithm with all its parts off."""
     name, parts = entry.name, _parts(entry)
-    if finds_codes(entry.kind) and not _quantizes_weights(config):
+    if finds_codes(entry.kind) and not _quantizes(config, "weights"):
         text = f"no weights are quantized to a format with a scale, so {name} has nothing to do"
         yield Diagnostic("QZ128", text, entry.place, "warning", help="quantize weights, or remove the algorithm")
     elif parts and not any(map(entry.value, parts)):
@@ -123,25 +126,39 @@ def _idle(entry: Algorithm, config: Config) -> Iterator[Diagnostic]:
         yield Diagnostic("QZ128", text, place, "warning", help=help_, related=related)
 
 
+def _for_nothing(entry: Algorithm, config: Config) -> Iterator[Diagnostic]:
+    """Weights made harder to round for the sake of activations that stay float."""
+    chosen = (entry.value(key) for key, meant in settings_of(entry.kind).items() if meant.is_searched)
+    is_chosen = any(not isinstance(value, (int, float)) for value in chosen)
+    if entry.kind.eases_activations and not is_chosen and not any(_quantizes(config, role) for role in ACTIVATIONS):
+        text = (
+            f"{entry.name} makes activations easier to quantize and weights harder, and no activations are quantized: \
+it costs a pass over the data and cannot help"
+        )
+        help_ = "remove it, or quantize activations; awq scales channels for the sake of weights"
+        yield Diagnostic("QZ334", text, entry.place, "warning", help=help_)
+
+
 def _parts(entry: Algorithm) -> list[str]:
     return [key for key, meant in settings_of(entry.kind).items() if meant.is_part]
 
 
-def _quantizes_weights(config: Config) -> bool:
-    inherited = _global_weights(config)
+def _quantizes(config: Config, role: Role) -> bool:
+    """Whether some tensor of a role gets a format with a scale."""
+    inherited = _everywhere(config, role)
     return any(
-        QuantizationSpec(dtype=_value({**inherited, **rule.fields.get("weights", {})}, "dtype")).is_scaled
+        QuantizationSpec(dtype=_value({**inherited, **rule.fields.get(role, {})}, "dtype")).is_scaled
         for rule in config.rules
-        if "weights" in (rule.roles or ()) or "weights" in rule.adds
+        if role in (rule.roles or ()) or role in rule.adds
     )
 
 
-def _global_weights(config: Config) -> dict[str, Sourced]:
-    """What holds for weights of all layers; nothing where they are not quantized everywhere."""
+def _everywhere(config: Config, role: Role) -> dict[str, Sourced]:
+    """What holds for a role in all layers; nothing where it is not quantized everywhere."""
     wide = [rule for rule in config.rules if rule.selector.kind in ("all", "weighted")]
-    if not any("weights" in (rule.roles or ()) or "weights" in rule.adds for rule in wide):
+    if not any(role in (rule.roles or ()) or role in rule.adds for rule in wide):
         return {}
-    merged = {name: sourced for rule in wide for name, sourced in rule.fields.get("weights", {}).items()}
+    merged = {name: sourced for rule in wide for name, sourced in rule.fields.get(role, {}).items()}
     return {"dtype": Sourced("int"), **merged}
 
 

@@ -88,7 +88,12 @@ def test_what_is_in_the_way_is_told(family: str) -> None:
     assert not found.parameters
     [remark] = found.remarks
     assert remark.layer in given_task.graph.by_name
+    returned = family == "ViT"
+    why = "the model returns it, and would return it rotated" if returned else "would compute something else of it"
     assert remark.text.startswith("the residual stream is not rotated: ")
+    assert f"{why}, so the outliers between the blocks stay; " in remark.text
+    assert ("take the model with its head" in remark.text) is returned
+    assert remark.text.endswith('or write "residual": false to say that this is meant')
 
 
 @pytest.mark.parametrize(

@@ -410,7 +410,8 @@ def test_algorithms_have_the_documented_fields_and_defaults(name: str) -> None:
     assert {key: properties[key]["default"] for key in ALGORITHMS[name]} == ALGORITHMS[name]
     assert properties["name"]["default"] == name
     group = {"dtype": "uint4", "qscheme": "per_group", "ch_axis": 1, "group_size": 128}
-    assert codes(global_quant_config={"weight": group}, algo_config={"name": name, **ALGORITHMS[name]}) == []
+    read = {"weight": group, "input_tensors": {"dtype": "int8", "is_dynamic": True}}
+    assert codes(global_quant_config=read, algo_config={"name": name, **ALGORITHMS[name]}) == []
 
 
 def test_a_document_without_text_names_its_values_by_path() -> None:
