@@ -6,18 +6,16 @@ import click
 
 from quantizer.cli.options import command, output_option, write_text
 from quantizer.cli.render import print_diagnostics
-from quantizer.config.convert import to_hierarchical, to_layered
-from quantizer.config.diagnostics import in_order
+from quantizer.config.convert import WRITERS, converted
+from quantizer.config.diagnostics import by_place
 from quantizer.config.form import Form
 from quantizer.config.load import load_config
 from quantizer.errors import UsageError
 
-_WRITERS = {"layered": to_layered, "hierarchical": to_hierarchical}
-
 
 @command()
 @click.argument("file", type=click.Path())
-@click.option("--to", type=click.Choice(list(_WRITERS)), help="The form to write.  [default: the other one]")
+@click.option("--to", type=click.Choice(list(WRITERS)), help="The form to write.  [default: the other one]")
 @output_option(default="-", help="Write to FILE, not to the screen.")
 def convert(file: str, to: Form | None, output: str) -> int:
     """Write a config in the other form. If that form cannot express it, print why and write nothing.
@@ -30,15 +28,15 @@ def convert(file: str, to: Form | None, output: str) -> int:
     """
     result = load_config(file)
     config = result.require()
-    wanted = to or ("hierarchical" if config.form == "layered" else "layered")
+    wanted: Form = to or ("hierarchical" if config.form == "layered" else "layered")
     if wanted == config.form:
         raise UsageError(f"{file} is of the {wanted} form already", help="leave --to out to write the other form")
-    document, findings = _WRITERS[wanted](config)
+    other = converted(config, wanted)
     told = [found for found in result.diagnostics if found.severity != "note"]
-    print_diagnostics(in_order([*told, *findings]), result.sources)
-    if any(found.severity == "error" for found in findings):
+    print_diagnostics(by_place([*told, *other.findings]), result.sources)
+    if any(found.severity == "error" for found in other.findings):
         return 1
-    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(other.document, indent=2, ensure_ascii=False) + "\n"
     if output == "-":
         click.echo(text, nl=False)
     else:

@@ -94,5 +94,10 @@ def in_order(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
         first = once.setdefault((found.code, found.place, found.severity), found)
         related = tuple(dict.fromkeys((*first.related, *found.related)))
         once[found.code, found.place, found.severity] = replace(first, related=related)
+    return by_place(once.values())
+
+
+def by_place(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """The findings sorted by place, those about the whole file first."""
     nowhere = Place("", 0, 0)
-    return tuple(sorted(once.values(), key=lambda found: (found.place or nowhere, found.code)))
+    return tuple(sorted(diagnostics, key=lambda found: (found.place or nowhere, found.code)))

@@ -155,25 +155,28 @@ class _Translator(ValidDocument):
         }
 
 
-def parameters(spec: QuantizationSpec, *, rule: bool = False) -> dict[str, Any]:
+def parameters(spec: QuantizationSpec, said: Collection[str] = ()) -> dict[str, Any]:
     """A complete block that says the same as a spec of integers, or one without a scale.
 
-    With `rule` it says "symmetric_scale": "quant_max" as well, where a wider block may say something else.
+    `said` are the words, of "datatype" and "symmetric_scale", that it says with their default as well, as another block
+    may say something else.
     """
     if spec.dtype in CAST_ONLY:
         return {"datatype": spec.dtype}
     values = {**spec.to_json(), "qscheme": spec.qscheme == "per_channel"}
     values |= {"statistic": "max"} if spec.statistic == POOLED else {}
-    idle = {"datatype", *(("percentage",) if spec.method != "percentile" else ())}
-    said = spec.has_symmetric_scale and (rule or spec.symmetric_scale != "quant_max")
-    idle |= set() if said else {"symmetric_scale"}
+    idle = {"datatype"} - {*said} | ({"percentage"} if spec.method != "percentile" else set())
+    if not spec.has_symmetric_scale or (spec.symmetric_scale == "quant_max" and "symmetric_scale" not in said):
+        idle |= {"symmetric_scale"}
     return {word: values[field] for word, field in FIELDS.items() if word not in idle}
 
 
-def entry(selector: Mapping[str, Any], specs: Mapping[Role, QuantizationSpec], *, rule: bool = False) -> dict[str, Any]:
-    """A complete layer entry: an overall block, and what differs from it for single roles; `rule` as above."""
-    by_role = {role: parameters(specs[role], rule=rule) for role in ROLES if role in specs}
-    overall = dict(next((block for block in by_role.values() if "datatype" not in block), next(iter(by_role.values()))))
+def entry(
+    selector: Mapping[str, Any], specs: Mapping[Role, QuantizationSpec], said: Collection[str] = ()
+) -> dict[str, Any]:
+    """A complete layer entry: an overall block, and what differs from it for single roles; `said` as above."""
+    by_role = {role: parameters(specs[role], said) for role in ROLES if role in specs}
+    overall = dict(next((block for block in by_role.values() if "bit_width" in block), next(iter(by_role.values()))))
     for word in OPTIONAL:
         overall.pop(word, None)  # the roles that read it say so themselves
     overall |= {"per_channel": False} if "per_channel" in overall else {}
@@ -204,6 +207,5 @@ def with_entries(document: Mapping[str, Any], entries: Mapping[str, Mapping[str,
 
 def specified(document: Mapping[str, Any], specs: Mapping[Role, QuantizationSpec]) -> dict[str, Any]:
     """What an entry of this document says to give a layer's tensors these specs, whatever wider blocks say."""
-    complete = entry({}, specs, rule="symmetric_scale" in str(document))
-    complete["overall_quantize_config"].setdefault("datatype", "int")
-    return complete
+    rules = {"symmetric_scale"} if "symmetric_scale" in str(document) else set()
+    return entry({}, specs, {"datatype", *rules})

@@ -29,6 +29,8 @@ def unmatched(form: Form, rules: Sequence[MatchedRule], original: Graph) -> Iter
             yield Diagnostic("QZ404", found.note, selector.place, "note")
         if found.layers or selector.kind == "all" or not selector.required or selector.text in KINDS:
             continue
+        if selector.kind == "weighted" and not row.rule.fields:
+            continue  # an empty block says nothing
         if selector.kind == "weighted":
             text = f"{row.rule.label} applies to no layer: {original.model} has none with weights of its own"
             yield Diagnostic("QZ402", text, selector.place, help="`quantizer inspect --top all` lists all layers")
@@ -48,11 +50,17 @@ def overridden(rules: Sequence[MatchedRule]) -> Iterator[Diagnostic]:
     for index, row in enumerate(rules):
         keys = [(row.found.rank, layer) for layer in row.found.layers if row.found.rank]
         for other in sorted({owner[key] for key in keys if key in owner}):
-            if rules[other].rule.fields != row.rule.fields:
+            if _says_otherwise(row.rule, rules[other].rule):
                 labels = f"{row.rule.label} overrides {rules[other].rule.label}"
                 text = f"{labels}: both select by {RANKS[row.found.rank]}"
                 yield Diagnostic("QZ403", text, row.rule.selector.place, "warning")
         owner |= dict.fromkeys(keys, index)
+
+
+def _says_otherwise(rule: ConfigRule, other: ConfigRule) -> bool:
+    """Whether two rules for one layer disagree: about a tensor that both are about, or about which are quantized."""
+    are_about_same = rule.roles is not None or other.roles is not None or rule.fields.keys() & other.fields.keys()
+    return bool(are_about_same) and rule.fields != other.fields
 
 
 def embeddings(rules: Sequence[MatchedRule], graph: Graph, planned: Container[Key]) -> Iterator[Diagnostic]:
@@ -72,7 +80,8 @@ def ineffective(rules: Sequence[MatchedRule], floats: Mapping[str, str]) -> Iter
     """A rule that matches layers but sets nothing is most likely a misunderstanding."""
     for row in rules:
         layers, selector = row.found.layers, row.rule.selector
-        if layers and not row.effects and selector.kind != "all":
+        is_empty = selector.kind == "weighted" and not row.rule.fields
+        if layers and not row.effects and selector.kind != "all" and not is_empty:
             why = floats.get(layers[0], "the layer has no tensor of the listed kinds")
             idle = "there is nothing to quantize" if selector.kind == "exclude" else "changes no tensor"
             text = f"{row.rule.label} matches {len(layers)} layer(s) but {idle}: {layers[0]}: {why}"

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from quantizer.config.diagnostics import Diagnostic
+from quantizer.config.effective import effective
 from quantizer.config.hierarchical_spec import is_foreign, turned
 from quantizer.config.model import AUTO, POOLED, Config, Fields, QuantizationSpec, Role, Sourced
 from quantizer.config.roles import base_role, is_parameter, parameter_role
@@ -176,7 +177,7 @@ class _Resolver:
         point = quantization_point(self.graph, self.where, name) or name
         made = "input" if self.graph.by_name[point].op in ENTRIES else "activation"
         producer = self.tensors.get((point, made))
-        same = producer is not None and producer.spec == spec
+        same = producer is not None and effective(producer.spec) == effective(spec)
         return same and (point == name or (spec.qscheme == "per_tensor" and not spec.is_dynamic))
 
     def _add(self, layer: str, role: str, group: Group, view: TensorView) -> bool:

@@ -22,7 +22,7 @@ from quantizer.config.algorithms import (
     RotationConfig,
     SmoothQuantConfig,
 )
-from quantizer.config.convert import to_hierarchical, to_layered
+from quantizer.config.convert import converted
 from quantizer.config.document import Document, Text
 from quantizer.config.load import LoadResult, check_document
 from quantizer.config.model import Algorithm, Names, ScalingLayer
@@ -185,13 +185,13 @@ EVERYTHING = {
 
 def test_conversion_keeps_algorithms_both_ways() -> None:
     config = check({"global_quant_config": {"weight": CHANNELS}, **EVERYTHING}).require()
-    there, findings = to_layered(config)
-    assert not [found for found in findings if found.severity == "error"]
-    layered = check(there).require()
+    there = converted(config, "layered")
+    assert not [found for found in there.findings if found.severity == "error"]
+    layered = check(there.document).require()
     assert of(layered) == of(config)
-    back, findings = to_hierarchical(layered)
-    assert not [found for found in findings if found.severity == "error"]
-    assert of(check(back).require()) == of(config)
+    back = converted(layered, "hierarchical")
+    assert not [found for found in back.findings if found.severity == "error"]
+    assert of(check(back.document).require()) == of(config)
 
 
 def test_the_resolved_config_has_every_setting_that_something_reads() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from toys import traced
 
 from configs import SETTINGS, document, layer
 from quantizer.cli.main import run_command
-from quantizer.config.convert import WEIGHTED, to_hierarchical, to_layered
+from quantizer.config.convert import WEIGHTED, WRITERS, Converted, converted
+from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document import Document
 from quantizer.config.load import check_document, load_config
 from quantizer.config.model import Config
+from quantizer.config.resources import presets
 from quantizer.graph.ops import OPS
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
@@ -33,6 +36,16 @@ def config(value: dict[str, Any]) -> Config:
 def plan(value: dict[str, Any], toy: str) -> Plan:
     found = config(value)
     return resolve(found, run_passes(traced(toy), found.settings), traced(toy))
+
+
+def to_layered(found: Config) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
+    other = converted(found, "layered")
+    return other.document, other.findings
+
+
+def to_hierarchical(found: Config) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
+    other = converted(found, "hierarchical")
+    return other.document, other.findings
 
 
 def codes(findings: Any) -> list[str]:
@@ -74,6 +87,14 @@ SAYABLE: dict[str, dict[str, Any]] = {
         "layer_type_quant_config": {"Linear": {"weight": {"dtype": "float32"}}},
     },
     "bfloat16": {"global_quant_config": {"weight": {"dtype": "bfloat16"}}},
+    "integers of a type among bfloat16": {
+        "global_quant_config": {"weight": {"dtype": "bfloat16"}},
+        "layer_type_quant_config": {"Linear": {"weight": {"dtype": "int8"}}},
+    },
+    "bfloat16 of a name among integers": {
+        "global_quant_config": {"weight": INT8, "bias": {"dtype": "float16"}},
+        "layer_quant_config": {"fc": {"weight": {"dtype": "bfloat16"}, "bias": {"dtype": "int8"}}},
+    },
 }
 
 
@@ -113,6 +134,27 @@ BACK: dict[str, dict[str, Any]] = {
     "weights": document(layer("fc", roles=[]), quantizable_data_type=["weights"], overall={"round_mode": "std_round"}),
     "a role that a layer leaves out": document(layer("fc", roles=["bias"]), quantizable_data_type=["weights"]),
     "a type in float": document(layer(type="torch.nn.Linear", roles=[]), quantizable_data_type=["weights", "bias"]),
+    "the whole network": document(),
+    "the whole network but a layer": document(layer("fc", roles=["weights"], bit_width=4), layer("conv1", roles=[])),
+    "inputs, and weights of a type": document(
+        layer(type="Linear", roles=["weights", "activation"], bit_width=4),
+        quantizable_data_type=["input", "weights", "activation"],
+        tensor={"activation": {"bit_width": 4}},
+    ),
+    "a percentage of the top": document(
+        layer("fc", roles=["weights"], method="percentile"),
+        quantizable_data_type=["weights"],
+        overall={"method": "percentile", "percentage": 99},
+    ),
+    "a pattern in float, and a name that is stronger": document(
+        layer("*c*", roles=[]), layer("fc", roles=["weights"]), quantizable_data_type=["weights"]
+    ),
+    "two entries for a layer": document(
+        layer("fc", roles=["weights"], bit_width=4),
+        layer("conv1", roles=["weights"]),
+        layer("fc", roles=["bias"]),
+        quantizable_data_type=[],
+    ),
 }
 
 
@@ -125,6 +167,30 @@ def test_the_hierarchical_file_gives_the_same_plan(name: str) -> None:
         key: tensor.spec for key, tensor in ours.tensors.items()
     }
     assert ours.tensors
+
+
+def test_the_whole_network_is_planned_without_a_finding() -> None:
+    written, findings = to_hierarchical(config(document()))
+    assert (findings, plan(written, "preactivated").diagnostics) == ((), ())
+    ours, theirs = plan(document(), "preactivated"), plan(written, "preactivated")  # with a concatenation and a norm
+    assert {key: tensor.spec for key, tensor in theirs.tensors.items()} == {
+        key: tensor.spec for key, tensor in ours.tensors.items()
+    }
+
+
+def test_what_is_written_passes_the_checks_of_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The safety net: what a writer gets wrong is refused, at the place of the source that it comes from."""
+    source = document(layer("fc", roles=["weights"]), quantizable_data_type=["weights"])
+    place = config(source).rules[-1].selector.place
+
+    def wrong(found: Config) -> Converted:
+        levels = {"layer_quant_config": {"fc": {"weight": {"dtype": "int8", "group_size": 0, "qscheme": "per_group"}}}}
+        return Converted({"global_quant_config": {}, **levels}, (), {"/layer_quant_config/fc": place})
+
+    monkeypatch.setitem(WRITERS, "hierarchical", wrong)  # type: ignore[misc]
+    _, [first, *_] = to_hierarchical(config(source))
+    assert (first.code, first.place) == ("QZ124", place)
+    assert first.message.startswith("the hierarchical form would refuse it, QZ31")
 
 
 @pytest.mark.parametrize("name", SAYABLE)
@@ -152,7 +218,7 @@ TO_LAYERED: dict[str, tuple[dict[str, Any], str]] = {
     "axis": ({"weight": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 1}}, "ch_axis 1"),
     "channels of an input": (
         {"input_tensors": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 1}},
-        "per_channel for input",
+        "qscheme per_channel",
     ),
     "floor": ({"weight": {"dtype": "int8", "round_method": "floor"}}, "floor"),
     "device": ({"weight": INT8, "target_device": "IPU"}, "IPU"),
@@ -161,10 +227,12 @@ TO_LAYERED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", TO_LAYERED)
 def test_what_the_layered_form_cannot_say(name: str) -> None:
+    """One sentence for each reason, which names the key, wherever it stands."""
     level, message = TO_LAYERED[name]
-    _, findings = to_layered(config({"global_quant_config": level}))
+    types = {"Linear": {key: value for key, value in level.items() if key != "target_device"}}
+    _, findings = to_layered(config({"global_quant_config": level, "layer_type_quant_config": types}))
     errors = [found for found in findings if found.severity == "error"]
-    assert message in errors[0].message
+    assert [found for found in errors if message in found.message] == [errors[0]]
     assert str(errors[0].place).startswith("Config.global_quant_config.")
     assert set(codes(findings)) == {"QZ124"}
 
@@ -193,28 +261,51 @@ def test_a_layer_that_inherits_from_its_type_depends_on_the_model() -> None:
     assert codes(to_layered(config(blocks))[1]) == []
 
 
+def test_a_layer_that_inherits_from_a_pattern_depends_on_the_model() -> None:
+    names = {"l*": {"weight": {"dtype": "int4", "round_method": "half_up"}}, "layer1.0": {"weight": {"dtype": "int8"}}}
+    [finding] = to_layered(config({"global_quant_config": {}, "layer_quant_config": names}))[1]
+    text = 'layer_quant_config["layer1.0"] may inherit from layer_quant_config["l*"] (weight)'
+    assert finding.code == "QZ124" and finding.message.startswith(text)
+
+
+def test_a_module_that_inherits_inputs_may_have_layers_without_weights() -> None:
+    blocks = {"global_quant_config": {"weight": INT8, "input_tensors": INPUT}}
+    for name, differs in (("layer1", True), ("Residual::Residual/Linear[fc]/linear", False)):
+        levels = blocks | {"layer_quant_config": {name: {"weight": {"dtype": "int4"}}}}
+        findings = to_layered(config(levels))[1]
+        assert any("is about layers with weights of their own" in found.message for found in findings) == differs
+
+
 def test_an_excluded_pattern_is_weaker_than_a_name_in_the_layered_form() -> None:
     blocks = {"global_quant_config": {"weight": INT8}, "layer_quant_config": {"fc": {"bias": BIAS}}, "exclude": ["f*"]}
     assert codes(to_layered(config(blocks))[1]) == ["QZ124"]
 
 
 TO_HIERARCHICAL: dict[str, tuple[dict[str, Any], str]] = {
-    "activations of the network": (document(), "quantizes input, activation only of layers that have weights"),
-    "a switch": (document(quantizable_data_type=["weights"], include_cle=True), "no key for include_cle"),
+    "activations of the network, others of a type": (document(layer(type="Linear", roles=[])), "layer_type"),
+    "a switch": (document(quantizable_data_type=["weights"], keep_add_layer_accuracy=True), "keep_add_layer_accuracy"),
     "a statistic": (document(quantizable_data_type=["weights"], overall={"calib_statistic_method": "mean"}), "mean"),
     "a method": (document(quantizable_data_type=["weights"], overall={"method": "entropy"}), "method entropy"),
-    "bits": (document(quantizable_data_type=["weights"], overall={"bit_width": 7}), "signed codes of 7 bits"),
+    "bits": (document(quantizable_data_type=["weights"], overall={"bit_width": 7}), "bit_width 7"),
     "a narrow range": (document(quantizable_data_type=["weights"], overall={"narrow_range": True}), "narrow_range"),
     "percentile per channel": (
         document(
             quantizable_data_type=["weights"],
             tensor={"weights": {"per_channel": True, "method": "percentile"}},
         ),
-        "percentile with per_channel",
+        "no observer for it with per_channel",
     ),
     "a layer that may be absent": (
         document(layer("fc", required=False), quantizable_data_type=["weights"]),
-        '"required": false',
+        "required false",
+    ),
+    "what an entry leaves to another": (
+        document(
+            layer("re:f.*", roles=["weights"], method="percentile", percentage=99),
+            layer("fc", roles=["weights"], method="percentile"),
+            quantizable_data_type=[],
+        ),
+        "may inherit from layer_quantize_config[0] (weights)",
     ),
 }
 
@@ -230,7 +321,7 @@ def test_what_the_hierarchical_form_cannot_say(name: str) -> None:
 
 def test_the_dpu_has_the_layered_form_only() -> None:
     _, findings = to_hierarchical(load_config(ROOT / "configs" / "dpu.json").require())
-    assert "the hierarchical form has no target_device DPU" in {found.message for found in findings}
+    assert "target_device DPU: the hierarchical form has CPU, GPU and IPU" in {found.message for found in findings}
 
 
 def test_the_command_writes_the_other_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,7 +337,7 @@ def test_the_command_writes_nothing_that_is_not_the_same(tmp_path: Path, capsys:
     target = tmp_path / "b.json"
     assert run_command(["convert", str(ROOT / "configs" / "static_fp8.json"), "-o", str(target)]) == 1
     assert not target.exists()
-    refusal = "static_fp8.json:6:16: error QZ124: the layered form cannot express dtype fp8_e4m3"
+    refusal = "static_fp8.json:6:16: error QZ124: dtype fp8_e4m3: the layered form has no floating-point formats with a"
     assert refusal in capsys.readouterr().err
 
 
@@ -258,3 +349,22 @@ def test_the_command_refuses_what_it_cannot_use(tmp_path: Path, capsys: pytest.C
     source.write_text(json.dumps(SAYABLE["weights"]))
     assert run_command(["convert", str(source), "--to", "hierarchical"]) == 2
     assert "already" in capsys.readouterr().err
+
+
+def preset_row(name: str) -> str:
+    """What becomes of a preset in the other form, as a row of docs/hierarchical.md."""
+    found = load_config(ROOT / "configs" / f"{name}.json").require()
+    other = converted(found, "hierarchical" if found.form == "layered" else "layered")
+    reasons = [each.message for each in other.findings if each.severity == "error"]
+    outcome = "; ".join(f"`{key}`: {why}" for key, _, why in (each.partition(": ") for each in reasons))
+    if reasons:
+        return f"| `{name}` | {found.form} | refused | {outcome} |"
+    result = check_document(Document.of(other.document, name))
+    assert codes(result.diagnostics) == []
+    return f"| `{name}` | {found.form} | converts | {'; '.join(each.message for each in other.findings)} |"
+
+
+def test_the_page_says_what_becomes_of_each_preset() -> None:
+    page = (ROOT / "docs" / "hierarchical.md").read_text("utf-8")
+    rows = [line for line in page.splitlines() if re.match(r"\| `\w+` \| (layered|hierarchical) \|", line)]
+    assert rows == [preset_row(name) for name in presets()]

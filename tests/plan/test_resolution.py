@@ -158,6 +158,13 @@ def test_an_input_of_its_own_only_where_it_differs(planned: Any) -> None:
     assert "QZ405" not in codes(other)
 
 
+def test_a_word_that_nothing_reads_makes_no_input_of_its_own(planned: Any) -> None:
+    entry = layer(type="Conv2d", roles=["input", "activation"], tensor={"activation": {"percentage": 99}})
+    plan = planned(entry, quantizable_data_type=[])
+    assert (f"{BLOCK}ReLU[relu]/relu", "activation") in plan.tensors
+    assert (CONV2, "input") not in plan.tensors
+
+
 def test_an_input_that_keeps_its_producers_scale_through_a_relu(planned: Any) -> None:
     plan = planned(layer("layer1.0.conv1", roles=ALL))
     assert "input" not in plan.of_layer(CONV1)

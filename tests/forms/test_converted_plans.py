@@ -1,0 +1,81 @@
+"""Configs drawn at random, in the other form: refused with a reason and a place, or valid and planned alike."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra: dev)")
+
+import drawn_configs
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from toys import traced
+
+from quantizer.config.convert import Converted, converted
+from quantizer.config.document import Document
+from quantizer.config.effective import effective
+from quantizer.config.load import check_document
+from quantizer.config.model import Config, QuantizationSpec
+from quantizer.config.roles import base_role
+from quantizer.graph.passes import run_passes
+from quantizer.plan.model import Plan
+from quantizer.plan.resolve import resolve
+
+drawn = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+SEEDS = st.integers(0, 2**32)  # uniform draws: hypothesis' own prefer what is rare, which one form lacks
+
+
+def planned(config: Config) -> Plan:
+    graph = traced("residual")
+    return resolve(config, run_passes(graph, config.settings), graph)
+
+
+def errors(findings: Any) -> list[Any]:
+    return [found for found in findings if found.severity == "error"]
+
+
+@drawn
+@given(SEEDS)
+def test_the_layered_form_plans_the_same(seed: int) -> None:
+    _compare(drawn_configs.hierarchical(random.Random(seed)), "layered")
+
+
+@drawn
+@given(SEEDS)
+def test_the_hierarchical_form_plans_the_same(seed: int) -> None:
+    _compare(drawn_configs.layered(random.Random(seed)), "hierarchical")
+
+
+def _compare(value: dict[str, Any], form: Any) -> None:
+    config = check_document(Document.of(value, "Config")).config
+    assume(config is not None)
+    assert config is not None
+    other, ours = converted(config, form), planned(config)
+    assume(not errors(ours.diagnostics))
+    if refused := errors(other.findings):
+        assert all(found.code == "QZ124" and found.place for found in refused)
+        assert len({found.message for found in refused}) == len(refused)
+        return
+    result = check_document(Document.of(other.document, "Converted"))
+    assert errors(result.diagnostics) == []
+    theirs = planned(result.require())
+    assert errors(theirs.diagnostics) == []
+    assert decided(theirs, other) == decided(ours, other)
+
+
+def decided(plan: Plan, other: Converted) -> dict[Any, QuantizationSpec]:
+    """The specs that have to be the same: without what a warning is about, and without inputs, which depend on that."""
+    warnings = " ".join(found.message for found in other.findings)
+    specs = {key: replace(effective(tensor.spec), statistic="max") for key, tensor in plan.tensors.items()}
+    kept = {"weights", "bias", "activation", "input"}
+    if "may inherit" in warnings:
+        kept -= {"activation", "input"}
+    weighted = {node.name for node in plan.graph.nodes if node.params}
+    if "is about layers with weights" in warnings:
+        kept -= {"input"}
+        specs = {key: spec for key, spec in specs.items() if weighted.intersection(plan.tensors[key].members)}
+    return {key: spec for key, spec in specs.items() if base_role(key[1]) in kept}
