@@ -6,13 +6,13 @@ Run `python docs/generate.py` after a change to a rule, a description or a setti
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quantizer.config.algorithm_schema import form_schema
 from quantizer.config.layered import FIELDS
-from quantizer.config.model import ROLES
+from quantizer.config.model import CAST_ONLY, ROLES, Role
 from quantizer.config.pages import key_names, key_page, rules_page
 
 ROOT = Path(__file__).parents[1]
@@ -21,8 +21,9 @@ HIERARCHICAL = ROOT / "schemas" / "hierarchical.schema.json"
 SPEC = ROOT / "schemas" / "quantization_spec.schema.json"
 
 _WORDS = {field: word for word, field in FIELDS.items()}
-_FLOATS = {"properties": {"datatype": {"enum": ["float16", "bfloat16", "float32"]}}, "required": ["datatype"]}
-_DEVICES = ("DPU", "CPU", "GPU")
+_TENSOR = "tensor_quantize_config"
+_DEVICES: Mapping[str, tuple[str, ...]] = {"": (), "_DPU": ("DPU",), "_CPU_GPU": ("CPU", "GPU")}
+"""What ends the names of definitions, and the devices that their rules are about; those of the first are about all."""
 
 
 def generated() -> dict[Path, str]:
@@ -33,16 +34,18 @@ def generated() -> dict[Path, str]:
 
 
 def layered_schema() -> str:
-    """The layered schema with the rules of the spec schema, for editors."""
+    """The layered schema with the errors of the spec schema, for editors; a schema knows no warnings."""
     schema = {**form_schema("layered")}
     spec = json.loads(SPEC.read_text("utf-8"))
-    rules = [rule for rule in (*spec["then"]["allOf"], *spec["allOf"]) if rule.get("form") != "hierarchical"]
+    every = (*spec["then"]["allOf"], *spec["allOf"])
+    rules = [rule for rule in every if rule.get("form") != "hierarchical" and rule.get("severity") != "warning"]
     own = {name: entry for name, entry in schema["definitions"].items() if not name.startswith("rules")}
     schema["definitions"] = {**own, **_definitions(rules)}
-    schema["allOf"] = [_ref("rules_everywhere")]
-    for device in _DEVICES:
-        condition = {"properties": {"target_device": {"const": device}}, "required": ["target_device"]}
-        schema["allOf"].append({"if": condition, "then": _ref(f"rules_everywhere_{device}")})
+    schema["allOf"] = [_ref("rules")]
+    for name, devices in _DEVICES.items():
+        if devices:
+            condition = {"properties": {"target_device": {"enum": [*devices]}}, "required": ["target_device"]}
+            schema["allOf"].append({"if": condition, "then": _ref(f"rules{name}")})
     return text_of(schema)
 
 
@@ -51,65 +54,77 @@ def text_of(schema: Mapping[str, Any]) -> str:
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
-def _definitions(rules: list[dict[str, Any]]) -> dict[str, Any]:
+def _definitions(rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The rules of a level: the file, or an entry, which are alike in that a role's block overrides the overall one."""
     definitions: dict[str, Any] = {}
-    for device in (None, *_DEVICES):
-        for role in (None, *ROLES):
-            held = [
-                _translated(rule)
-                for rule in rules
-                if _holds(rule, "target_device", device) and _holds(rule, "tensor", role)
-            ]
-            if held:
-                definitions[_name("rules", device, role)] = {"if": {"not": _FLOATS}, "then": {"allOf": held}}
-        blocks, everywhere = _name("rules_blocks", device), _name("rules_everywhere", device)
-        definitions[blocks] = {"properties": _blocks(definitions, device)}
-        definitions[everywhere] = {
-            "allOf": [_ref(blocks), {"properties": {"layer_quantize_config": {"items": _ref(blocks)}}}]
-        }
+    for role in ROLES:
+        for word in ("datatype", *_words_of(rules, role)):
+            definitions[f"rules_{role}_states_{word}"] = _inside(
+                _TENSOR, role, {"type": "object", "required": [word]}, held=True
+            )
+        floats = _says(role, "datatype", {"enum": sorted(CAST_ONLY)}, held=True)
+        listed = {"properties": {"quantizable_data_type": {"contains": {"const": role}}}}
+        definitions[f"rules_{role}_is_integers"] = {"allOf": [listed, {"not": floats}]}
+    for name, devices in _DEVICES.items():
+        found = {role: [_merged(rule, role) for rule in rules if _holds(rule, devices, role)] for role in ROLES}
+        level = [
+            {"if": _ref(f"rules_{role}_is_integers"), "then": {"allOf": found[role]}} for role in ROLES if found[role]
+        ]
+        entries = {"properties": {"layer_quantize_config": {"items": _ref(f"rules_of_a_level{name}")}}}
+        definitions[f"rules_of_a_level{name}"] = {"allOf": level}
+        definitions[f"rules{name}"] = {"allOf": [_ref(f"rules_of_a_level{name}"), entries]}
     return definitions
 
 
-def _blocks(definitions: dict[str, Any], device: str | None) -> dict[str, Any]:
-    """Which rules hold in an overall block, and in each tensor's block."""
-    everywhere = _name("rules", device)
-    by_role = {
-        role: {"allOf": [_ref(name) for name in (everywhere, _name("rules", device, role)) if name in definitions]}
-        for role in ROLES
-    }
-    tensors = {role: entry for role, entry in by_role.items() if entry["allOf"]}
-    overall = {"overall_quantize_config": _ref(everywhere)} if everywhere in definitions else {}
-    return {**overall, "tensor_quantize_config": {"properties": tensors}}
+def _words_of(rules: Sequence[Mapping[str, Any]], role: Role) -> list[str]:
+    """The words that rules about a role read."""
+    about = [rule for rule in rules for devices in _DEVICES.values() if _holds(rule, devices, role)]
+    parts = [part for rule in about for part in (rule["if"], rule["then"])]
+    return sorted({word for part in parts for word in _in_words(part["properties"])})
 
 
-def _holds(rule: dict[str, Any], context: str, value: str | None) -> bool:
-    """Whether the rule is about this device or tensor and no wider one; None: whether it is about all."""
-    condition = rule["if"]["properties"].get(context)
-    if condition is None or value is None:
-        return condition is None and value is None
-    return value in condition.get("enum", [condition.get("const")])
+def _holds(rule: Mapping[str, Any], devices: Sequence[str], role: Role) -> bool:
+    """Whether the rule is about this role, and about these devices and no others."""
+    context = {key: entry for key, entry in rule["if"]["properties"].items() if key in ("tensor", "target_device")}
+    named = {key: entry.get("enum", [entry.get("const")]) for key, entry in context.items()}
+    return role in named.get("tensor", [role]) and set(named.get("target_device", ())) == {*devices}
 
 
-def _translated(rule: dict[str, Any]) -> dict[str, Any]:
-    conditions = _in_words({name: entry for name, entry in rule["if"]["properties"].items() if name in _WORDS})
-    leaves = {word: {**entry, "code": rule["code"]} for word, entry in _in_words(rule["then"]["properties"]).items()}
-    if not conditions:
-        return {"properties": leaves}
-    return {"if": {"properties": conditions, "required": list(conditions)}, "then": {"properties": leaves}}
+def _merged(rule: Mapping[str, Any], role: Role) -> dict[str, Any]:
+    """The rule about what holds for a role where its own block and the overall one are merged."""
+    conditions = [_says(role, word, entry, held=True) for word, entry in _in_words(rule["if"]["properties"]).items()]
+    leaves = _in_words(rule["then"]["properties"]).items()
+    [found] = [_says(role, word, {**entry, "code": rule["code"]}) for word, entry in leaves]
+    return {"if": {"allOf": conditions}, "then": found} if conditions else found
 
 
-def _in_words(properties: dict[str, Any]) -> dict[str, Any]:
-    return {_WORDS[name]: _value_in_words(name, entry) for name, entry in properties.items()}
+def _says(role: Role, word: str, entry: Mapping[str, Any], *, held: bool = False) -> dict[str, Any]:
+    """Whether the word's value fits `entry`; with `held` it has to be there.
+
+    In an overall block, `per_channel` is about weights alone.
+    """
+    own = _inside(_TENSOR, role, {"properties": {word: entry}})
+    wide = _inside("overall_quantize_config", {"properties": {word: entry}} | ({"required": [word]} if held else {}))
+    otherwise = {"else": wide} if word != "per_channel" or role == "weights" else {}
+    return {"if": _ref(f"rules_{role}_states_{word}"), "then": own, **otherwise}
+
+
+def _inside(*path: Any, held: bool = False) -> dict[str, Any]:
+    """A schema of what is at a path, of which the last part is the schema there; with `held` it has to be there."""
+    *keys, found = path
+    for key in reversed(keys):
+        found = {"properties": {key: found}} | ({"required": [key]} if held else {})
+    return dict(found)
+
+
+def _in_words(properties: Mapping[str, Any]) -> dict[str, Any]:
+    return {_WORDS[name]: _value_in_words(name, entry) for name, entry in properties.items() if name in _WORDS}
 
 
 def _value_in_words(name: str, entry: dict[str, Any]) -> dict[str, Any]:
     if name != "qscheme":
         return entry
     return {**entry, "enum": [option == "per_channel" for option in entry["enum"]]}
-
-
-def _name(*parts: str | None) -> str:
-    return "_".join(part for part in parts if part)
 
 
 def _ref(name: str) -> dict[str, str]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
 import runpy
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonschema import Draft7Validator
 
-from quantizer.config.document import Text
+from quantizer.config.document import Document, Text
 from quantizer.config.load import check_document
-from quantizer.config.model import QuantizationSpec
+from quantizer.config.model import ROLES, QuantizationSpec
 from quantizer.config.read import parse_document
 from quantizer.config.resources import load_resource
 from quantizer.config.rules import all_codes, conflicts, spec_rules
@@ -65,32 +67,105 @@ def test_floating_point_formats_break_no_rule() -> None:
     assert conflicts(QuantizationSpec(dtype="bfloat16", symmetric=False, method="mse"), "weights", "DPU") == ()
 
 
+WORDS: dict[str, list[Any]] = {
+    "method": ["maxmin", "percentile", "entropy", "mse", "diffs"],
+    "symmetry": [True, False],
+    "signed": [True, False],
+    "narrow_range": [True, False],
+    "per_channel": [False, True],
+    "scale_type": ["float", "poweroftwo"],
+    "calib_statistic_method": ["modal", "max", "mean", "median"],
+    "round_mode": ["std_round", "half_up"],
+    "bit_width": [8, 32],
+}
+PRESET = json.loads((ROOT / "configs" / "default.json").read_text("utf-8"))
+EDITOR = Draft7Validator(LAYERED)
+
+
+def told(document: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """The codes of the errors of the editor's schema, and of `validate`."""
+    editor = {error.schema.get("code", "?") for error in EDITOR.iter_errors(document) if isinstance(error.schema, dict)}
+    found = check_document(Document.of(document, "net")).diagnostics
+    return editor, {diagnostic.code for diagnostic in found if diagnostic.severity == "error"}
+
+
 @pytest.mark.parametrize("device", ["DPU", "CPU", "GPU"])
-def test_editor_and_terminal_agree(device: str) -> None:
-    """On a complete tensor block for weights the layered schema alone finds what the merged specs break."""
-    axes = {
-        "method": ["maxmin", "mse", "diffs"],
-        "symmetry": [True, False],
-        "per_channel": [False, True],
-        "scale_type": ["float", "poweroftwo"],
-        "calib_statistic_method": ["modal", "max"],
-        "round_mode": ["std_round", "half_up"],
-    }
-    validator = Draft7Validator(LAYERED)
-    preset = json.loads((ROOT / "configs" / "default.json").read_text("utf-8"))
-    preset = {**preset, "target_device": device, "quantizable_data_type": ["weights"]}
-    for values in itertools.product(*axes.values()):
-        block = {**preset["overall_quantize_config"], **dict(zip(axes, values, strict=True))}
-        document = {**preset, "tensor_quantize_config": {"weights": block}}
-        document["overall_quantize_config"] = {"datatype": "float32"}
-        block["datatype"] = "int"
-        editor = {
-            error.schema["code"]
-            for error in validator.iter_errors(document)
-            if isinstance(error.schema, dict) and "code" in error.schema
+def test_editor_and_terminal_agree_on_an_overall_block(device: str) -> None:
+    """Its 384 combinations of these words, each the whole of a file for weights."""
+    words = {**WORDS, "method": ["maxmin", "mse", "diffs"], "round_mode": ["std_round"], "bit_width": [8]}
+    verdicts = set()
+    for values in itertools.product(*words.values()):
+        block = {**PRESET["overall_quantize_config"], **dict(zip(words, values, strict=True))}
+        file = {**PRESET, "target_device": device, "quantizable_data_type": ["weights"]}
+        editor, terminal = told(file | {"overall_quantize_config": block, "tensor_quantize_config": {}})
+        assert editor == terminal, block
+        verdicts.add(not editor)
+    assert verdicts == {True, False}
+
+
+@pytest.mark.parametrize("device", ["DPU", "CPU"])
+def test_editor_and_terminal_agree_where_blocks_are_merged(device: str) -> None:
+    """At the top and in an entry: overall blocks, blocks of some tensors, lists of tensors, drawn at random."""
+    draw = random.Random(device)
+    verdicts = Counter[bool]()
+    for _ in range(300):
+        entry = {"layer_type": "Linear", "layer_name": None, **level(draw, device)}
+        file = {**PRESET, "target_device": device, **level(draw, device), "layer_quantize_config": [entry]}
+        editor, terminal = told(file)
+        assert editor == terminal, file
+        verdicts[not editor] += 1
+    assert min(verdicts[True], verdicts[False]) > 20
+
+
+def level(draw: random.Random, device: str) -> dict[str, Any]:
+    """The blocks of a file or of an entry; half of the words are those that every device takes."""
+    sound = json.loads((ROOT / "configs" / f"{'dpu' if device == 'DPU' else 'default'}.json").read_text("utf-8"))
+    usual, tensors = sound["overall_quantize_config"], sound.get("tensor_quantize_config", {})
+
+    def changed(words: dict[str, Any]) -> dict[str, Any]:
+        return words | {
+            word: draw.choice(WORDS[word]) for word in draw.sample(sorted(WORDS), draw.choice([0, 0, 1, 2]))
         }
-        found = check_document(parse_document(Text("net.json", json.dumps(document)))).diagnostics
-        assert editor == {diagnostic.code for diagnostic in found}, block
+
+    roles = draw.sample(ROLES, draw.randint(0, 3))
+    return {
+        "quantizable_data_type": roles,
+        "overall_quantize_config": changed(usual),
+        "tensor_quantize_config": {role: changed(tensors.get(role, {})) for role in roles},
+    }
+
+
+def test_editors_know_which_blocks_are_integers() -> None:
+    """Words under a floating-point datatype break no rule, wherever the datatype stands."""
+    mse = {"symmetry": False, "method": "mse"}
+    floating = {
+        **PRESET,
+        "quantizable_data_type": ["weights", "activation"],
+        "overall_quantize_config": {"datatype": "bfloat16"},
+    }
+    for tensor, codes in (({"datatype": "float16", **mse}, set()), ({"datatype": "int", **mse}, {"QZ302"})):
+        editor, terminal = told(floating | {"tensor_quantize_config": {"weights": tensor}})
+        assert editor == terminal == codes
+
+
+def test_the_hierarchical_schema_is_not_stricter_than_the_terminal() -> None:
+    validator = Draft7Validator(HIERARCHICAL)
+    words = {
+        "dtype": ["int4", "uint8", "int32", "fp8_e4m3", "mx6", "bfloat16"],
+        "symmetric": [None, True, False],
+        "qscheme": [None, "per_tensor", "per_channel", "per_group", "per_token"],
+        "observer_cls": [None, "PerTensorMSEObserver", "PerChannelMinMaxObserver", "PlaceholderObserver"],
+        "round_method": [None, "floor"],
+        "is_dynamic": [None, True],
+    }
+    accepted = 0
+    for values in itertools.product(*words.values()):
+        spec = dict(zip(words, values, strict=True)) | {"ch_axis": 1, "group_size": 16}
+        file = {"global_quant_config": {"input_tensors": spec}}
+        if check_document(Document.of(file, "Config")).config is not None:
+            accepted += 1
+            assert validator.is_valid(file), file
+    assert accepted > 50
 
 
 def test_every_rule_has_a_sentence_and_a_remedy() -> None:
