@@ -87,7 +87,8 @@ def _holds(rule: Mapping[str, Any], devices: Sequence[str], role: Role) -> bool:
     """Whether the rule is about this role, and about these devices and no others."""
     context = {key: entry for key, entry in rule["if"]["properties"].items() if key in ("tensor", "target_device")}
     named = {key: entry.get("enum", [entry.get("const")]) for key, entry in context.items()}
-    return role in named.get("tensor", [role]) and set(named.get("target_device", ())) == {*devices}
+    known = {device for each in _DEVICES.values() for device in each}
+    return role in named.get("tensor", [role]) and known.intersection(named.get("target_device", ())) == {*devices}
 
 
 def _merged(rule: Mapping[str, Any], role: Role) -> dict[str, Any]:

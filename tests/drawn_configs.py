@@ -63,7 +63,7 @@ def _parameters(draw: random.Random, role: str, *, complete: bool) -> Drawn:
         "round_mode": draw.choice(["half_even", "half_up", "half_down", "std_round"]),
         "symmetry": symmetry or role == "bias",
         "per_channel": role == "weights" and draw.random() < 0.3,
-        "signed": symmetry and (role != "activation" or draw.random() < 0.8),
+        "signed": role == "bias" or (symmetry and (role != "activation" or draw.random() < 0.8)),
         "narrow_range": symmetry and draw.random() < 0.03,
         "scale_type": "poweroftwo" if two else "float",
         "calib_statistic_method": draw.choice(["max"] * 30 + ["mean", "median"]),

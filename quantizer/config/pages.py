@@ -183,11 +183,14 @@ def _code_section(code: str) -> str:
 
 
 def _rules_of(key: str, form: Form) -> Mapping[str, Mapping[str, Any]]:
+    """The rules that are about a key; one beside another is about no device."""
     field = _FIELDS[form].get(key, key)
     return {
         code: rule
         for code, rule in spec_rules().items()
-        if rule.get("form", form) == form and (field in rule["then"]["properties"] or field in rule["if"]["properties"])
+        if rule.get("form", form) == form
+        and (field in rule["then"]["properties"] or field in rule["if"]["properties"])
+        and not (field == "target_device" and "beside" in rule)
     }
 
 

@@ -21,7 +21,8 @@ _CONTEXT = ("tensor", "target_device")
 class Conflict:
     """One broken rule: `fields` are fields of `QuantizationSpec`, the one that the message is about first.
 
-    `on_device` says that the device counts too; a warning names devices only to keep quiet where an error speaks.
+    `on_device` says that the device counts too; a warning, and a rule that is `beside` another, names devices only to
+    keep quiet where an error speaks.
     """
 
     code: str
@@ -90,5 +91,5 @@ def _conflict(rule: Mapping[str, Any], message: str, form: str) -> Conflict:
         fields=tuple(name for name in named if name not in _CONTEXT),
         help=rule.get(f"help_{form}", rule["help"]),
         severity=severity,
-        on_device=severity == "error" and "target_device" in named,
+        on_device=severity == "error" and "target_device" in named and "beside" not in rule,
     )

@@ -123,6 +123,7 @@ CHANGES = {
 @pytest.mark.parametrize("word", FIELDS)
 def test_every_parameter_changes_the_rules(word: str) -> None:
     base = {key: value for key, value in EXAMPLE.items() if not key.endswith("r_quantize_config")}
+    base["quantizable_data_type"] = ["activation"] if word == "signed" else base["quantizable_data_type"]
     changed = {**base, "overall_quantize_config": {**EXAMPLE["overall_quantize_config"], word: CHANGES[word]}}
     fields = load(changed).rules[0].fields["weights"]
     before = load(base).rules[0].fields["weights"]

@@ -79,6 +79,13 @@ def pairs(name: str) -> dict[str, Pair]:
             ),
             hierarchical({"weight": TENSOR | {"symmetric": False}, "bias": TENSOR | {"scale_type": "pof2"}}),
         ),
+        "unsigned activations, which a ReLU makes": (
+            layered(layer(type="relu", roles=["activation"], signed=False), roles=["weights"]),
+            hierarchical(
+                {"weight": TENSOR},
+                layer_type_quant_config={"relu": {"output_tensors": TENSOR | {"dtype": "uint8"}}},
+            ),
+        ),
         "another rounding and method": (
             layered(roles=["weights"], tensor={"weights": {"round_mode": "std_round", "method": "mse"}}),
             hierarchical({"weight": TENSOR | {"round_method": "round", "observer_cls": "PerTensorMSEObserver"}}),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from toys import traced
 
-from configs import OVERALL, SETTINGS, config, document, layer
+from configs import OVERALL, ROLES, config, document, layer
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.load import load_config
 from quantizer.config.resources import load_resource
@@ -43,6 +43,8 @@ SWITCHES: dict[str, Any] = {
     "target_device": "GPU",
     "quantizable_data_type": ["weights"],
 }
+ROLES_OF = {"signed": ["input", "activation"]}
+"""The tensors that a parameter has another legal value for, where not for all: weights and biases are signed."""
 BLOCKS = ("overall_quantize_config", "tensor_quantize_config", "layer_quantize_config")
 ALGORITHMS = "algorithms"  # what they do to weights is in tests/cli/test_algorithm_runs.py
 ENTRY = ("layer_type", "layer_name", "quantizable_data_type", "overall_quantize_config", "tensor_quantize_config")
@@ -97,13 +99,16 @@ def test_every_switch_does_something_or_says_that_it_does_not(key: str, tmp_path
 @pytest.mark.parametrize("key", PARAMETERS)
 def test_every_parameter_of_the_overall_block_changes_the_plan(key: str, tmp_path: Path) -> None:
     extra = {"method": "percentile"} if key == "percentage" else {}
-    before, _ = outcome(tmp_path, document(overall=extra))
-    after, _ = outcome(tmp_path, document(overall=extra | PARAMETERS[key]))
+    roles = {"quantizable_data_type": ROLES_OF.get(key, ROLES)}
+    before, _ = outcome(tmp_path, document(overall=extra, **roles))
+    after, _ = outcome(tmp_path, document(overall=extra | PARAMETERS[key], **roles))
     assert after != before
 
 
-@pytest.mark.parametrize("role", SETTINGS["quantizable_data_type"])
-@pytest.mark.parametrize("key", sorted(set(PARAMETERS) - {"per_channel"}))
+@pytest.mark.parametrize(
+    ("key", "role"),
+    [(key, role) for key in sorted(set(PARAMETERS) - {"per_channel"}) for role in ROLES_OF.get(key, ROLES)],
+)
 def test_every_parameter_of_a_tensor_block_changes_that_tensor_only(key: str, role: str, tmp_path: Path) -> None:
     extra = {"method": "percentile"} if key == "percentage" else {}
     (before, *_), _ = outcome(tmp_path, document(overall=extra))
@@ -116,8 +121,10 @@ def test_every_parameter_of_a_tensor_block_changes_that_tensor_only(key: str, ro
 @pytest.mark.parametrize("key", PARAMETERS)
 def test_every_parameter_of_a_layer_entry_changes_that_layer_only(key: str, tmp_path: Path) -> None:
     extra = {"method": "percentile"} if key == "percentage" else {}
-    (before, *_), _ = outcome(tmp_path, document(layer("se", **extra), overall=extra))
-    (after, *_), _ = outcome(tmp_path, document(layer("se", **extra, **without(PARAMETERS[key], extra)), overall=extra))
+    roles = ROLES_OF.get(key)
+    (before, *_), _ = outcome(tmp_path, document(layer("se", roles=roles, **extra), overall=extra))
+    changes = extra | without(PARAMETERS[key], extra)
+    (after, *_), _ = outcome(tmp_path, document(layer("se", roles=roles, **changes), overall=extra))
     changed = {name for name in before if before[name] != after.get(name)}
     assert changed
     assert {name.rpartition("[")[2] for name, _ in changed} <= {"se]/conv2d"}
