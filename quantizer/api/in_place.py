@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from itertools import tee
+from itertools import chain, tee
 from typing import Any
 
 import torch
@@ -34,13 +34,19 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
     rules = read.require()
     target = ModuleTarget(model)
 
+    items = _items(() if dataloader is None else dataloader, model)
+
     def confirm(job: Job) -> None:
+        nonlocal items
         target.check(job.plan)
-        if dataloader is None and (job.plan.needs_data or rules.algorithms):
+        outputs = any(tensor.role == "activation" for tensor in job.plan.tensors.values())
+        if dataloader is None and (job.plan.needs_data or rules.algorithms or outputs):
             why, remedy = _wants_data(job)
             raise DataError(f"no dataloader, but {why}", help=f"give quantize_model(model, dataloader) {remedy}")
-
-    items = _items(() if dataloader is None else dataloader, model)
+        if outputs:
+            first = next(items)
+            items = chain([first], items)
+            target.place_outputs(job.plan, first)
 
     def batches() -> Iterator[Batch]:
         """A pass; algorithms take several, so batches are kept for them, each read when a pass first comes to it."""
@@ -71,7 +77,10 @@ def _wants_data(job: Job) -> tuple[str, str]:
         found = next(tensor for tensor in job.plan.tensors.values() if tensor.is_calibrated)
         why = f"the {found.role} of {found.layer} has a static scale, which is found on data"
         return why, "some batches" + ("" if algorithms else ", or set is_dynamic=True")
-    return f"{algorithms[0].name} works on a trace of the model, which runs it on one batch", "one batch"
+    if algorithms:
+        return f"{algorithms[0].name} works on a trace of the model, which runs it on one batch", "one batch"
+    found = next(tensor for tensor in job.plan.tensors.values() if tensor.role == "activation")
+    return f"whether a ReLU follows {found.layer}, whose output is quantized, one batch shows", "one batch"
 
 
 def _items(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:

@@ -19,7 +19,7 @@ from quantizer.engine.result_files import write_json, write_tensors
 from quantizer.engine.result_set import replaced_set, settle
 from quantizer.errors import ModelError, ResultError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
-from quantizer.nn.inplace import InPlace, add_bias, check_float, insert_before, keep_layers_called
+from quantizer.nn.inplace import InPlace, add_bias, check_float, insert_before, keep_layers_called, rectify_output
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.transaction import all_or_nothing
 from quantizer.numerics.codes import pack
@@ -32,7 +32,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     of fewer than 8 bits packed (`numerics.codes.pack`). The JSON has `layers`, class,
     operator and the spec of each tensor by path and role; `shared`, the further paths of these layers; `codes`, shape
     and dtype of each parameter stored as codes; `ties`, the further names of a tensor; `biases`, the layers that an
-    algorithm gave one; and checksums.
+    algorithm gave one; `rectified`, those that quantize their output after a ReLU; and checksums.
 
     Raises:
         ModelError: the model is not quantized, or has state that is no tensor.
@@ -69,6 +69,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         "codes": codes,
         "ties": ties,
         "biases": [path for path, module in model.named_modules() if "has_added_bias" in vars(module)],
+        "rectified": [path for path, module in layers.items() if module.rectifies_output],
         "inserted": {path: inserted for path, module in layers.items() if (inserted := _inserted(module))},
     }
     try:
@@ -109,6 +110,8 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> None:
                 setattr(modules[path], attribute, getattr(modules[holder], original))
         for (path, role), own in quantized.items():
             put(modules[path], path, role, own)
+        for path in stored.described["rectified"]:
+            rectify_output(modules[path])
         keep_layers_called(model)
 
 

@@ -30,7 +30,7 @@ from quantizer.numerics.codes import unpack
 from quantizer.numerics.granularity import scale_shape
 from quantizer.observers import axis_of, code_range_of, kernel_of
 
-FORMAT = 4
+FORMAT = 5
 TENSORS, DESCRIPTION = "model.safetensors", "quantizer.json"
 INSERTED: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
     "input_scale": (InputScale, ("axis",)),
@@ -99,6 +99,9 @@ class Stored:
     def quantized(self, model: nn.Module) -> Quantized:
         """How the layers' tensors are quantized, but for their codes; scales are what a quantizer can work with."""
         made = {}
+        rectified = self.described["rectified"]
+        if strange := [path for path in rectified if "activation" not in self.described["layers"][path]["tensors"]]:
+            raise ValueError(f"the output of {strange[0]} is not quantized, so no ReLU comes before that")
         for path, layer in self.described["layers"].items():
             module = model.get_submodule(path)
             known = {"input", "activation", *map(parameter_role, parameters_of(module))}

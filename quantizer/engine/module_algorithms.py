@@ -49,8 +49,8 @@ class TracedModules:
     plan: Plan
 
     @classmethod
-    def of(cls, model: nn.Module, plan: Plan, first: Batch) -> TracedModules:
-        """Trace a model.
+    def of(cls, model: nn.Module, plan: Plan, first: Batch, why: str, help_: str) -> TracedModules:
+        """Trace a model; `why` and `help_` are said where that fails.
 
         Raises:
             ModelError: it cannot be traced.
@@ -59,10 +59,7 @@ class TracedModules:
             with without_cache(model):
                 graph = trace(model, first.args, first.kwargs)
         except ModelError as error:
-            raise ModelError(
-                f"the config has algorithms, which work on a trace of the model: {error.message}",
-                help=error.help or "leave the algorithms out",
-            ) from error
+            raise ModelError(f"{why}: {error.message}", help=error.help or help_) from error
         for name in PASSES:
             graph = load_pass(name)(graph)
         return cls(model, graph, plan)

@@ -12,11 +12,12 @@ from quantizer.config.wording import shortened
 from quantizer.engine.calibrate import Observable
 from quantizer.engine.module_algorithms import TracedModules, write_rounded
 from quantizer.engine.module_attach import attach
+from quantizer.engine.module_outputs import rectified
 from quantizer.engine.solution import Solution
 from quantizer.engine.target import AlgorithmScope, Target
 from quantizer.errors import UsageError
 from quantizer.graph.modules import left_out, module_graph
-from quantizer.nn.inplace import ModuleTree, check_float, check_quantizable
+from quantizer.nn.inplace import ModuleTree, check_float, check_quantizable, rectify_output
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_float, ungrouped
 from quantizer.plan.resolve import resolve
@@ -44,6 +45,7 @@ class ModuleTarget(Target):
         self.original = self.graph = module_graph(model)
         self._tree = ModuleTree(model, self.graph)
         self._traced: TracedModules | None = None
+        self._rectified: frozenset[str] = frozenset()
         self._rounded: dict[str, Rounded] = {}
 
     def prepare(self, config: Config) -> None:
@@ -87,16 +89,32 @@ class ModuleTarget(Target):
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
         """A trace of the model, without what cannot be done to its modules."""
-        with evaluating(self.model):
-            self._traced = TracedModules.of(self.model, plan, first)
+        why = "the config has algorithms, which work on a trace of the model"
+        self._traced = self._trace(plan, first, why, "leave the algorithms out")
         return AlgorithmScope(self._traced.graph, self._traced.specs, self._traced.fitting)
+
+    def place_outputs(self, plan: Plan, first: Batch) -> None:
+        """Find out after which ReLU each output is quantized; `first` is a batch to trace with.
+
+        Raises:
+            ModelError: the model cannot be traced.
+            UsageError: an output is quantized where its module does not reach.
+        """
+        why = "output_tensors are quantized after the ReLU that follows a layer, which a trace of the model shows"
+        traced = self._trace(plan, first, why, "leave output_tensors out")
+        self._rectified = rectified(traced, plan.settings)
+        self._tree = ModuleTree(self.model, self.graph, self._rectified)
+
+    def _trace(self, plan: Plan, first: Batch, why: str, help_: str) -> TracedModules:
+        with evaluating(self.model):
+            return TracedModules.of(self.model, plan, first, why, help_)
 
     def adjust(self, found: Adjustment) -> None:
         """Write float parameters and inserted layers into the modules."""
         assert self._traced is not None  # algorithms ran in its scope
         self._rounded = self._traced.write(found)
         self.graph = module_graph(self.model)
-        self._tree = ModuleTree(self.model, self.graph)
+        self._tree = ModuleTree(self.model, self.graph, self._rectified)
 
     @contextmanager
     def observed(self) -> Iterator[Observable]:
@@ -114,6 +132,8 @@ class ModuleTarget(Target):
         """Codes are made of the modules' parameters, when they are saved."""
         write_rounded(self.model, self.graph, solution.weights)
         attach(self.model, self.graph, solution)
+        for name in self._rectified:
+            rectify_output(self.model.get_submodule(self.graph.by_name[name].scope))
         return solution
 
 

@@ -26,11 +26,13 @@ class InPlace(Layer):
     """What a quantized module is besides what it was: its first argument and its output pass quantizers.
 
     Its parameters are quantized already. A tuple (of a recurrent layer) passes unchanged. Before the first
-    argument is quantized, it passes `input_layers`, where algorithms put some.
+    argument is quantized, it passes `input_layers`, where algorithms put some. Where a ReLU follows, the output is what
+    that makes of it, `rectifies_output`: it is quantized afterwards, and the ReLU leaves it as it is.
     """
 
     float_class: ClassVar[type[nn.Module]]
     quantized_path = ""
+    rectifies_output = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, between its quantizers.
@@ -46,7 +48,9 @@ class InPlace(Layer):
                 args, kwargs = on_first(self.quantizers[role], args, kwargs)
             output = super().forward(*args, **kwargs)
             role = "output"
-            return self.finish(output) if isinstance(output, Tensor) else output
+            if not isinstance(output, Tensor):
+                return output
+            return self.finish(torch.relu(output) if self.rectifies_output else output)
         except ObservationError as error:
             raise DataError(
                 f"{role} of {self.quantized_path}: {error}", help="check the data and the weights"
@@ -135,6 +139,11 @@ def make_quantizable(module: nn.Module, path: str) -> InPlace:
     return module
 
 
+def rectify_output(module: nn.Module) -> None:
+    """Have a quantized module quantize its output after a ReLU."""
+    object.__setattr__(module, "rectifies_output", True)
+
+
 def insert_before(module: nn.Module, path: str, layer: nn.Module) -> None:
     """Have the module at `path` pass its first argument through one more layer, after those that are there already."""
     made = make_quantizable(module, path)
@@ -173,10 +182,13 @@ def _changed(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 class ModuleTree:
-    """The layers of a module graph by name, which can be watched while the model runs; `reached` are those that ran."""
+    """The layers of a module graph by name, which can be watched while the model runs; `reached` are those that ran.
 
-    def __init__(self, model: nn.Module, graph: Graph) -> None:
-        self.model = model
+    Outputs of the layers in `rectified` are shown as a ReLU makes them.
+    """
+
+    def __init__(self, model: nn.Module, graph: Graph, rectified: Collection[str] = ()) -> None:
+        self.model, self._rectified = model, rectified
         modules = dict(model.named_modules())
         self.layers = {node.name: modules[node.scope] for node in graph.nodes if node.params}
         self.readers = {source: node.name for node in graph.nodes for source in node.refs()}
@@ -223,7 +235,7 @@ class ModuleTree:
     def _show_output(self, layer: str, watcher: Watcher, _: nn.Module, __: Any, output: Any) -> None:
         self.reached.add(layer)
         if isinstance(output, Tensor) and output.is_floating_point():
-            watcher(output)
+            watcher(torch.relu(output) if layer in self._rectified else output)
 
 
 def keep_layers_called(model: nn.Module) -> None:

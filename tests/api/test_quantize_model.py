@@ -582,7 +582,7 @@ class Named(nn.Linear):
 
 @pytest.mark.parametrize("name", ["path", "_output", "role"])
 def test_attributes_of_a_layers_own_stay(name: str) -> None:
-    layer = quantized(Named(name, "mine"), weight=spec(), output_tensors=spec(is_dynamic=True))
+    layer = quantized(Named(name, "mine"), [X], weight=spec(), output_tensors=spec(is_dynamic=True))
     layer(X)
     assert getattr(layer, name) == "mine"
 
