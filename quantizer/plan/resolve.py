@@ -14,8 +14,9 @@ from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import SHARED
 from quantizer.plan import axes, checks
 from quantizer.plan.axes import Misfit, TensorView
-from quantizer.plan.floating import OUTSIDE, RESIDUAL, before_norms, outside_stubs
+from quantizer.plan.floating import OUTSIDE, RESIDUAL
 from quantizer.plan.groups import Group, layout, quantization_point
+from quantizer.plan.kept_float import FIRST_LAST, kept_float, residual
 from quantizer.plan.match import RANKS, MatchedRule, match
 from quantizer.plan.model import Key, Plan, TensorPlan
 from quantizer.plan.ungrouped import is_apart
@@ -23,7 +24,6 @@ from quantizer.plan.ungrouped import is_apart
 NO_RULES = "operator without quantization rules"
 EXCLUDED = "excluded"
 LEFT_FLOAT = "the config leaves it float"
-FIRST_LAST = "keep_first_last_layer_accuracy"
 ENTRIES = ("input", "quant_stub")
 """Operators whose output is what a config calls the network's input."""
 _FIELDS = tuple(f.name for f in dataclasses.fields(QuantizationSpec))
@@ -49,8 +49,8 @@ class _Resolver:
     def __init__(self, config: Config, graph: Graph, original: Graph) -> None:
         self.config, self.graph = config, graph
         self.rules = [MatchedRule(rule, match(rule.selector, graph, original)) for rule in config.rules]
-        self.where, self.kept = layout(graph), _kept_float(config, graph)
-        self.residual = _residual(config, graph, self.rules)
+        self.where, self.kept = layout(graph), kept_float(config, graph)
+        self.residual = residual(config, graph, self.rules)
         self.tensors: dict[Key, TensorPlan] = {}
         self.floats: dict[str, str] = {}
         self.off: dict[Key, str] = {}
@@ -286,23 +286,3 @@ def _count_silenced(rules: list[MatchedRule], role: Role) -> None:
     for row in rules:
         before, quantized = quantized, row.quantizes(role, quantized)
         row.effects += bool(row.found.rank) and before and not quantized
-
-
-def _residual(config: Config, graph: Graph, rules: list[MatchedRule]) -> set[str]:
-    """Layers whose outputs stay float as normalizations alone read them, but for those that the file speaks of; the DPU
-    has no other memory than integers, and the hierarchical form says itself which outputs it means.
-    """
-    if config.form == "hierarchical" or config.settings.target_device == "DPU":
-        return set()
-    return before_norms(graph) - {name for row in rules if row.found.rank for name in row.found.layers}
-
-
-def _kept_float(config: Config, graph: Graph) -> dict[str, str]:
-    """Layers that a global switch keeps in float, with the switch's name."""
-    kept = dict.fromkeys(outside_stubs(graph), OUTSIDE)
-    weighted = [node.name for node in graph.nodes if node.row.weight and node.params and node.op != "parameter"]
-    if config.settings.keep_first_last_layer_accuracy and weighted:
-        kept |= dict.fromkeys((weighted[0], weighted[-1]), FIRST_LAST)
-    if config.settings.keep_add_layer_accuracy:
-        kept |= {node.name: "keep_add_layer_accuracy" for node in graph.nodes if node.op == "add"}
-    return kept
