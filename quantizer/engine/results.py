@@ -90,8 +90,7 @@ def write_results(
 ) -> None:
     """Write everything `test` needs, in place of what was there; that stays until all is written.
 
-    `run` goes into the header: seed, number of samples, fingerprint of the data and the like, nothing that differs
-    between equal runs. `origins` are the files of ORIGINS, if they are to be others than this calibration's.
+    `run` goes into the header and is the same in equal runs; `origins` are files of ORIGINS in place of its own.
     """
     graph = calibration.plan.graph
     found = encoded(graph, found)
@@ -111,7 +110,6 @@ def _write(
     network: Network,
     run: Mapping[str, Any],
 ) -> None:
-    """Write the files of a calibration."""
     plan, graph = calibration.plan, calibration.plan.graph
     tensors = {**tensors_of(network, found), STATISTICS: calibration.state_dict()}
     files = {name: write_tensors(folder / name, own) for name, own in tensors.items()}
@@ -162,8 +160,7 @@ def replaced_results(folder: Path) -> Iterator[Path]:
 
 def _origins(plan: Plan, config: Config) -> dict[str, Iterable[bytes]]:
     """The files of ORIGINS."""
-    documents = (_planned(plan, config), resolved_document(config))
-    return {name: json_parts(content) for name, content in zip(ORIGINS, documents, strict=True)}
+    return dict(zip(ORIGINS, map(json_parts, (_planned(plan, config), resolved_document(config))), strict=True))
 
 
 def _planned(plan: Plan, config: Config) -> dict[str, Any]:

@@ -54,7 +54,9 @@ def auto(values: Distribution, spec: QuantizationSpec) -> Range:
     Errors of a layer's inputs are about independent, so the least of one range is the least at the layer's output. By
     their square, the few large values that the attention of a transformer hangs on would still count for too little: a
     sentence encoder loses 1.6 dB to maxmin, and gains .3 with the power 2.2, which costs convolutional networks .2 of
-    the 1 to 2 dB that they gain. BRECQ (Li et al. 2021) searches scales with 2.4.
+    the 1 to 2 dB that they gain.
+
+    Source: Li et al., "BRECQ", 2021, whose code searches scales by the power 2.4.
     """
     if spec.scale_type in POWERS_OF_TWO:
         return mse(values, spec)

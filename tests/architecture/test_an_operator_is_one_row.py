@@ -37,7 +37,7 @@ NAMED = {
     "graph/passes/linear_from_matmul.py": "rewrites these operators",
     "config/convert_findings.py": "writes entries for types, and knows no graph; a test compares it with the table",
     "plan/floating.py": "what each operator makes of the lowest values of a mask",
-    "plan/resolve.py": "a setting that is about additions",
+    "plan/kept_float.py": "a setting that is about additions",
     "plan/dpu_limits.py": "what the DPU has",
     "plan/dpu_support.py": "what the DPU has",
     "report/dpu_tables.py": "what the DPU approximates",
