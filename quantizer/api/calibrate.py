@@ -28,6 +28,7 @@ from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.hugging_face import without_cache
+from quantizer.sources.weights import check_finite
 
 Data = str | Iterable[Any] | Callable[[], Any]
 
@@ -67,13 +68,15 @@ def calibrate(
         UsageError: `memory` is no size.
     """
     check_float(model)
+    check_finite(model)
     read, budget = read_config(config), _budget(memory)
     check_mode(fast_finetune, read.require())
     cut = {"batch_size": batch_size, "subset_len": subset_len}
     checkpoints = Checkpoints(Path(folder), resume=resume) if folder is not None else None
     watching = events or follower()
+    original, _ = _traced(model, batches := _batches(model, data, seed=seed, **cut), compared=True)
     job = Job(
-        TracedTarget(_traced(model, batches := _batches(model, data, seed=seed, **cut))[0]),
+        TracedTarget(original),
         read.require(),
         batches,
         Forked(*filter(None, (watching, checkpoints))),
@@ -142,10 +145,10 @@ def _shape_alone(info: QuantInfo) -> Batches:
     return Batches(lambda: iter((batch,)), "an example input", stands_in=True)
 
 
-def _traced(model: nn.Module, batches: Batches) -> tuple[Graph, Batch]:
-    """The model's graph, and the batch that it was traced on."""
+def _traced(model: nn.Module, batches: Batches, *, compared: bool = False) -> tuple[Graph, Batch]:
+    """The model's graph, perhaps compared with the model, and the batch that it was traced on."""
     batch = next(iter(batches))
     device = next((parameter.device for parameter in model.parameters()), None)
     batch = batch if device is None else batch.to(device)
     with evaluating(model), without_cache(model):
-        return traced(model, batch), batch
+        return traced(model, batch, compared=compared), batch

@@ -121,7 +121,7 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
     batches = session.open_data(options, loaded)
     folder = Path(options.output_dir)
     with _opened(folder, options, ranks) as noted:
-        original = session.trace_model(options, loaded, batches)
+        original = session.trace_model(options, loaded, batches, compared=True)
         noted["data"] = batches.filled and batches.filled.to_json()
         if ranks.is_first:
             results.check_owner(folder, original.model, overwrite=options.overwrite)

@@ -163,9 +163,9 @@ def missing_data() -> UsageError:
     return UsageError("Missing option '--data'", help=remedy)
 
 
-def trace_model(options: Options, loaded: LoadedModel, batches: Batches) -> Graph:
-    """The model's graph, traced on the first batch."""
-    return traced(loaded.module, next(iter(batches)).to(device_of(options)))
+def trace_model(options: Options, loaded: LoadedModel, batches: Batches, *, compared: bool = False) -> Graph:
+    """The model's graph, traced on the first batch, and perhaps compared with the model on it."""
+    return traced(loaded.module, next(iter(batches)).to(device_of(options)), compared=compared)
 
 
 def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False, graph: Graph | None = None) -> Plan:

@@ -16,6 +16,7 @@ from quantizer.config.model import Config, Settings
 from quantizer.config.resolved import resolved_document
 from quantizer.config.roles import is_parameter
 from quantizer.engine import results
+from quantizer.engine.faithful import compare_with_model
 from quantizer.engine.fingerprint import input_shapes
 from quantizer.engine.fits_model import check_insertions, check_solution
 from quantizer.engine.result_files import read_json
@@ -30,6 +31,7 @@ from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
 from quantizer.sources.models import materialize, try_first_batch
+from quantizer.sources.module_state import left_alone
 
 Shapes = Sequence[Sequence[int | None] | None]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -60,19 +62,23 @@ class Calibrated:
         return placed(quantized_network(self.graph, self.solution), self.original.device)
 
 
-def traced(module: nn.Module, batch: Batch) -> Graph:
-    """The module's graph; layers that wait for a first input get their shapes.
+def traced(module: nn.Module, batch: Batch, *, compared: bool = False) -> Graph:
+    """The module's graph, perhaps `compared` with the module; layers that wait for a first input get their shapes.
 
     Raises:
-        ModelError: it cannot be traced.
+        ModelError: it cannot be traced, or the graph computes something else.
         DataError: it cannot run on the batch at all.
     """
     materialize(module, batch)
-    try:
-        return trace(module, batch.args, batch.kwargs)
-    except ModelError:
-        try_first_batch(module, batch)
-        raise
+    with left_alone(module):
+        try:
+            graph = trace(module, batch.args, batch.kwargs)
+        except ModelError:
+            try_first_batch(module, batch)
+            raise
+    if compared:
+        compare_with_model(module, graph, batch)
+    return graph
 
 
 def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) -> Calibrated:

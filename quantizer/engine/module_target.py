@@ -8,6 +8,7 @@ from torch import nn
 
 from quantizer.algorithms.adjustment import Adjustment, Rounded
 from quantizer.config.model import Config
+from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import shortened
 from quantizer.engine.calibrate import Observable
 from quantizer.engine.module_algorithms import TracedModules, write_rounded
@@ -22,6 +23,8 @@ from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_float, ungrouped
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
+from quantizer.sources.module_state import left_alone
+from quantizer.sources.weights import check_finite
 
 NEEDS_TRACE = {
     "include_cle": "equalizes neighbouring layers",
@@ -72,11 +75,14 @@ class ModuleTarget(Target):
         """Look whether the layers can be changed in place, before anything is.
 
         Raises:
-            ModelError: one that is to be quantized cannot.
+            ModelError: one that is to be quantized cannot, or what stays float is not finite.
         """
         for name, layer in self._tree.layers.items():
             if roles := plan.of_layer(name):
                 check_quantizable(layer, name, roles)
+        keys = [key for key in plan.tensors if is_parameter(key[1])]
+        paths = (plan.graph.by_name[layer].params[parameter_name(role)] for layer, role in keys)
+        check_finite(self.model, besides={path.removesuffix(".T") for path in paths})
 
     def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
         """How many layers each rule found, and what stays float although the config may be read otherwise."""
@@ -118,7 +124,7 @@ class ModuleTarget(Target):
 
     @contextmanager
     def observed(self) -> Iterator[Observable]:
-        with evaluating(self.model):
+        with evaluating(self.model), left_alone(self.model):
             yield self._tree
 
     def unreached(self) -> Collection[str]:

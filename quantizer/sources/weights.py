@@ -1,7 +1,7 @@
 """Puts the weights of a file into a module; checks that they fit and are finite. Weights are data: no code is run."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,12 @@ def load_weights(module: nn.Module, path: str) -> None:
     module.load_state_dict(state, strict=False)
 
 
-def check_finite(module: nn.Module) -> None:
-    """Raise `ModelError` naming the first parameter with NaN or Inf, or buffer with NaN (masks may hold -inf)."""
+def check_finite(module: nn.Module, besides: Container[str] = ()) -> None:
+    """Raise `ModelError` naming the first parameter with NaN or Inf, or buffer with NaN (masks may hold -inf), but for
+    those that are looked at elsewhere."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor):
-            continue  # it has no values before the first batch
+        if is_lazy(tensor) or name in besides:
+            continue  # a lazy one has no values before the first batch
         is_parameter = isinstance(tensor, nn.Parameter)
         bad = not_finite(tensor.detach(), torch.isfinite if is_parameter else lambda values: ~torch.isnan(values))
         if bad:

@@ -22,7 +22,7 @@ from configs import document
 from quantizer import Config, Dtype, QSchemeType, QuantizationConfig, QuantizationSpec
 from quantizer.config.diagnostics import ConfigError
 from quantizer.engine.events import Snapshot, Stage
-from quantizer.errors import DataError, GateError, ResultError, UsageError
+from quantizer.errors import DataError, GateError, ModelError, ResultError, UsageError
 from quantizer.sources.models import load_model
 
 MODEL = """
@@ -153,6 +153,13 @@ def test_the_model_stays_as_it_was(network: nn.Module, data: Any) -> None:
     quantizer.calibrate(network, LAYERED, data).test()
     assert network.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+
+
+def test_weights_that_are_no_numbers_are_refused_wherever_they_are(data: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(1, 4)).eval()
+    model[1].weight.data[2] = torch.inf
+    with pytest.raises(ModelError, match=r"the weights hold NaN or Inf: 1 of 4 values of 1\.weight"):
+        quantizer.calibrate(model, None, data)
 
 
 def test_findings_are_the_sentences_of_the_shell(

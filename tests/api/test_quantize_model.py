@@ -453,9 +453,36 @@ def bad_weights() -> nn.Sequential:
     return model
 
 
+def bad_norm() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval()
+    model[1].weight.data[3] = torch.nan
+    return model
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x)
+
+
+def test_calibration_leaves_the_buffers_that_forward_changes() -> None:
+    model = quantized(Counting().eval(), [X, X], input_tensors=spec(), weight=spec())
+    assert float(model.calls) == 0
+    model(X)
+    assert float(model.calls) == 1
+
+
 @pytest.mark.parametrize(
     ("make", "data", "config", "error", "message"),
     [
+        (bad_norm, None, QuantizationConfig(weight=spec()), ModelError, "NaN or Inf: 1 of 8 values of 1.weight"),
         (mlp, None, QuantizationConfig(weight=spec(), input_tensors=spec()), DataError, "no dataloader, but the input"),
         (
             mlp,
