@@ -27,14 +27,19 @@ def killed_at_each(arguments: Sequence[str], prepare: Callable[[], None], step: 
     """
     for stop_at in itertools.count(0, step):
         prepare()
-        pid = os.fork()
-        if not pid:
-            _run(arguments, stop_at)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert code in (0, KILLED), code
-        if code == 0:
+        if not killed_at(arguments, stop_at):
             return
         yield stop_at
+
+
+def killed_at(arguments: Sequence[str], stop_at: int) -> bool:
+    """Run a command in a fork that ends at its operation of that number; whether it came that far."""
+    pid = os.fork()
+    if not pid:
+        _run(arguments, stop_at)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, KILLED), code
+    return code == KILLED
 
 
 def _run(arguments: Sequence[str], stop_at: int) -> None:

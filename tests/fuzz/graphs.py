@@ -1,0 +1,117 @@
+"""Small networks drawn at random, written as a model file: images or tokens, with residual sums, gates and norms."""
+
+from __future__ import annotations
+
+import random
+
+HEAD = """import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed({seed})
+{layers}
+
+    def forward(self, x):
+{body}
+        return x
+
+
+def model():
+    net = Net().eval()
+    for norm in net.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.running_mean.normal_(std=0.1)
+            norm.running_var.uniform_(0.5, 1.5)
+    return net
+
+
+def calibration_data():
+    draw = torch.Generator().manual_seed({seed})
+    return [{scale} * torch.randn({shape}, generator=draw) for _ in range({batches})]
+"""
+ACTIVATIONS = ("F.relu", "F.relu6", "F.gelu", "F.silu", "F.hardswish", "torch.sigmoid", "torch.tanh", "F.leaky_relu")
+Step = tuple[list[str], list[str], int]
+"""Lines that make layers, lines of the forward, and the channels after them."""
+
+
+def model_file(seed: int) -> tuple[str, bool]:
+    """The text of a model file, and whether it has no norm that is folded into a layer."""
+    draw = random.Random(seed)
+    images = draw.random() < 0.6
+    channels = draw.choice([4, 6, 8])
+    size = draw.choice([6, 8])
+    shape = f"{draw.choice([2, 3])}, {channels}, {size}" + (f", {size}" if images else "")
+    shape = shape if images else f"{draw.choice([2, 3])}, {size}, {channels}"
+    layers, body = list[str](), list[str]()
+    for index in range(draw.choice([1, 2, 3, 4])):
+        made, lines, channels = (_image if images else _token)(draw, f"l{index}", channels)
+        layers += made
+        body += lines
+    if draw.random() < 0.7:
+        body.append("x = x.mean((2, 3))" if images else "x = x.mean(1)")
+        layers.append(f"self.head = nn.Linear({channels}, 5)")
+        body.append("x = self.head(x)")
+    if not layers:
+        layers, body = ["self.head = nn.Identity()"], [*body, "x = self.head(x)"]
+    text = HEAD.format(
+        seed=seed,
+        layers="\n".join(" " * 8 + line for line in layers),
+        body="\n".join(" " * 8 + line for line in body),
+        scale=draw.choice([1.0, 1.0, 10.0, 0.01]),
+        shape=shape,
+        batches=draw.choice([1, 2, 4]),
+    )
+    return text, not any("BatchNorm" in line for line in layers)
+
+
+def _image(draw: random.Random, name: str, channels: int) -> Step:
+    """A block for [n, channels, h, w] that keeps h and w."""
+    kind = draw.choice(["conv", "conv", "conv_bn", "residual", "depthwise", "excite", "concat", "pool", "act"])
+    act, wide = draw.choice(ACTIVATIONS), draw.choice([4, 8])
+    conv = (
+        f"self.{name} = nn.Conv2d({channels}, {{}}, {draw.choice([1, 3])}, padding='same', bias={draw.random() < 0.7})"
+    )
+    if kind == "conv":
+        return [conv.format(wide)], [f"x = {act}(self.{name}(x))"], wide
+    if kind == "conv_bn":
+        norm = f"self.{name}n = nn.BatchNorm2d({wide})"
+        return [conv.format(wide), norm], [f"x = {act}(self.{name}n(self.{name}(x)))"], wide
+    if kind == "residual":
+        return [conv.format(channels)], [f"x = F.relu(x + {act}(self.{name}(x)))"], channels
+    if kind == "depthwise":
+        layer = f"self.{name} = nn.Conv2d({channels}, {channels}, 3, padding=1, groups={channels})"
+        return [layer], [f"x = {act}(self.{name}(x))"], channels
+    if kind == "excite":
+        layer = f"self.{name} = nn.Conv2d({channels}, {channels}, 1)"
+        return [layer], [f"x = x * torch.sigmoid(self.{name}(F.adaptive_avg_pool2d(x, 1)))"], channels
+    if kind == "concat":
+        return [conv.format(wide)], [f"x = torch.cat([x, {act}(self.{name}(x))], 1)"], channels + wide
+    if kind == "pool":
+        pool = draw.choice(["F.max_pool2d(x, 3, 1, 1)", "F.avg_pool2d(x, 3, 1, 1)"])
+        return [], [f"x = {pool}"], channels
+    return [], [f"x = {act}(x)"], channels
+
+
+def _token(draw: random.Random, name: str, channels: int) -> Step:
+    """A block for [n, t, channels]."""
+    kind = draw.choice(["linear", "linear", "mlp", "norm", "attention", "act"])
+    act, wide = draw.choice(ACTIVATIONS), draw.choice([4, 8])
+    if kind == "linear":
+        return [f"self.{name} = nn.Linear({channels}, {wide})"], [f"x = {act}(self.{name}(x))"], wide
+    if kind == "mlp":
+        layers = [f"self.{name}a = nn.Linear({channels}, 16)", f"self.{name}b = nn.Linear(16, {channels}, bias=False)"]
+        return layers, [f"x = x + self.{name}b({act}(self.{name}a(x)))"], channels
+    if kind == "norm":
+        return [f"self.{name} = nn.LayerNorm({channels})"], [f"x = self.{name}(x)"], channels
+    if kind == "attention":
+        layers = [f"self.{name} = nn.Linear({channels}, {3 * channels})"]
+        body = [
+            f"q, k, v = self.{name}(x).chunk(3, -1)",
+            f"x = x + (q @ k.transpose(1, 2) * {channels**-0.5:.6f}).softmax(-1) @ v",
+        ]
+        return layers, body, channels
+    return [], [f"x = {act}(x)"], channels

@@ -1,0 +1,182 @@
+"""`python tests/fuzz/soak.py SECONDS [SEED]`: random networks, configs and data through everything that must agree.
+
+Of each seed a model is calibrated, and calibrated again by a run that is killed and resumed: the same bytes. Test mode,
+the generated file and a loaded folder give the same bits; a model in place the same codes; an ONNX file, in a default
+session, the same up to codes beside ties. What differs, or ends with an internal error, is printed with its seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from crashes import killed_at
+from drawn_configs import hierarchical, layered
+from fuzz.graphs import model_file
+from fuzz.results import quietly
+from generated import imported
+from torch import Tensor, nn
+
+import quantizer
+from quantizer.engine import checkpoint
+from quantizer.errors import QuantizerError
+from quantizer.numerics.metrics import sqnr_db
+from quantizer.sources.models import load_model
+
+PRESETS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
+REFUSED = (1, 2, 3, 4)
+"""A config that does not go with the network, or numbers that no format holds."""
+CLOSE_DB = 30.0
+"""An ONNX file is at least so near, or half as far from the quantized network as that is from the float one."""
+
+
+def drawn_config(draw: random.Random) -> dict[str, Any]:
+    """One of the presets, or a file without entries, which name layers of another network."""
+    kind = draw.choice(["preset", "layered", "hierarchical", "algorithm"])
+    if kind == "preset":
+        found: dict[str, Any] = json.loads(draw.choice(PRESETS).read_text("utf-8"))
+        return {key: value for key, value in found.items() if key not in ("$schema", "//", "layer_quantize_config")}
+    if kind == "layered":
+        found = layered(draw) | {"layer_quantize_config": []}
+        activation = found["tensor_quantize_config"].get("activation")
+        if activation and draw.random() < 0.5:
+            activation["method"] = "auto"
+        return found
+    found = {"global_quant_config": hierarchical(draw)["global_quant_config"]}
+    if kind == "algorithm":
+        weight = {"dtype": "int4", "qscheme": "per_channel", "ch_axis": 0}
+        name = draw.choice(["gptq", "awq", "smoothquant", "qronos", "gptaq"])
+        found = {"global_quant_config": {"weight": weight, "input_tensors": {"dtype": "int8"}}}
+        found |= {"pre_quant_opt_config" if name == "smoothquant" else "algo_config": {"name": name}}
+    return found
+
+
+def one(seed: int, place: Path) -> tuple[str, list[str]]:
+    """How the seed ended, "ok" or "refused", and what was found."""
+    draw = random.Random(seed)
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    text, plain = model_file(seed)
+    (place / "net.py").write_text(text)
+    config = drawn_config(draw)
+    (place / "config.json").write_text(json.dumps(config))
+    given = ["--model", str(place / "net.py"), "--config_file", str(place / "config.json"), "-q"]
+    folder = place / "out"
+    code, said = quietly(["--quant_mode", "calib", *given, "--output_dir", str(folder)])
+    if code in REFUSED:
+        return "refused", []
+    if code:
+        return "ok", [f"calib: exit {code}: {said.strip()[-400:]}"]
+    found = [*resumed(draw, given, folder, place)]
+    code, said = quietly(["--quant_mode", "test", *given, "--output_dir", str(folder)])
+    if code in REFUSED:
+        return "refused", found
+    if code:
+        return "ok", [*found, f"test: exit {code}: {said.strip()[-400:]}"]
+    model = load_model(str(place / "net.py")).module
+    data = load_model(str(place / "net.py")).calibration_data
+    batches: list[Tensor] = list(data()) if callable(data) else []
+    return "ok", [*found, *compared(folder, model, batches, config, given, plain=plain)]
+
+
+def resumed(draw: random.Random, given: list[str], folder: Path, place: Path) -> list[str]:
+    """A run that ends at some operation on files, and one that goes on, end in the same files."""
+    other = place / "resumed"
+    command = ["--quant_mode", "calib", *given, "--output_dir", str(other)]
+    killed_at(command, draw.randrange(60))
+    code, said = quietly([*command, "--resume"])
+    if code:
+        return [f"resume: exit {code}: {said.strip()[-400:]}"]
+    names = sorted(
+        path.name for path in folder.iterdir() if path.is_file() and path.name not in ("run.json", "run.log")
+    )
+    return [f"resume: {name} differs" for name in names if (folder / name).read_bytes() != (other / name).read_bytes()]
+
+
+@torch.no_grad()
+def compared(
+    folder: Path, model: nn.Module, batches: list[Tensor], config: dict[str, Any], given: list[str], *, plain: bool
+) -> list[str]:
+    """What else the calibrated network is, beside test mode's."""
+    found = []
+    network = quantizer.load(folder, model, batches).network
+    quantized = [network(batch) for batch in batches]
+    floating = [model(batch) for batch in batches]
+    code = imported(next(folder.glob("*.py")))
+    if not all(torch.equal(code(batch), expected) for batch, expected in zip(batches, quantized, strict=True)):
+        found.append("the generated file gives something else")
+    if plain and "global_quant_config" in config and not {"exclude", "pre_quant_opt_config"} & {*config}:
+        found += in_place(model, batches, config, quantized)
+    if find_spec("onnxruntime"):
+        found += onnx(folder, batches, given, quantized, floating)
+    return found
+
+
+def in_place(model: nn.Module, batches: list[Tensor], config: dict[str, Any], expected: list[Tensor]) -> list[str]:
+    """The same config on the modules: the same network up to the order of sums, where it is taken at all."""
+    try:
+        made: nn.Module = quantizer.ModelQuantizer(quantizer.Config.from_dict(config)).quantize_model(model, batches)
+    except QuantizerError:
+        return []
+    got = torch.cat([made(batch).flatten() for batch in batches])
+    near = sqnr_db(torch.cat([each.flatten() for each in expected]), got)
+    return [] if near > CLOSE_DB else [f"in place: {near:.1f} dB from the traced network"]
+
+
+def onnx(
+    folder: Path, batches: list[Tensor], given: list[str], quantized: list[Tensor], floating: list[Tensor]
+) -> list[str]:
+    """The exported file, run as its users run it."""
+    import onnxruntime
+
+    command = ["--quant_mode", "test", *given, "--output_dir", str(folder), "--deploy", "onnx"]
+    code, said = quietly(command)
+    if code:
+        return [] if code in REFUSED else [f"onnx: exit {code}: {said.strip()[-400:]}"]
+    (path,) = (folder / "export").glob("*.onnx")
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    got = torch.cat([torch.from_numpy(session.run(None, {name: batch.numpy()})[0]).flatten() for batch in batches])
+    ours, theirs = (torch.cat([each.flatten() for each in part]) for part in (quantized, floating))
+    near, far = sqnr_db(ours, got), sqnr_db(theirs, ours)
+    return (
+        [] if near > min(CLOSE_DB, far + 6) else [f"onnx: {near:.1f} dB from test mode, which is {far:.1f} from float"]
+    )
+
+
+def main() -> None:
+    """Run until the time is over; the exit code is 1 if anything was found."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    checkpoint.EVERY_S = 0.0
+    seconds, first = float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    until, ends, findings, seed = time.monotonic() + seconds, Counter[str](), 0, first
+    with tempfile.TemporaryDirectory() as folder:
+        while time.monotonic() < until:
+            try:
+                end, found = one(seed, Path(folder) / "seed")
+            except Exception as error:  # noqa: BLE001 - it is what is looked for
+                end, found = "ok", [f"{type(error).__name__}: {error}"]
+            ends[end] += 1
+            findings += len(found)
+            for each in found:
+                print(f"seed {seed}: {each}", flush=True)
+            seed += 1
+    print(f"seeds {first} to {seed - 1}: {dict(ends)}, {findings} findings")
+    sys.exit(bool(findings))
+
+
+if __name__ == "__main__":
+    main()
