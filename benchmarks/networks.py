@@ -117,7 +117,9 @@ def packaged(name: str, folder: Path) -> Any:
     for parent in [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)]:
         module: Any = sys.modules.setdefault(parent, type(sys)(parent))
         module.__path__ = [str(folder.joinpath(*parent.split(".")[1:]))]
-    sys.modules[top].__spec__ = importlib.machinery.ModuleSpec(top, None, is_package=True)
+    spec = importlib.machinery.ModuleSpec(top, None, is_package=True)
+    spec.submodule_search_locations = [str(folder)]
+    sys.modules[top].__spec__ = spec
     return importlib.import_module(name)
 
 

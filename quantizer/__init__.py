@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from quantizer.config.algorithms import (
         AlgoConfig,
         AWQConfig,
+        CLEConfig,
         GPTAQConfig,
         GPTQConfig,
         PreQuantOptConfig,
@@ -46,6 +47,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AWQConfig",
     "AlgoConfig",
+    "CLEConfig",
     "Config",
     "DeviceType",
     "Dtype",

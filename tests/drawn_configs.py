@@ -45,6 +45,8 @@ def hierarchical(draw: random.Random) -> Drawn:
     if draw.random() < 0.5:
         names = draw.sample(NAMES, draw.choice([1, 1, 2, 3]))
         found["layer_quant_config"] = {each: _level(draw) for each in names}
+    if draw.random() < 0.05:
+        found["pre_quant_opt_config"] = draw.choice([{"name": "cle"}, [{"name": "cle"}, {"name": "smoothquant"}]])
     if draw.random() < 0.3:
         found["exclude"] = draw.sample(NAMES, draw.choice([1, 1, 2]))
     return found

@@ -17,7 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from quantizer.api.observers import OBSERVERS, ObserverBase
 from quantizer.atomic import replace_file
 from quantizer.config.algorithm_settings import AlgoConfig, PreQuantOptConfig
-from quantizer.config.algorithms import ALGORITHMS
+from quantizer.config.algorithms import entry_kinds
 from quantizer.config.aliases import canonical
 from quantizer.config.document import Document
 from quantizer.config.load import LoadResult, check_document, default_config, load_config
@@ -220,7 +220,9 @@ def _from_json(hint: Any, value: Any) -> Any:
     if get_origin(hint) is dict:
         return {key: _from_json(get_args(hint)[1], item) for key, item in value.items() if not key.startswith("//")}
     if is_dataclass(hint):
-        cls: Any = ALGORITHMS[value["name"]] if issubclass(hint, AlgoConfig) else hint  # type: ignore[arg-type]
+        cls: Any = hint
+        if issubclass(cls, AlgoConfig):
+            cls = entry_kinds("hierarchical")[value["name"]]
         hints, stated = get_type_hints(cls), [f.name for f in fields(cls) if value.get(f.name) is not None]
         return cls(**{name: _from_json(hints[name], value[name]) for name in stated})
     return hint[value] if isinstance(hint, type) and issubclass(hint, Enum) else value

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from quantizer.config.algorithm_settings import AlgoConfig, Setting, settings_of
-from quantizer.config.algorithms import ALGORITHMS
+from quantizer.config.algorithms import entry_kinds
 from quantizer.config.form import Form, block_of
 
 _COMMENTS = {"patternProperties": {"^//": {"description": "A comment."}}, "additionalProperties": False}
@@ -25,7 +25,7 @@ _OF_ITEMS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "help
 
 def form_schema(form: Form) -> Mapping[str, Any]:
     """The schema of a form with every algorithm of the table in it; shared, so never to be changed."""
-    return _form_schema(form, tuple(ALGORITHMS))
+    return _form_schema(form, tuple(entry_kinds(form)))
 
 
 @cache
@@ -35,10 +35,10 @@ def _form_schema(form: Form, names: tuple[str, ...]) -> Mapping[str, Any]:
     generated = {"algorithm", "scaling_layer", *definitions["algorithm"]["properties"]["name"]["enum"]}
     kept = {name: entry for name, entry in definitions.items() if name not in generated}
     group = block_of("hierarchical", "scaling_layer")
-    return {**schema, "definitions": {**kept, "scaling_layer": group, **_definitions(names)}}
+    return {**schema, "definitions": {**kept, "scaling_layer": group, **_definitions(form, names)}}
 
 
-def _definitions(names: tuple[str, ...]) -> dict[str, Any]:
+def _definitions(form: Form, names: tuple[str, ...]) -> dict[str, Any]:
     """The entry that all algorithms have in common, and one for each."""
     choices = [
         {
@@ -55,7 +55,7 @@ def _definitions(names: tuple[str, ...]) -> dict[str, Any]:
         "properties": {"name": {**key, "examples": ["gptq"]}},
         "allOf": choices,
     }
-    return {"algorithm": whole, **{name: algorithm_schema(ALGORITHMS[name]) for name in names}}
+    return {"algorithm": whole, **{name: algorithm_schema(entry_kinds(form)[name]) for name in names}}
 
 
 def algorithm_schema(kind: type[AlgoConfig]) -> Mapping[str, Any]:

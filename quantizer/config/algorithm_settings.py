@@ -18,16 +18,17 @@ class AlgoConfig:
     `PreQuantOptConfig`, too.
 
     `stage` says whether it rescales (the float function stays) or rounds weights, `run` names its function as
-    "module:function", `needs_data` says whether that reads the calibration data. `matrices` is how many float32
-    matrices of inputs x inputs of the deepest layer it has in memory at its worst moment, and `networks` how many
-    networks it runs side by side. `eases_activations` says that it changes weights for the sake of activations that
-    are quantized.
+    "module:function", or `switch` the setting that has a pass over the graph do it, `needs_data` says whether it reads
+    the calibration data. `matrices` is how many float32 matrices of inputs x inputs of the deepest layer it has in
+    memory at its worst moment, and `networks` how many networks it runs side by side. `eases_activations` says that it
+    changes weights for the sake of activations that are quantized.
     """
 
     name: str = ""
 
     stage: ClassVar[Stage] = "round"
     run: ClassVar[str] = ""
+    switch: ClassVar[str] = ""
     needs_data: ClassVar[bool] = True
     matrices: ClassVar[int] = 0
     networks: ClassVar[int] = 1

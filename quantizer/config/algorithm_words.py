@@ -15,8 +15,15 @@ Path = tuple[str | int, ...]
 
 def read_algorithms(view: ValidDocument, *blocks: str) -> tuple[Algorithm, ...]:
     """The entries of the blocks in order; one algorithm may stand without a list. Unknown ones are left out."""
-    paths = [[(block,)] if isinstance(view.get(block), dict) else _items(view, block) for block in blocks]
+    paths = (_entries(view, block) for block in blocks)
     return tuple(entry for path in itertools.chain(*paths) if (entry := _entry(view, path)))
+
+
+def read_names(view: ValidDocument, *blocks: str) -> tuple[tuple[str, Place | None], ...]:
+    """The name of every entry of the blocks, in order, and where it stands."""
+    paths = (_entries(view, block) for block in blocks)
+    named = [(view.get(*path, "name"), view.place(*path, "name")) for path in itertools.chain(*paths)]
+    return tuple((name, place) for name, place in named if isinstance(name, str))
 
 
 def written(settings: AlgoConfig) -> dict[str, Any]:
@@ -27,6 +34,10 @@ def written(settings: AlgoConfig) -> dict[str, Any]:
     """
     values = {key: getattr(settings, key) for key in read_keys(type(settings))}
     return {"name": settings.name, **{key: value for key, value in values.items() if value is not None}}
+
+
+def _entries(view: ValidDocument, block: str) -> list[Path]:
+    return [(block,)] if isinstance(view.get(block), dict) else _items(view, block)
 
 
 def _items(view: ValidDocument, *path: str | int) -> list[Path]:

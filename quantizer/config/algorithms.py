@@ -4,8 +4,9 @@ Source of names, order and defaults (but that of `static_groups`) in SmoothQuant
 additions: AMD Quark for PyTorch, `quark.torch.quantization.config.config`. Imports no torch.
 """
 
+import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from quantizer.config.algorithm_settings import (
     ALGORITHMS,
@@ -16,8 +17,17 @@ from quantizer.config.algorithm_settings import (
     algorithm,
     setting,
 )
+from quantizer.config.form import Form
+from quantizer.config.typed_fields import checked
 
-__all__ = ["ALGORITHMS", "AlgoConfig", "PreQuantOptConfig", "algorithm", "setting"]  # what a row elsewhere needs
+__all__ = [
+    "ALGORITHMS",
+    "SWITCHES",
+    "AlgoConfig",
+    "PreQuantOptConfig",
+    "algorithm",
+    "setting",
+]  # what a row elsewhere needs
 
 _IGNORED = "The weights' specification decides; another value only draws a warning."
 _HEADS = Setting(
@@ -208,3 +218,66 @@ class QronosConfig(ColumnRounding):
     model_decoder_layers: str | None = None
     embedding_layers: list[str] | None = None
     block_size: int = 128
+
+
+def _only(value: Any, why: str) -> dict[str, Any]:
+    """The keywords of a setting that has one value here, which other tools' files may state."""
+    remedy = "remove the key" if value is None else f"write {json.dumps(value)}, or remove the key"
+    return {"enum": [value], "code": "QZ118", "errorMessage": why, "help": remedy}
+
+
+@checked
+@dataclass
+class CLEConfig(PreQuantOptConfig):
+    """Cross-layer equalization (arXiv 1906.04721): the channels of a layer and of the next one get equal ranges; the
+    float network computes the same.
+
+    What `include_cle` is in the layered form. It comes before all algorithms, so it is the first of its list.
+
+    Source of the names: AMD Quark, `CLEConfig`.
+    """
+
+    switch: ClassVar[str] = "include_cle"
+
+    name: str = "cle"
+    cle_balance_method: Literal["max"] = setting(
+        "max",
+        "What a channel's range is: its largest magnitude.",
+        **_only("max", "cle_balance_method: a channel's range is its largest magnitude, max"),
+    )
+    cle_steps: int = setting(
+        -1,
+        "How often all pairs of layers are equalized: -1, until no factor changes by more than a percent.",
+        **_only(-1, "cle_steps: pairs of layers are equalized until no factor changes by more than a percent, -1"),
+    )
+    cle_scale_append_bias: bool = setting(
+        True,
+        "Whether the range of outputs, which a folded norm or the bias promises, counts as that of the weights does.",
+        **_only(True, "cle_scale_append_bias: the range of a channel's outputs always counts"),
+    )
+    cle_scale_use_threshold: bool = setting(
+        False,
+        "Whether channels with small weights keep them.",
+        **_only(False, "cle_scale_use_threshold: channels with small weights are equalized, too"),
+    )
+    cle_weight_threshold: float | None = setting(
+        None,
+        "Which weights are small; there is no such threshold.",
+        **_only(None, "cle_weight_threshold: no threshold keeps a channel from being equalized"),
+    )
+    cle_total_layer_diff_threshold: float | None = setting(
+        None,
+        "When there is nothing more to do; that is a percent, whatever the number of layers.",
+        **_only(
+            None, "cle_total_layer_diff_threshold: equalization ends when no factor changes by more than a percent"
+        ),
+    )
+
+
+SWITCHES: dict[str, type[AlgoConfig]] = {CLEConfig().name: CLEConfig}
+"""What the hierarchical form lists among its algorithms, and a pass over the graph does."""
+
+
+def entry_kinds(form: Form) -> dict[str, type[AlgoConfig]]:
+    """What the lists of a form may hold, by name; the layered form has switches for some of it."""
+    return {**ALGORITHMS, **(SWITCHES if form == "hierarchical" else {})}

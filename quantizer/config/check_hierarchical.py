@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from quantizer.config.algorithms import SWITCHES
 from quantizer.config.diagnostics import Diagnostic, Place, Severity, related_to
 from quantizer.config.document import pointer_to
 from quantizer.config.dtypes import BLOCK_FORMATS
@@ -22,6 +23,7 @@ def check_hierarchical(levels: Hierarchical) -> Iterator[Diagnostic]:
         yield from _read_otherwise(scope)
     yield from _idle(scopes)
     yield from _devices(levels)
+    yield from _passes(levels)
     yield from _nothing(levels)
 
 
@@ -186,6 +188,23 @@ def _devices(levels: Hierarchical) -> Iterator[Diagnostic]:
             help_ = "remove the key, and write it in global_quant_config"
             related = related_to(levels.config.settings.places.get("target_device"), "the model's device")
             yield Diagnostic("QZ119", text, place, help=help_, related=related)
+
+
+def _passes(levels: Hierarchical) -> Iterator[Diagnostic]:
+    """Passes over the graph run before all algorithms, whatever the order that the file says."""
+    first: tuple[str, Place | None] | None = None
+    seen = set[str]()
+    for name, place in levels.listed:
+        if name not in SWITCHES:
+            first = first or (name, place)
+        elif first:
+            text = f"{name} changes the float network before all algorithms, and here it comes after {first[0]}"
+            related = related_to(first[1], "comes first here")
+            yield Diagnostic("QZ330", text, place, help=f"write {name} before {first[0]}", related=related)
+        elif name in seen:
+            text = f"{name} is listed twice, and nothing is gained by doing it again"
+            yield Diagnostic("QZ128", text, place, "warning", help="keep one of the two")
+        seen.add(name)
 
 
 def _nothing(levels: Hierarchical) -> Iterator[Diagnostic]:

@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from quantizer.config.algorithm_words import written
+from quantizer.config.algorithms import SWITCHES
 from quantizer.config.convert_findings import (
     WEIGHTED,
     Converted,
@@ -28,6 +29,9 @@ from quantizer.config.layered import FIELDS
 from quantizer.config.model import ROLES, Config, ConfigRule, Fields, QuantizationSpec, Role, Settings
 
 _KEEP = "keep the layered form, or change it"
+_PASSES = {kind.switch: name for name, kind in SWITCHES.items()}
+"""Switches that the form lists among its algorithms."""
+
 _WORDS = {name: word for word, name in FIELDS.items()}
 _BLOCKS = {"type": "layer_type_quant_config", "name": "layer_quant_config"}
 
@@ -51,7 +55,8 @@ def to_hierarchical(config: Config) -> Converted:
             blocks[block].pop(text, None)  # of two entries for the same layers the second one holds, at its place
             blocks[block][text] = level
             origins[pointer_to(block, text)] = place
-    optional: dict[str, Any] = {**blocks, "exclude": [*excluded]}
+    passes = [{"name": name} for switch, name in _PASSES.items() if getattr(config.settings, switch)]
+    optional: dict[str, Any] = {**blocks, "exclude": [*excluded], "pre_quant_opt_config": passes}
     if config.algorithms:
         optional["algo_config"] = [written(algorithm.settings) for algorithm in config.algorithms]
     everywhere = _level(file.everywhere) | {"target_device": config.settings.target_device}
@@ -150,7 +155,7 @@ trained tensors in expressions, stay in float"
 def _settings(settings: Settings) -> Iterator[Diagnostic]:
     """Switches that do something, and the DPU."""
     for each in fields(Settings):
-        if each.name not in ("places", "target_device") and getattr(settings, each.name) != each.default:
+        if each.name not in ("places", "target_device", *_PASSES) and getattr(settings, each.name) != each.default:
             text = f"{each.name}: the hierarchical form has no key for it"
             yield inexpressible(text, settings.places.get(each.name), _KEEP)
     if settings.target_device == "DPU":

@@ -1,10 +1,12 @@
 """Translates the hierarchical form (global, layer type, layer name, exclude) into `Config`. Its words end here."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from quantizer.config.algorithm_words import read_algorithms
+from quantizer.config.algorithm_words import read_algorithms, read_names
+from quantizer.config.algorithms import SWITCHES
+from quantizer.config.diagnostics import Place
 from quantizer.config.document import Document, ValidDocument
 from quantizer.config.form import block_of
 from quantizer.config.hierarchical_spec import Words
@@ -30,6 +32,9 @@ KEY_OF = {role: key for key, role in ROLE_OF.items()}
 
 SPEC_KEYS = tuple(key for key, said in block_of("hierarchical", "spec")["properties"].items() if "code" not in said)
 """The keys of a spec that say something."""
+
+LISTS = ("pre_quant_opt_config", "algo_config")
+"""The lists of algorithms, in the order in which they run."""
 
 _KINDS: Mapping[str, Literal["type", "name"]] = {"layer_type_quant_config": "type", "layer_quant_config": "name"}
 
@@ -75,12 +80,14 @@ class Level:
 class Hierarchical:
     """The file level by level, the global one first, then types, then names, and as a config.
 
-    Its rules: nothing is quantized; then what each level adds; then what is excluded.
+    Its rules: nothing is quantized; then what each level adds; then what is excluded. `listed` are the names of its
+    algorithms, in the order in which they stand.
     """
 
     document: Document
     config: Config
     levels: tuple[Level, ...]
+    listed: tuple[tuple[str, Place | None], ...] = ()
     ignored: frozenset[str] = frozenset()
 
     def is_wrong(self, key: str) -> bool:
@@ -96,23 +103,22 @@ def translate(document: Document, ignored: Collection[str] = ()) -> Hierarchical
     file = _Translator(document, frozenset(ignored))
     levels = tuple(file.levels())
     rules = (ConfigRule(Selector("all"), "default", roles=frozenset()), *map(Level.rule, levels), *file.excludes())
-    algorithms = read_algorithms(file, "pre_quant_opt_config", "algo_config")
-    config = Config(
-        file.settings(), rules, document.source.name, document.value, "hierarchical", algorithms, document.source.text
-    )
-    return Hierarchical(document, config, levels, file.ignored)
+    listed, algorithms = read_names(file, *LISTS), read_algorithms(file, *LISTS)
+    source = document.source
+    config = Config(file.settings(listed), rules, source.name, document.value, "hierarchical", algorithms, source.text)
+    return Hierarchical(document, config, levels, listed, file.ignored)
 
 
 class _Translator(ValidDocument):
     """Each method reads one part of the document."""
 
-    def settings(self) -> Settings:
+    def settings(self, listed: Sequence[tuple[str, Place | None]]) -> Settings:
         path = ("global_quant_config", "target_device")
-        device = self.get(*path)
-        if device is None:
-            return Settings()
-        place = self.place(*path)
-        return Settings(target_device=device, places={"target_device": place} if place else {})
+        device, places = self.get(*path), {"target_device": self.place(*path)}
+        switched = {SWITCHES[name].switch: place for name, place in reversed(listed) if name in SWITCHES}
+        known = {key: place for key, place in (places | switched).items() if place}
+        stated: dict[str, Any] = dict.fromkeys(switched, True) | ({"target_device": device} if device else {})
+        return Settings(**stated, places=known)
 
     def levels(self) -> Iterator[Level]:
         name = "global_quant_config"

@@ -6,7 +6,7 @@ from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from quantizer.config.algorithms import ALGORITHMS
+from quantizer.config.algorithms import ALGORITHMS, entry_kinds
 from quantizer.config.diagnostics import Edit, Fix
 from quantizer.config.document import Document, pointer_to, value_at
 from quantizer.config.form import block_of, form_of
@@ -43,7 +43,8 @@ def completions(document: Document, path: Path) -> Iterator[Fix]:
     missing = missing_keys(document.value, path)
     if form_of(document.value) == "hierarchical" or path[:1] == ("algorithms",):
         for members, is_known in _examples(document.value, path, missing[0]):
-            others = f"; the algorithms are {listed(ALGORITHMS)}" if "name" in members else ""
+            known = entry_kinds(form_of(document.value))
+            others = f"; the algorithms are {listed(known)}" if "name" in members else ""
             text = f"{'paste' if is_known else 'for example'} {paste(members)}{others}"
             yield Fix(text, *_insertions(document, path, members), is_known, turn=_DEFAULTS_TURN)
         return
@@ -71,7 +72,8 @@ def _keys(value: Mapping[str, Any], path: Path) -> tuple[Sequence[str], Collecti
     blocks = schema["definitions"]
     if path and path[0] in _ALGORITHMS:
         block = blocks["scaling_layer" if "scaling_layers" in path else "algorithm"]
-        return block["required"], {key for name in ("scaling_layer", *ALGORITHMS) for key in blocks[name]["properties"]}
+        names = ("scaling_layer", *entry_kinds(form_of(value)))
+        return block["required"], {key for name in names for key in blocks[name]["properties"]}
     if path[-1:] == (OVERALL,):
         return blocks["complete_parameters"]["allOf"][1]["then"]["required"], blocks["parameters"]["properties"]
     block = schema if not path else blocks.get("layer_entry") or blocks["spec"]

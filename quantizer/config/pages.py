@@ -7,7 +7,7 @@ from typing import Any
 
 from quantizer.config.algorithm_schema import algorithm_schema
 from quantizer.config.algorithm_settings import finds_codes
-from quantizer.config.algorithms import ALGORITHMS
+from quantizer.config.algorithms import entry_kinds
 from quantizer.config.form import Form, block_of
 from quantizer.config.hierarchical_spec import FIELDS_OF_KEYS
 from quantizer.config.layered import FIELDS
@@ -37,25 +37,26 @@ _FIELDS: Mapping[Form, Mapping[str, str]] = {"layered": FIELDS, "hierarchical": 
 
 def key_names() -> tuple[str, ...]:
     """Every key that has a page, those of the layered form first; then the algorithms."""
-    return (*dict.fromkeys(key for form in FORMS for key in _keys(form)), *ALGORITHMS)
+    return (*dict.fromkeys(key for form in FORMS for key in _keys(form)), *entry_kinds("hierarchical"))
 
 
 def setting_names() -> tuple[str, ...]:
     """Every setting of an algorithm that is no key elsewhere."""
-    names = dict.fromkeys(key for name in ALGORITHMS for key in _settings(name))
+    names = dict.fromkeys(key for name in entry_kinds("hierarchical") for key in _settings(name))
     return tuple(key for key in names if key not in key_names())
 
 
 def setting_page(key: str) -> str:
     """What a setting is in each algorithm that has it."""
-    rows = [f"- {name}: {_settings(name)[key]['description']}" for name in ALGORITHMS if key in _settings(name)]
-    pages = " and ".join(f"`quantizer explain {name}`" for name in ALGORITHMS if key in _settings(name))
+    having = [name for name in entry_kinds("hierarchical") if key in _settings(name)]
+    rows = [f"- {name}: {_settings(name)[key]['description']}" for name in having]
+    pages = " and ".join(f"`quantizer explain {name}`" for name in having)
     return f"# {key}\n\nA setting of algorithms; more is in {pages}.\n\n" + "\n".join(rows) + "\n"
 
 
 def key_page(key: str) -> str:
     """The page of a config key in Markdown: what it does, options, default, example, conflicts; for each form."""
-    if key in ALGORITHMS:
+    if key in entry_kinds("hierarchical"):
         return "\n\n".join([f"# {key}", *_algorithm_sections(key)]) + "\n"
     pages = {form: list(_key_sections(key, form)) for form in FORMS if key in _keys(form)}
     title = f"# {key}"
@@ -72,7 +73,7 @@ def example_name(key: str, form: Form) -> str:
 
 def example_names() -> tuple[str, ...]:
     """Every worked example that there has to be."""
-    return (*(example_name(key, form) for form in FORMS for key in _keys(form)), *ALGORITHMS)
+    return (*(example_name(key, form) for form in FORMS for key in _keys(form)), *entry_kinds("hierarchical"))
 
 
 def _key_sections(key: str, form: Form) -> Iterator[str]:
@@ -96,9 +97,11 @@ def _key_sections(key: str, form: Form) -> Iterator[str]:
 
 
 def _algorithm_sections(name: str) -> Iterator[str]:
-    yield algorithm_schema(ALGORITHMS[name])["description"]
-    lists = "`algo_config`" if finds_codes(ALGORITHMS[name]) else "`algo_config` or `pre_quant_opt_config`"
-    yield f"Where: an entry of {lists}, or of `algorithms` in the layered form."
+    kind = entry_kinds("hierarchical")[name]
+    yield algorithm_schema(kind)["description"]
+    lists = "`algo_config`" if finds_codes(kind) else "`algo_config` or `pre_quant_opt_config`"
+    other = f"the switch `{kind.switch}`" if kind.switch else "an entry of `algorithms`"
+    yield f"Where: an entry of {lists}; in the layered form, {other}."
     rows = ["| key | values | default | meaning |", "|---|---|---|---|"]
     for key, entry in _settings(name).items():
         rows.append(f"| `{key}` | {_values(entry)} | `{json.dumps(entry['default'])}` | {entry['description']} |")
@@ -112,11 +115,17 @@ def _algorithm_sections(name: str) -> Iterator[str]:
 
 
 def _settings(name: str) -> Mapping[str, Any]:
-    return {key: entry for key, entry in algorithm_schema(ALGORITHMS[name])["properties"].items() if key != "name"}
+    return {
+        key: entry
+        for key, entry in algorithm_schema(entry_kinds("hierarchical")[name])["properties"].items()
+        if key != "name"
+    }
 
 
 def _values(entry: Mapping[str, Any]) -> str:
-    """The types of a setting in words, or its options, and its range."""
+    """The types of a setting in words, or its options, and its range; the one value that is supported."""
+    if "code" in entry:
+        return json.dumps(entry["default"])
     types = entry["type"] if isinstance(entry["type"], list) else [entry["type"]]
     options = [json.dumps(option) for option in entry.get("enum", entry.get("then", {}).get("enum", ()))]
     words = [TYPE_WORDS[kind] for kind in types if kind != "string" or not options]
@@ -133,7 +142,7 @@ def contents() -> str:
     rows = {code: entry["title"] for code, entry in all_codes().items()}
     for form in FORMS:
         rows |= {key: entry["description"] for key, (entry, _) in _keys(form).items() if key not in rows}
-    rows |= {name: algorithm_schema(kind)["description"] for name, kind in ALGORITHMS.items()}
+    rows |= {name: algorithm_schema(kind)["description"] for name, kind in entry_kinds("hierarchical").items()}
     width = max(map(len, rows))
     return "".join(f"{name:<{width}}  {meaning}\n" for name, meaning in rows.items())
 

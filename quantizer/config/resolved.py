@@ -1,11 +1,12 @@
 """The config as it took effect, in the words of its file form: every global switch written out, comments gone."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 from quantizer.config.algorithm_words import written
-from quantizer.config.hierarchical import ROLE_OF, SPEC_KEYS
+from quantizer.config.algorithms import SWITCHES
+from quantizer.config.hierarchical import LISTS, ROLE_OF, SPEC_KEYS
 from quantizer.config.model import CAST_ONLY, Config, Settings
 
 _TOP: Mapping[str, Any] = {
@@ -28,7 +29,7 @@ def resolved_document(config: Config) -> dict[str, Any]:
     """
     document = _without_comments(config.document)
     if config.form == "hierarchical":
-        return _hierarchical(document, config.settings) | _lists(config, "pre_quant_opt_config", "algo_config")
+        return _hierarchical(document, config.settings) | _lists(config, *LISTS)
     switches = {f.name: getattr(config.settings, f.name) for f in fields(Settings) if f.name != "places"}
     return {**switches, **document, **_lists(config, "algorithms")}
 
@@ -36,7 +37,15 @@ def resolved_document(config: Config) -> dict[str, Any]:
 def _lists(config: Config, *keys: str) -> dict[str, Any]:
     """The lists of algorithms that are not empty, each with all its settings as they took effect."""
     lists = {key: [written(each.settings) for each in config.algorithms if each.label.startswith(key)] for key in keys}
-    return {key: entries for key, entries in lists.items() if entries}
+    passes = {key: list(_passes(config.document.get(key))) for key in keys}
+    return {key: [*passes[key], *entries] for key, entries in lists.items() if passes[key] or entries}
+
+
+def _passes(entries: Any) -> Iterator[dict[str, Any]]:
+    """The passes over the graph among the entries of a list, or in the one that stands without a list."""
+    for entry in [entries] if isinstance(entries, Mapping) else entries or ():
+        if entry["name"] in SWITCHES:
+            yield written(SWITCHES[entry["name"]]())
 
 
 def _hierarchical(document: dict[str, Any], settings: Settings) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from quantizer.config.algorithm_settings import settings_of
-from quantizer.config.algorithms import ALGORITHMS
+from quantizer.config.algorithms import SWITCHES, entry_kinds
 from quantizer.config.diagnostics import Edit, Fix
 from quantizer.config.document import Document, pointer_to, value_at
 from quantizer.config.form import HIERARCHICAL_KEYS, Form, block_of, form_of
@@ -73,7 +73,11 @@ def bounds(schema: Mapping[str, Any]) -> list[str]:
 def help_for_value(key: str, value: Any, form: Form) -> str:
     """Whose word a wrong value of `key` is, or else where the right ones are listed."""
     if key == "name" and value in _SWITCHES:
-        return f'it is the switch "{_SWITCHES[value]}"' + (" of the layered form" if form == "hierarchical" else "")
+        switch = _SWITCHES[value]
+        listed_as = [name for name, kind in SWITCHES.items() if kind.switch == switch and form == "hierarchical"]
+        if listed_as:
+            return f'write "{listed_as[0]}", the switch {switch} of the layered form'
+        return f'it is the switch "{switch}"' + (" of the layered form" if form == "hierarchical" else "")
     if owner := _owner(key, value, form):
         return f'{quoted(value)} is a value of "{owner}"'
     is_explained = any(key in keys for keys in _homes(form).values())
@@ -180,7 +184,7 @@ def _owners(form: Form) -> Mapping[str, str]:
 def _homes(form: Form) -> Mapping[str, frozenset[str]]:
     """Each block of the form, and its keys; those of the other form are named as such."""
     homes = {home: frozenset(block_of(form, block)["properties"]) for home, block in _BLOCKS[form].items()}
-    homes |= {f"the algorithm {name}": frozenset(settings_of(kind)) for name, kind in ALGORITHMS.items()}
+    homes |= {f"the algorithm {name}": frozenset(settings_of(kind)) for name, kind in entry_kinds(form).items()}
     if form == "hierarchical":
         layered = frozenset(block_of("layered")["properties"]) - {"target_device"}
         return homes | {"the layered form, and a file has one form": layered}

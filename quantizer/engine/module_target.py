@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from quantizer.algorithms.adjustment import Adjustment, Rounded
+from quantizer.config.algorithms import SWITCHES
 from quantizer.config.model import Config
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import shortened
@@ -53,12 +54,13 @@ class ModuleTarget(Target):
 
     def prepare(self, config: Config) -> None:
         """Refuse what only a trace can do."""
+        listed = {kind.switch: name for name, kind in SWITCHES.items() if config.form == "hierarchical"}
         for name, what in NEEDS_TRACE.items():
             if getattr(config.settings, name):
-                raise UsageError(
-                    f"{name} {what}, which modules in place do not show: it needs a trace of the model",
-                    help="set it to false, or use quantizer.calibrate, which traces the model",
-                )
+                text = f"{what}, which modules in place do not show: it needs a trace of the model"
+                remedy = "remove it" if name in listed else "set it to false"
+                help_ = f"{remedy}, or use quantizer.calibrate, which traces the model"
+                raise UsageError(f"{listed.get(name, name)} {text}", help=help_)
         for rule in config.rules:
             between = sorted((rule.roles or frozenset()) & {"input", "activation"})
             if between:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import quantizer
 from configs import document
-from quantizer import Config, Dtype, QSchemeType, QuantizationConfig, QuantizationSpec
+from quantizer import CLEConfig, Config, Dtype, QSchemeType, QuantizationConfig, QuantizationSpec
 from quantizer.config.diagnostics import ConfigError
 from quantizer.engine.events import Snapshot, Stage
 from quantizer.errors import DataError, GateError, ModelError, ResultError, UsageError
@@ -68,6 +68,18 @@ def data(source: Path) -> Any:
     offered = load_model(str(source)).calibration_data
     assert offered is not None
     return offered()
+
+
+def test_equalization_is_the_same_switch_in_both_forms(network: nn.Module, data: Any) -> None:
+    weight = QuantizationConfig(weight=QuantizationSpec(Dtype.int8))
+    listed = quantizer.calibrate(network, Config(weight, pre_quant_opt_config=CLEConfig()), data)
+    switched = quantizer.calibrate(network, document(include_cle=True, quantizable_data_type=["weights"]), data)
+    assert torch.equal(listed.network(data[0][0]), switched.network(data[0][0]))
+    assert not torch.equal(
+        listed.network(data[0][0]), quantizer.calibrate(network, Config(weight), data).network(data[0][0])
+    )
+    with pytest.raises(ConfigError, match="cle_steps: pairs of layers are equalized until"):
+        quantizer.calibrate(network, Config(weight, pre_quant_opt_config=CLEConfig(cle_steps=3)), data)
 
 
 def differing(one: Path, other: Path) -> set[str]:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from configs import document
 from quantizer import (
+    CLEConfig,
     Config,
     DeviceType,
     Dtype,
@@ -693,6 +694,14 @@ def test_what_only_a_trace_shows_is_refused_in_place(settings: dict[str, Any], s
     with pytest.raises(UsageError, match=said):
         ModelQuantizer(path).quantize_model(model, [X])
     assert equal(before, snapshot(model))
+
+
+def test_equalization_needs_a_trace_in_the_words_of_the_form() -> None:
+    config = Config(QuantizationConfig(weight=spec()), pre_quant_opt_config=[CLEConfig()])
+    with pytest.raises(
+        UsageError, match=r"^cle equalizes neighbouring layers, .*\n.*remove it, or use quantizer\.calibr"
+    ):
+        ModelQuantizer(config).quantize_model(mlp(), [X])
 
 
 def test_weights_of_the_layered_form_are_quantized_in_place() -> None:

@@ -15,11 +15,12 @@ import pytest
 from configs import document
 from quantizer.cli.main import run_command
 from quantizer.cli.options import Options
-from quantizer.config.algorithms import ALGORITHMS
+from quantizer.config.algorithms import entry_kinds
 from quantizer.config.pages import key_names, setting_names
 from quantizer.config.rules import all_codes
 
 DOCS = Path(__file__).parents[2] / "docs"
+LISTED = entry_kinds("hierarchical")
 
 
 @pytest.mark.parametrize("code", all_codes())
@@ -37,8 +38,8 @@ def test_every_key_has_a_page_with_default_and_example(key: str, capsys: pytest.
     document = (DOCS / "config" / f"{key}.md").read_text("utf-8")
     assert page == re.sub(r"\[(QZ\d+)\]\(\.\./rules\.md#qz\d+\)", r"\1", document)
     assert "](" not in page
-    assert (f'"name": "{key}"' if key in ALGORITHMS else f'```json\n"{key}": ') in page
-    assert "Default: " in page or key in ("overall_quantize_config", *ALGORITHMS)
+    assert (f'"name": "{key}"' if key in LISTED else f'```json\n"{key}": ') in page
+    assert "Default: " in page or key in ("overall_quantize_config", *LISTED)
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,15 @@ def test_conversion_keeps_algorithms_both_ways() -> None:
     assert of(check(back.document).require()) == of(config)
 
 
+@pytest.mark.parametrize("listed", [{"name": "cle"}, [{"name": "cle"}, {"name": "smoothquant"}]])
+def test_equalization_is_a_switch_that_the_resolved_config_lists_too(listed: Any) -> None:
+    config = check({"global_quant_config": {"weight": CHANNELS}, "pre_quant_opt_config": listed}).require()
+    assert config.settings.include_cle
+    assert [algorithm.name for algorithm in config.algorithms] == ([] if isinstance(listed, dict) else ["smoothquant"])
+    again = check(resolved_document(config)).require()
+    assert (again.settings, again.algorithms == ()) == (config.settings, isinstance(listed, dict))
+
+
 def test_the_resolved_config_has_every_setting_that_something_reads() -> None:
     config = check({"global_quant_config": {"weight": CHANNELS}, **EVERYTHING}).require()
     resolved = resolved_document(config)

@@ -33,6 +33,16 @@ def config(value: dict[str, Any]) -> Config:
     return check_document(Document.of(value, "Config")).require()
 
 
+def plans_alike(value: dict[str, Any], other: dict[str, Any]) -> None:
+    """The plans, and the networks that passes make, are the same."""
+    ours, theirs = plan(value, "residual"), plan(other, "residual")
+    assert {key: tensor.spec for key, tensor in theirs.tensors.items()} == {
+        key: tensor.spec for key, tensor in ours.tensors.items()
+    }
+    assert ours.tensors
+    assert ours.graph.changes == theirs.graph.changes
+
+
 def plan(value: dict[str, Any], toy: str) -> Plan:
     found = config(value)
     return resolve(found, run_passes(traced(toy), found.settings), traced(toy))
@@ -87,6 +97,7 @@ SAYABLE: dict[str, dict[str, Any]] = {
         "layer_type_quant_config": {"Linear": {"weight": {"dtype": "float32"}}},
     },
     "bfloat16": {"global_quant_config": {"weight": {"dtype": "bfloat16"}}},
+    "equalized": {"global_quant_config": {"weight": INT8}, "pre_quant_opt_config": [{"name": "cle"}]},
     "integers of a type among bfloat16": {
         "global_quant_config": {"weight": {"dtype": "bfloat16"}},
         "layer_type_quant_config": {"Linear": {"weight": {"dtype": "int8"}}},
@@ -102,11 +113,7 @@ SAYABLE: dict[str, dict[str, Any]] = {
 def test_the_layered_file_gives_the_same_plan(name: str) -> None:
     written, findings = to_layered(config(SAYABLE[name]))
     assert codes(findings) == []
-    ours, theirs = plan(SAYABLE[name], "residual"), plan(written, "residual")
-    assert {key: tensor.spec for key, tensor in theirs.tensors.items()} == {
-        key: tensor.spec for key, tensor in ours.tensors.items()
-    }
-    assert ours.tensors
+    plans_alike(SAYABLE[name], written)
 
 
 @pytest.mark.parametrize("name", SAYABLE)
@@ -135,6 +142,7 @@ BACK: dict[str, dict[str, Any]] = {
     "a role that a layer leaves out": document(layer("fc", roles=["bias"]), quantizable_data_type=["weights"]),
     "a type in float": document(layer(type="torch.nn.Linear", roles=[]), quantizable_data_type=["weights", "bias"]),
     "the whole network": document(),
+    "equalized": document(include_cle=True),
     "the whole network but a layer": document(layer("fc", roles=["weights"], bit_width=4), layer("conv1", roles=[])),
     "inputs, and weights of a type": document(
         layer(type="Linear", roles=["weights", "activation"], bit_width=4),
@@ -162,11 +170,7 @@ BACK: dict[str, dict[str, Any]] = {
 def test_the_hierarchical_file_gives_the_same_plan(name: str) -> None:
     written, findings = to_hierarchical(config(BACK[name]))
     assert codes(findings) == []
-    ours, theirs = plan(BACK[name], "residual"), plan(written, "residual")
-    assert {key: tensor.spec for key, tensor in theirs.tensors.items()} == {
-        key: tensor.spec for key, tensor in ours.tensors.items()
-    }
-    assert ours.tensors
+    plans_alike(BACK[name], written)
 
 
 def test_the_whole_network_is_planned_without_a_finding() -> None:
@@ -198,10 +202,7 @@ def test_the_layered_file_converts_back(name: str) -> None:
     written, _ = to_layered(config(SAYABLE[name]))
     again, findings = to_hierarchical(config(written))
     assert codes(findings) == []
-    ours, theirs = plan(SAYABLE[name], "residual"), plan(again, "residual")
-    assert {key: tensor.spec for key, tensor in theirs.tensors.items()} == {
-        key: tensor.spec for key, tensor in ours.tensors.items()
-    }
+    plans_alike(SAYABLE[name], again)
 
 
 def test_optional_entries_that_differ_are_no_global_block() -> None:

@@ -79,6 +79,10 @@ def pairs(name: str) -> dict[str, Pair]:
             ),
             hierarchical({"weight": TENSOR | {"symmetric": False}, "bias": TENSOR | {"scale_type": "pof2"}}),
         ),
+        "equalized": (
+            layered(roles=["weights"], include_cle=True),
+            hierarchical({"weight": TENSOR}, pre_quant_opt_config=[{"name": "cle", "cle_steps": -1}]),
+        ),
         "unsigned activations, which a ReLU makes": (
             layered(layer(type="relu", roles=["activation"], signed=False), roles=["weights"]),
             hierarchical(

@@ -65,6 +65,7 @@ def _compare(value: dict[str, Any], form: Any) -> None:
     theirs = planned(result.require())
     assert errors(theirs.diagnostics) == []
     assert decided(theirs, other) == decided(ours, other)
+    assert theirs.graph.changes == ours.graph.changes
 
 
 def decided(plan: Plan, other: Converted) -> dict[Any, QuantizationSpec]:
