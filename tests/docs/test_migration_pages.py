@@ -82,6 +82,33 @@ def test_words_of_ours_exist(page: str) -> None:
     assert unknown == []
 
 
+IMPORTS = re.findall(r"^\| (`quark\.[^|]+) \| `(from quantizer import (\w+))` \|$", PAGES["from_quark"], re.MULTILINE)
+DOCUMENTED = {
+    "quark.torch": "ModelQuantizer",
+    "quark.torch.quantization.config.config": "Config QuantizationConfig QuantizationSpec "
+    "SmoothQuantConfig AWQConfig GPTQConfig",
+    "quark.torch.quantization.config.type": "Dtype QSchemeType ScaleType RoundType DeviceType",
+    "quark.torch.quantization.observer.observer": "PerTensorMinMaxObserver PerChannelMinMaxObserver "
+    "PerTensorPercentileObserver PerTensorMSEObserver",
+}
+"""The classes that Quark's public pages import, by module."""
+
+
+@pytest.mark.parametrize(("theirs", "line", "name"), IMPORTS, ids=[name for *_, name in IMPORTS])
+def test_the_one_import_that_replaces_each_of_theirs_works(theirs: str, line: str, name: str) -> None:
+    names: dict[str, Any] = {}
+    exec(line, names)
+    assert inspect.isclass(names[name])
+    assert theirs.count("`") % 2 == 0 and f".{name}`" in theirs
+
+
+def test_every_class_of_the_public_paths_and_of_ours_has_an_import() -> None:
+    listed = [path for theirs, *_ in IMPORTS for path in re.findall(r"`([^`]+)`", theirs)]
+    assert len(set(listed)) == len(listed)
+    assert {f"{module}.{name}" for module, names in DOCUMENTED.items() for name in names.split()} <= set(listed)
+    assert {name for *_, name in IMPORTS} == {*_public()}
+
+
 def _printed(command: str) -> str:
     """What a command prints on both streams; it ends with exit code 0."""
     output = io.StringIO()
@@ -109,6 +136,8 @@ def _exists(word: str) -> bool:
     """Whether a word of ours is one."""
     if word.startswith(("quantizer ", "--")):
         return _is_command(word)
+    if word.startswith("from quantizer import "):
+        return word.removeprefix("from quantizer import ") in quantizer.__all__
     if word.startswith("{"):
         return _is_part_of_a_config(json.loads(word))
     if '"' in word and "(" not in word:
