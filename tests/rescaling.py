@@ -38,7 +38,7 @@ def task_of(
     graph = prepared(model, inputs[0])
     specs = {}
     for node in graph.nodes:
-        if node.op.startswith(("linear", "conv")) and "weight" in node.params:
+        if node.row.is_linear_or_convolution and "weight" in node.params:
             specs |= {(node.name, "weights"): weights} if weights else {}
             specs |= {(node.name, "input"): activations} if activations else {}
     return Task(graph, specs, find_structure(graph), lambda: [Batch((x,), {}, None, x) for x in inputs], **changes)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from quantizer.config.model import Settings
 from quantizer.graph.edits import with_weights
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.module_names import layer_path
 from quantizer.graph.passes import run_passes
 from quantizer.graph.structure import InputGroup, Structure
 from quantizer.graph.trace import trace
@@ -187,6 +188,8 @@ def _by_rows(node: Node, value: Tensor, factors: Tensor) -> Tensor:
     groups = int(node.attrs.get("groups", 1))
     if value.dim() == 1 or node.op in ("parameter", "constant"):
         return value * factors[: value.numel()].view(value.shape)
+    if node.row.experts:  # which share their output channels
+        return value * factors[: len(value) // groups].repeat(groups)[:, None]
     if "transpose" not in node.op:
         return value * factors[: len(value)].view(-1, *[1] * (value.dim() - 1))
     parts = value.chunk(groups)
@@ -198,11 +201,11 @@ def _by_columns(node: Node, weight: Tensor, factors: Tensor) -> Tensor:
     """A weight with each input channel times its factor."""
     if "transpose" in node.op:
         return weight * factors.view(-1, *[1] * (weight.dim() - 1))
-    groups = int(node.attrs.get("groups", 1))
+    groups = 1 if node.row.experts else int(node.attrs.get("groups", 1))  # experts share their input channels
     each = factors.view(groups, 1, -1, *[1] * (weight.dim() - 2))
     return torch.cat([part * factor for part, factor in zip(weight.chunk(groups), each, strict=True)])
 
 
 def modules_of(graph: Graph, names: Iterable[str]) -> list[str]:
-    """The last names of the modules of some layers."""
-    return [graph.by_name[name].scope.rpartition(".")[2] for name in names]
+    """The last names of the modules of some layers, or of the tensors of experts."""
+    return [layer_path(graph.by_name[name]).rpartition(".")[2] for name in names]

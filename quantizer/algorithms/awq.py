@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
 from quantizer.algorithms.column_scales import group_size
-from quantizer.algorithms.fold import admissible, folded, input_name, parameter, without_overlap
+from quantizer.algorithms.fold import admissible, folded, parameter, without_overlap
 from quantizer.algorithms.gram import DEEPEST, UNREACHED, GroupSums, deepest, quantized_layers, zero_channels
 from quantizer.algorithms.patches import matrix_weight, weight_matrix
 from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, nearest_qparams, output_error, sampled_rows
-from quantizer.algorithms.sequential_runner import SequentialRunner
+from quantizer.algorithms.sequential_runner import SequentialRunner, watching
 from quantizer.config.algorithms import AWQConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.edits import rescaled
@@ -58,7 +58,7 @@ class _Search:
 
     def __init__(self, task: Task, settings: AWQConfig, found: Adjustment) -> None:
         self.task, self.settings, self.found = task, settings, found
-        self.groups = without_overlap(task.structure.groups)
+        self.groups = without_overlap(task.structure.groups, lambda group: bool(quantized_layers(task, group)))
         self.own = [quantized_layers(task, group) for group in self.groups]
         for name in (name for names in self.own for name in names):
             layer_qparams(name, task.specs[name, "weights"], parameter(task.graph, found, name))
@@ -90,12 +90,13 @@ class _Search:
             self._remark(layers, TOO_DEEP)
             return None
         sums = GroupSums(self.runner.network, layers)
-        source = input_name(group, self.before)
-        self.runner.advance(source, {source: sums.add})
+        self.runner.advance(*watching(self.runner.network, layers[0], sums.add))
         sums.merge(self.task.ranks)
         if sums.tokens == 0:
             self._remark(layers, UNREACHED)
             return None
+        for text in sums.unrouted:
+            self._remark(layers, text)
         return sums
 
     def _rescale(self, group: InputGroup, sums: GroupSums) -> Tensor:
@@ -104,7 +105,7 @@ class _Search:
         if dead := int((size == 0).sum()):
             self._remark(sums.layers, zero_channels(dead))
         ones = torch.ones_like(size)
-        if group.tied or not self.settings.scale_search:
+        if group.tied or group.is_fixed or not self.settings.scale_search:
             return ones
 
         def factors(step: int) -> Tensor:
@@ -248,15 +249,16 @@ def scale_errors(layer: nn.Module, spec: QuantizationSpec, difference: Tensor, g
         size = group_size(spec, matrix.shape[2])
         if short := -matrix.shape[2] % size:
             matrix, gram = nn.functional.pad(matrix, (0, short)), nn.functional.pad(gram, (0, short, 0, short))
-        count = matrix.shape[2] // size
-        runs = matrix[0].view(-1, count, size).transpose(0, 1)
-        within = gram[0].view(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-        return (runs @ within).mul_(runs).sum(2).T
+        groups, rows, count = *matrix.shape[:2], matrix.shape[2] // size
+        runs = matrix.view(groups, rows, count, size).transpose(1, 2)
+        within = gram.view(groups, count, size, count, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+        return (runs @ within).mul_(runs).sum(3).transpose(1, 2).reshape(groups * rows, count)
     shape = scale_shape(tuple(difference.shape), *spec.cut)
     channels = 1 if getattr(layer, "transposed", False) else 0
     if spec.qscheme == "per_channel" and spec.ch_axis == channels and len(matrix) * matrix.shape[1] == shape[0]:
         return (matrix @ gram).mul_(matrix).sum(2).flatten()
     if spec.qscheme == "per_tensor":
-        return (matrix @ gram).mul_(matrix).sum().view(shape)
+        errors = (matrix @ gram).mul_(matrix)
+        return errors.sum((1, 2)).view(shape) if shape else errors.sum()
     alone = matrix_weight(layer, matrix.square() * gram.diagonal(dim1=1, dim2=2)[:, None])
     return to_rows(alone, *spec.cut).sum(1).view(shape)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.optimal_rounding import Columns
-from quantizer.algorithms.patches import weight_matrix
+from quantizer.algorithms.patches import is_linear, weight_matrix
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.granularity import from_rows, to_rows
 from quantizer.numerics.qparams import QParams
@@ -15,15 +15,28 @@ from quantizer.observers import kernel_of
 
 def columns_of(layers: Sequence[nn.Module], spec: QuantizationSpec, qparams: Sequence[QParams], group: int) -> Columns:
     """Those of several layers' weight matrices with one spec, one below the other, in one group of channels."""
-    if all(isinstance(layer, nn.Linear) for layer in layers) and (spec.qscheme, spec.ch_axis) == ("per_group", 1):
-        scale, zero_point = (
-            torch.cat(parts) for parts in zip(*((q.scale, q.zero_point) for q in qparams), strict=True)
-        )
+    if all(map(is_linear, layers)) and (spec.qscheme, spec.ch_axis) in _ALONG_ROWS:
+        pairs = [
+            [by_row(layer, values)[group] for values in (each.scale, each.zero_point)]
+            for layer, each in zip(layers, qparams, strict=True)
+        ]
+        scale, zero_point = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         kind = kinds(spec, layers[0].get_parameter("weight").shape[1], scale.device)
         return Columns(kernel_of(spec), scale.float().T.contiguous(), zero_point.float().T.contiguous(), kind)
     spread = (along_columns(layer, spec, each) for layer, each in zip(layers, qparams, strict=True))
     scales, zero_points = zip(*((scale[group], zero_point[group]) for scale, zero_point in spread), strict=True)
     return Columns(kernel_of(spec), *runs(torch.cat(scales), torch.cat(zero_points)))
+
+
+_ALONG_ROWS = (("per_tensor", None), ("per_channel", 0), ("per_group", 1))
+
+
+def by_row(layer: nn.Module, values: Tensor) -> Tensor:
+    """Scales or zero points of a linear layer's weight, none of which lies across rows, as [groups, rows, runs]."""
+    groups, rows, _ = weight_matrix(layer, layer.get_parameter("weight")).shape
+    if values.dim() < 2 and values.numel() != groups * rows:  # those of whole matrices
+        return values.reshape(-1, 1, 1).expand(groups, rows, 1)
+    return values.reshape(groups, rows, -1)
 
 
 def kinds(spec: QuantizationSpec, depth: int, device: torch.device) -> Tensor:
@@ -33,7 +46,7 @@ def kinds(spec: QuantizationSpec, depth: int, device: torch.device) -> Tensor:
 
 def group_size(spec: QuantizationSpec, depth: int) -> int:
     """How many of a row's `depth` columns make a group; all of them in a spec without groups."""
-    return depth if spec.group_size is None or spec.group_size == -1 else spec.group_size
+    return depth if spec.qscheme != "per_group" or spec.group_size in (None, -1) else int(spec.group_size or depth)
 
 
 def along_columns(layer: nn.Module, spec: QuantizationSpec, qparams: QParams) -> tuple[Tensor, Tensor]:

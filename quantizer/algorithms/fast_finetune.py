@@ -45,10 +45,11 @@ class FinetunedLayer:
 def finetunable(node: Node, layer: Layer) -> bool:
     """Whether the layer multiplies with integer weights coarse enough to gain from learned rounding.
 
-    Each output channel must have one scale: groups of inputs are not what the solvers are about. Weights that are
-    rounded down stay so: a code times its scale may be rounded down to the code below.
+    Each output channel must have one scale: groups of inputs are not what the solvers are about, nor are experts, whose
+    rows come in another order in the float network. Weights that are rounded down stay so: a code times its scale may
+    be rounded down to the code below.
     """
-    if not node.row.is_linear_or_convolution or "weights" not in layer.quantizers:
+    if not node.row.is_linear_or_convolution or node.row.experts or "weights" not in layer.quantizers:
         return False
     spec = weight_quantizer(layer).spec
     depth = weight_matrix(layer, layer.get_parameter("weight")).shape[2]

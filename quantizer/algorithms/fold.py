@@ -3,14 +3,15 @@
 Where the division goes is the group's `Fold`, or else a layer of its own. Chooses no factors.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment
-from quantizer.graph.edits import Insertion, by_channel, rescaled
+from quantizer.graph.edits import Insertion, channels_of, rescaled
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Fold, InputGroup
 from quantizer.numerics.deferred import beside
@@ -91,9 +92,11 @@ def input_name(group: InputGroup, found: Adjustment) -> str:
     return name
 
 
-def without_overlap(groups: Sequence[InputGroup]) -> list[InputGroup]:
-    """The groups; one whose fold would rescale layers of another group gets a multiplication of its own instead."""
-    own = {layer for group in groups for layer in group.layers}
+def without_overlap(groups: Sequence[InputGroup], concerned: Callable[[InputGroup], bool]) -> list[InputGroup]:
+    """The groups; one whose fold would rescale layers of another group that is `concerned` gets a multiplication of its
+    own instead.
+    """
+    own = {layer for group in groups if concerned(group) for layer in group.layers}
     return [replace(each, fold=None) if each.fold and own.intersection(each.fold.extra) else each for each in groups]
 
 
@@ -114,7 +117,7 @@ def _divided(graph: Graph, fold: Fold, factors: Tensor, found: Adjustment) -> Ad
     for key, value in _parameters(graph, fold, found).items():
         is_weight = key == "weight"
         if is_weight and node.is_multiplying:
-            inverse = 1 / _by_origin(fold, factors, by_channel(node, value).shape[:2].numel())
+            inverse = 1 / _by_origin(fold, factors, channels_of(node, value)[0])
             values[key] = beside(value, rescaled(node, value, outputs=inverse))
         else:
             inverse = 1 / _by_origin(fold, factors, value.numel()).view(value.shape)
@@ -142,6 +145,8 @@ def _inserted(group: InputGroup, factors: Tensor, found: Adjustment) -> Adjustme
     scope, _, last = group.layers[0].rpartition("/")
     _, dot, number = last.partition(".")
     name = f"{scope}/{SCALE_OP}{dot}{number}" if scope else f"{SCALE_OP}{dot}{number}"
+    taken, again = {row.name for row in found.insertions}, (f"{name}.{count}" for count in itertools.count(1))
+    name = name if name not in taken else next(each for each in again if each not in taken)  # of experts in one module
     row = Insertion(name, SCALE_OP, before, group.layers, 1 / factors, {"axis": group.axis})
     return replace(found, insertions=(*found.insertions, row))
 

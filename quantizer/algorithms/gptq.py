@@ -12,17 +12,19 @@ from torch import Tensor
 
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
+from quantizer.algorithms.gptq_experts import round_experts
 from quantizer.algorithms.gptq_layers import Member, RoundedLayers, round_layers
 from quantizer.algorithms.gptq_target import GptaqTarget, GptqTarget, Products, QronosTarget
 from quantizer.algorithms.gram import DEEPEST, UNREACHED, Drift, Gram, geometry, not_finite, quantized_layers
 from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
-from quantizer.algorithms.sequential_runner import SequentialRunner
+from quantizer.algorithms.sequential_runner import SequentialRunner, watching
 from quantizer.config.algorithms import GPTAQConfig, GPTQConfig, QronosConfig
 from quantizer.distributed import Ranks
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import set_parameter
 from quantizer.graph.structure import InputGroup
+from quantizer.nn import ExpertLinear
 from quantizer.nn.network import Network
 from quantizer.observers import ObservationError
 
@@ -121,33 +123,36 @@ class _SequentialRounding:
         network = runner.network
         by_reading: dict[tuple[Any, ...], list[str]] = {}
         for name in names:
-            source = next(network.graph.by_name[name].refs())
-            by_reading.setdefault((source, *geometry(network.layers[name])), []).append(name)
+            read = network.graph.by_name[name].operands.values()
+            by_reading.setdefault((*read, *geometry(network.layers[name])), []).append(name)
         found = []
-        for (source, *_), alike in by_reading.items():
+        for alike in by_reading.values():
             layer = network.layers[alike[0]]
             if weight_matrix(layer, layer.get_parameter("weight")).shape[2] > DEEPEST:
                 self._remark(alike, TOO_DEEP)
                 continue
             each = _Gathered(alike, Gram(layer), Drift(layer) if self.float_runner else None)
-            runner.advance(source, {source: self._watcher(each, source)})
+            runner.advance(*watching(network, alike[0], self._watcher(each)))
             found.append(each)
         return found
 
-    def _watcher(self, gathered: _Gathered, source: str) -> Callable[[Tensor], None]:
-        """Takes in the value of each batch, beside that of the float network."""
+    def _watcher(self, gathered: _Gathered) -> Callable[..., None]:
+        """Takes in the value of each batch, beside that of the float network; tokens that other experts have there have
+        no drift.
+        """
         floats: Iterator[Any] = iter(())
-        if self.float_runner is not None:
+        if self.float_runner is not None and not gathered.gram.is_routed:
+            [source] = self.runner.network.graph.by_name[gathered.names[0]].operands.values()
             self.float_runner.advance(source)
             floats = iter(self.float_runner.value(source))
 
-        def watch(x: Tensor) -> None:
+        def watch(input: Tensor, **routing: Tensor) -> None:  # noqa: A002 - as layers name it
             try:
-                gathered.gram.add(x)
+                gathered.gram.add(input, **routing)
             except ObservationError as error:
                 raise not_finite(gathered.names[0], error) from error
-            if gathered.drift is not None:
-                gathered.drift.add(next(floats), x)
+            if gathered.drift is not None and not routing:
+                gathered.drift.add(next(floats), input)
 
         return watch
 
@@ -170,10 +175,14 @@ class _SequentialRounding:
     def _solve(self, gathered: _Gathered) -> RoundedLayers:
         if gathered.gram.tokens == 0:
             return RoundedLayers({}, [Remark(name, UNREACHED) for name in gathered.names])
-        layers, specs, given = self.runner.network.layers, self.task.specs, self.found.qparams
-        members = [Member.of(n, layers[n], specs[n, "weights"], given.get(n)) for n in gathered.names]
+        specs = {name: self.task.specs[name, "weights"] for name in gathered.names}
+        layers, given = {name: self.runner.network.layers[name] for name in gathered.names}, self.found.qparams
         drift = gathered.drift.matrix if gathered.drift is not None else [None] * len(gathered.gram.matrix)
         products = [Products(*pair) for pair in zip(gathered.gram.matrix, drift, strict=True)]
+        experts = {name: layer for name, layer in layers.items() if isinstance(layer, ExpertLinear)}
+        if experts:
+            return round_experts(experts, specs, given, products, gathered.gram.by_group, self.target)
+        members = [Member.of(name, layer, specs[name], given.get(name)) for name, layer in layers.items()]
         return round_layers(members, products, gathered.gram.tokens, self.target)
 
     def _weight(self, name: str) -> Tensor:

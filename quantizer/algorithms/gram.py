@@ -1,7 +1,7 @@
 """Sums of products of what layers read over the calibration data. Sees inputs, no outputs; solves nothing."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Task
-from quantizer.algorithms.patches import by_input, weight_matrix, windows
+from quantizer.algorithms.patches import by_input, is_linear, weight_matrix, windows
+from quantizer.config.wording import shortened
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError
 from quantizer.graph.structure import InputGroup
+from quantizer.nn import ExpertLinear
 from quantizer.nn.network import Network
 from quantizer.observers import NonFiniteError, ObservationError
 
@@ -31,7 +33,8 @@ class Gram:
     the Hessian of the squared error of the layer's outputs.
 
     Attributes:
-        tokens: how many x there were: rows of a linear layer's inputs, positions of a convolution's output.
+        by_group: how many x each group multiplied: rows of a linear layer's inputs, positions of a convolution's
+            output; of an expert those that were routed to it.
 
     Source: Frantar et al. 2022, "GPTQ" (arXiv 2210.17323), section 3.1.
 
@@ -43,11 +46,21 @@ class Gram:
 
     def __init__(self, layer: nn.Module) -> None:
         weight = layer.get_parameter("weight")
-        self._layer, self.tokens = layer, 0
         groups, _, depth = weight_matrix(layer, weight).shape
+        self._layer, self.by_group = layer, [0] * groups
         self._sum = torch.zeros(groups, depth, depth, device=weight.device)  # valid on and above the diagonal tiles
         tile = max(LEAST_TILE, -(-depth // TILES))
         self._tiles = [slice(start, min(start + tile, depth)) for start in range(0, depth, tile)]
+
+    @property
+    def tokens(self) -> int:
+        """How many x there were."""
+        return sum(self.by_group) if self.is_routed else self.by_group[0]
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether groups have tokens of their own, and all channels."""
+        return isinstance(self._layer, ExpertLinear)
 
     @property
     def matrix(self) -> Tensor:
@@ -60,19 +73,21 @@ class Gram:
         return self._sum
 
     @torch.no_grad()
-    def add(self, x: Tensor) -> None:
-        """Take in one batch: the layer's input, any floating-point dtype.
+    def add(self, input: Tensor, **routing: Tensor) -> None:  # noqa: A002 - as the layer's own forward names it
+        """Take in one batch: the layer's input, any floating-point dtype, and what says which rows are an expert's.
 
         Raises:
             NonFiniteError: it holds NaN or infinity; the sums are of no use any more.
             ObservationError: its squares are beyond float32.
         """
-        for rows in _parts(self._layer, x):  # [groups, positions, depth]
-            self.tokens += rows.shape[1]
+        x = input
+        for groups, rows in _parts(self._layer, x, routing):  # [groups, positions, depth]
+            for group in groups:
+                self.by_group[group] += rows.shape[1]
             for here in self._tiles:
                 left, right = rows[..., here].mT, rows[..., here.start :]
                 if len(rows) == 1:  # addmm_ writes to a part of a matrix, baddbmm_ to a copy
-                    self._sum[0, here, here.start :].addmm_(left[0], right[0])
+                    self._sum[groups[0], here, here.start :].addmm_(left[0], right[0])
                 else:
                     self._sum[:, here, here.start :].baddbmm_(left, right)
         if not math.isfinite(self._sum.diagonal(dim1=1, dim2=2).sum()):
@@ -90,7 +105,8 @@ class Gram:
         """
         if not ranks.is_alone:
             self._sum = ranks.sum(self._sum, "a Gram matrix", to)
-            self.tokens = sum(ranks.gather(self.tokens, "the tokens of a Gram matrix"))
+            found = ranks.gather(self.by_group, "the tokens of a Gram matrix")
+            self.by_group = [sum(counts) for counts in zip(*found, strict=True)]
 
 
 class Drift:
@@ -112,7 +128,9 @@ class Drift:
     @torch.no_grad()
     def add(self, f: Tensor, x: Tensor) -> None:
         """Take in one batch, of one shape."""
-        for left, right in zip(_parts(self._layer, f.float() - x.float()), _parts(self._layer, x), strict=True):
+        for (_, left), (_, right) in zip(
+            _parts(self._layer, f.float() - x.float()), _parts(self._layer, x), strict=True
+        ):
             self.matrix.baddbmm_(left.mT, right)
 
     def merge(self, ranks: Ranks, to: int | None = None) -> None:
@@ -134,7 +152,7 @@ class GroupSums:
         """How many rows of inputs the layers had."""
         return max(gram.tokens for gram in self._grams.values())
 
-    def add(self, x: Tensor) -> None:
+    def add(self, input: Tensor, **routing: Tensor) -> None:  # noqa: A002 - as the layer's own forward names it
         """Take in one batch.
 
         Raises:
@@ -142,7 +160,7 @@ class GroupSums:
         """
         for key, gram in self._grams.items():
             try:
-                gram.add(x)
+                gram.add(input, **routing)
             except ObservationError as error:
                 raise not_finite(self._first[key], error) from error
 
@@ -161,26 +179,37 @@ class GroupSums:
         return self._matrices[self._geometry[layer]]
 
     def alive(self, layer: str) -> Tensor:
-        """The same, inputs that were always zero as if they were like the others, but on their own."""
+        """The same, inputs that were always zero as if they were like the others, but on their own; experts without
+        any token stay so.
+        """
         matrix = self.matrix(layer)
         diagonal = matrix.diagonal(dim1=1, dim2=2)
         dead = diagonal == 0
+        if self._grams[self._geometry[layer]].is_routed:
+            dead &= ~dead.all(1, keepdim=True)
         if not bool(dead.any()) or bool(dead.all()):
             return matrix
         matrix = matrix.clone()
-        matrix.diagonal(dim1=1, dim2=2)[dead] = diagonal[~dead].mean()
+        matrix.diagonal(dim1=1, dim2=2)[dead] = diagonal[diagonal > 0].mean()
         return matrix
+
+    @property
+    def unrouted(self) -> list[str]:
+        """What there is to say of experts without tokens."""
+        return [text for gram in self._grams.values() if gram.is_routed for text in unrouted(gram.by_group)]
 
     def channel_size(self, channels: int) -> Tensor:
         """The root mean square of each channel of the value."""
         key, gram = next(iter(self._grams.items()))
-        squares = self._matrices[key].diagonal(dim1=1, dim2=2).reshape(channels, -1)
-        return (squares.mean(1) / gram.tokens).sqrt()
+        squares = self._matrices[key].diagonal(dim1=1, dim2=2)
+        squares = squares.sum(0) if gram.is_routed else squares.reshape(channels, -1).mean(1)
+        return (squares / gram.tokens).sqrt()
 
     def divided(self, layer: str, factors: Tensor) -> Tensor:
         """A matrix for the value with its channels divided by `factors`."""
         matrix = self.matrix(layer)
-        columns = by_input(factors, *matrix.shape[:2])
+        groups = 1 if self._grams[self._geometry[layer]].is_routed else len(matrix)
+        columns = by_input(factors, groups, matrix.shape[1])
         return (matrix / columns[:, None]).div_(columns[:, :, None])
 
     def divide(self, factors: Tensor) -> None:
@@ -215,6 +244,19 @@ def not_finite(layer: str, error: ObservationError) -> DataError:
     return DataError(f"the input of {layer}: {error}", help="check that batch")
 
 
+def unrouted(by_group: Sequence[int]) -> Iterator[str]:
+    """That experts had no tokens, as a sentence, where others had some.
+
+    >>> [*unrouted([3, 0, 7, 0])]
+    ['no token of the calibration data was routed to expert 1, expert 3 (of 4), which stay at round-to-nearest']
+    """
+    missed = [f"expert {expert}" for expert, count in enumerate(by_group) if not count]
+    if 0 < len(missed) < len(by_group):
+        names = f"{shortened(missed)} (of {len(by_group)})"
+        stay = "stays" if len(missed) == 1 else "stay"
+        yield f"no token of the calibration data was routed to {names}, which {stay} at round-to-nearest"
+
+
 def zero_channels(count: int) -> str:
     """That rows and columns of a matrix are zero, as the start of a sentence.
 
@@ -225,9 +267,15 @@ def zero_channels(count: int) -> str:
     return f"{which} zero on the calibration data"
 
 
-def _parts(layer: nn.Module, x: Tensor) -> Iterator[Tensor]:
-    """What the layer multiplies its weight with: float32 [groups, positions, depth], in parts."""
-    if isinstance(layer, nn.Linear):
-        yield x.reshape(1, -1, x.shape[-1]).float()
+def _parts(
+    layer: nn.Module, x: Tensor, routing: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[Sequence[int], Tensor]]:
+    """What the layer multiplies its weight with: groups, and for each float32 [groups, positions, depth], in parts."""
+    if isinstance(layer, ExpertLinear):
+        for expert, own in enumerate(layer.rows(**(routing or {}))):
+            yield [expert], x[own].float()[None]
+    elif is_linear(layer):
+        yield [0], x.reshape(1, -1, x.shape[-1]).float()
     else:
-        yield from (part.float() for part in windows(layer, x, PATCHES))
+        for part in windows(layer, x, PATCHES):
+            yield range(len(part)), part.float()

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quantizer.nn import ExpertLinear
+
 
 def weight_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
     """The layer's weight as [groups, outputs of a group, inputs of a group times kernel positions].
@@ -37,6 +39,11 @@ def matrix_weight(layer: nn.Module, matrix: Tensor) -> Tensor:
     return matrix.reshape(shape).clone()
 
 
+def is_linear(layer: nn.Module) -> bool:
+    """Whether a layer multiplies rows of the last axis of its input."""
+    return isinstance(layer, (nn.Linear, ExpertLinear))
+
+
 def by_input(values: Tensor, groups: int, depth: int) -> Tensor:
     """A value for each channel of a layer's input, for the columns of its weight matrix: [groups, depth].
 
@@ -52,14 +59,15 @@ def channel_rows(layer: nn.Module, output: Tensor) -> Tensor:
     >>> channel_rows(nn.Conv2d(3, 8, 1), torch.zeros(2, 8, 5, 5)).shape
     torch.Size([50, 8])
     """
-    if isinstance(layer, nn.Linear):
+    if is_linear(layer):
         return output.flatten(0, -2) if output.dim() > 1 else output[None]
     dims = _kernel_dims(layer)
     return output.movedim(-dims - 1, -1).flatten(0, -2)
 
 
 def patches(layer: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
-    """What the layer multiplies its weight with at some positions of its output, as [groups, positions, depth].
+    """What the layer multiplies its weight with at some positions of its output, as [groups, positions, depth]; of
+    experts [1, positions, depth].
 
     Args:
         layer: linear or convolution, with zero padding.
@@ -72,7 +80,7 @@ def patches(layer: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
     >>> torch.allclose(found.transpose(0, 1).flatten(1), expected, atol=1e-6)
     True
     """
-    if isinstance(layer, nn.Linear):
+    if is_linear(layer):
         return (x.flatten(0, -2) if x.dim() > 1 else x[None])[positions][None]
     view, dims = _windows(layer, x), _kernel_dims(layer)
     places = torch.unravel_index(positions, view.shape[: dims + 1])

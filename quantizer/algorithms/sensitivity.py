@@ -12,7 +12,7 @@ from torch import Tensor
 from quantizer.algorithms.gram import Gram
 from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.round_to_nearest import nearest_qparams, output_error
-from quantizer.algorithms.sequential_runner import SequentialRunner
+from quantizer.algorithms.sequential_runner import SequentialRunner, watching
 from quantizer.config.hierarchical_spec import usual_symmetric_scale
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
@@ -91,17 +91,17 @@ def layer_errors(
         DataError: an input of a layer is not finite (layer and batch are named).
     """
     owners = {name: candidate for candidate in candidates for name in candidate.layers}
-    readers: dict[str, list[str]] = {}
+    readers: dict[tuple[str, ...], list[str]] = {}
     for node in network.graph.nodes:
         if node.name in owners:
-            readers.setdefault(node.inputs["input"].name, []).append(node.name)
+            readers.setdefault(tuple(node.operands.values()), []).append(node.name)
     found: dict[str, list[float]] = {}
     runner = SequentialRunner(network, batches)
-    for source in sorted(readers, key=network.graph.index.__getitem__):
-        linear = [name for name in readers[source] if network.graph.by_name[name].row.spatial == 0]
-        grams = {name: Gram(network.layers[name]) for name in readers[source] if name not in linear[1:]}
-        runner.advance(source, {source: functools.partial(_add, grams)})
-        for name in readers[source]:
+    for read in sorted(readers, key=lambda names: network.graph.index[names[0]]):
+        linear = [name for name in readers[read] if network.graph.by_name[name].row.spatial == 0]
+        grams = {name: Gram(network.layers[name]) for name in readers[read] if name not in linear[1:]}
+        runner.advance(*watching(network, readers[read][0], functools.partial(_add, grams)))
+        for name in readers[read]:
             layer, gram = network.layers[name], grams[linear[0] if name in linear else name].matrix
             weight = layer.get_parameter("weight").detach().float()
             changes = (rounded(network, owners[name], width)[name].float() - weight for width in widths)
@@ -111,10 +111,10 @@ def layer_errors(
     return [tuple(map(math.fsum, zip(*(found[name] for name in c.layers), strict=True))) for c in candidates]
 
 
-def _add(grams: Mapping[str, Gram], value: Tensor) -> None:
+def _add(grams: Mapping[str, Gram], input: Tensor, **routing: Tensor) -> None:  # noqa: A002 - as layers name it
     for name, gram in grams.items():
         try:
-            gram.add(value)
+            gram.add(input, **routing)
         except ObservationError as error:
             raise DataError(f"input of {name}: {error}", help="check the data and the weights") from error
 

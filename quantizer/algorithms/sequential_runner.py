@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.distributed import ALONE, Ranks
@@ -135,3 +137,23 @@ class SequentialRunner:
         for name, old in before.items():
             if execution.values.get(name) is not old:
                 self._store.free(old)
+
+
+def watching(network: Network, layer: str, take: Callable[..., None]) -> tuple[str, Watchers]:
+    """The node up to which a network has to run for what a layer reads, and who watches until then: `take` is called
+    with that once for each batch.
+    """
+    names = network.graph.by_name[layer].operands
+    last = max(names.values(), key=network.graph.index.__getitem__)
+    if len(names) == 1:
+        return last, {last: take}
+    seen: dict[str, Tensor] = {}
+
+    def watch(key: str, value: Tensor) -> None:
+        seen[key] = value
+        if len(seen) == len(names):
+            own = dict(seen)
+            seen.clear()
+            take(**own)
+
+    return last, {name: partial(watch, key) for key, name in names.items()}

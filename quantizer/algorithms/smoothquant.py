@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
 from quantizer.algorithms.fold import admissible, folded, input_name, parameter, without_overlap
 from quantizer.algorithms.gram import geometry, not_finite
-from quantizer.algorithms.patches import by_input, channel_rows, patches, weight_matrix
+from quantizer.algorithms.patches import by_input, channel_rows, is_linear, patches, weight_matrix
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, sampled_rows
 from quantizer.config.algorithms import SmoothQuantConfig
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
@@ -46,7 +47,8 @@ def smoothquant(task: Task, settings: SmoothQuantConfig, found: Adjustment) -> A
     Raises:
         DataError: a value in the network is not finite; layer and batch are named.
     """
-    groups = [group for group in without_overlap(task.structure.groups) if _concerned(task, group)]
+    concerned = partial(_concerned, task)
+    groups = list(filter(concerned, without_overlap(task.structure.groups, concerned)))
     if task.done or not groups:
         return found  # all groups are found in one pass, so there is no half of it
     alphas = AUTO if settings.alpha == "auto" else settings.alpha
@@ -56,7 +58,7 @@ def smoothquant(task: Task, settings: SmoothQuantConfig, found: Adjustment) -> A
             found = found.with_remarks(*(Remark(name, UNREACHED) for name in group.layers))
             continue
         tables = (by_channel(task.graph.by_name[name], parameter(task.graph, found, name)) for name in group.layers)
-        columns = torch.stack([table.float().abs().amax((1, 3)).flatten() for table in tables]).amax(0)  # max|W_j|
+        columns = torch.stack([_largest(table, group.channels) for table in tables]).amax(0)  # max|W_j|
         choices = [
             admissible(task.graph, group, _factors(seen.size, columns, alpha, settings.scale_clamp_min), found)
             for alpha in alphas
@@ -71,7 +73,7 @@ def smoothquant(task: Task, settings: SmoothQuantConfig, found: Adjustment) -> A
 
 def _concerned(task: Task, group: InputGroup) -> bool:
     """Whether anything of the group is quantized, and its weights are its own."""
-    if group.tied:
+    if group.tied or group.is_fixed:
         return False
     weights = [task.specs.get((layer, "weights")) for layer in group.layers]
     inputs = [input_spec(task, layer) for layer in group.layers]
@@ -107,6 +109,11 @@ def _observed(
     for group, each in ranges:
         each.merge(ranks, f"the ranges that {group.layers[0]} reads")
     return ranges
+
+
+def _largest(table: Tensor, channels: int) -> Tensor:
+    """The largest magnitude of the weights of each input channel; experts share channels."""
+    return table.float().abs().amax((1, 3)).view(-1, channels).amax(0)
 
 
 def _factors(inputs: Tensor, columns: Tensor, alpha: float, least: float) -> Tensor:
@@ -259,7 +266,7 @@ class _Sample:
 
     def _rows_of(self, x: Tensor) -> int:
         """How many rows the layer makes of a value."""
-        if isinstance(self._layer, nn.Linear):
+        if is_linear(self._layer):
             return x.numel() // x.shape[-1]
         like = torch.empty_like(x, device="meta")
         weights = {name: tensor.to("meta") for name, tensor in self._layer.named_parameters()}

@@ -22,7 +22,7 @@ from quantizer.config.typed_fields import fits
 from quantizer.config.wording import a_kind
 from quantizer.engine.stored_checks import spec_fault
 from quantizer.errors import ResultError
-from quantizer.graph.modules import as_planned, operator_of, parameters_of
+from quantizer.graph.modules import as_planned, as_stored, operator_of, parameters_of
 from quantizer.nn.inplace import check_quantizable, lacks_bias
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.rescale import InputRotation, InputScale
@@ -132,7 +132,7 @@ class Stored:
                 codes = unpack(value, tensor.spec, row["shape"])
                 decoded = replace(tensor, codes=codes, dtype=getattr(torch, row["dtype"])).decoded()
                 module = model.get_submodule(row["layer"])
-                value = as_planned(module, parameter_name(row["role"]), decoded).contiguous()
+                value = as_stored(module, parameter_name(row["role"]), decoded).contiguous()
             wanted = own[name]
             if value.is_floating_point() != wanted.is_floating_point():
                 raise ValueError(f"{name} is {value.dtype} in the file and {wanted.dtype} in the model")

@@ -19,6 +19,7 @@ from quantizer.errors import UsageError
 from quantizer.export import Refusal, planned_refusals, require_extras
 from quantizer.graph.passes import needs_values
 from quantizer.plan.model import Plan
+from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
 from quantizer.report import tables
 from quantizer.report.view import View
@@ -62,6 +63,7 @@ def plan(options: Options) -> None:
     content = found.to_json() | {
         "algorithms": [algorithm.name for algorithm in read.config.algorithms],
         "weight_bytes": {"float": before, "quantized": after},
+        "float_parameters": left_parameters(found)[0],
         "peak_activation_bytes": {"batch_size": size, "bytes": activations},
         "peak_memory_bytes": peaks,
         "data": traced.filled,
@@ -114,6 +116,7 @@ def _show(found: Plan, view: View, content: dict[str, Any], algorithms: Sequence
     console.print()
     before, after = content["weight_bytes"].values()
     click.echo(f"{len(found.tensors)} tensors quantized; weights {before / _MB:.2f} MB -> {after / _MB:.2f} MB")
+    click.echo(share_left(content["float_parameters"]))
     if algorithms:
         inserts = any(algorithm.stage == "rescale" for algorithm in algorithms)
         hidden = "; layers that it inserts are not in the table" if inserts else ""

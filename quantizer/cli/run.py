@@ -35,6 +35,7 @@ from quantizer.engine.target import TracedTarget
 from quantizer.errors import GateError, UsageError
 from quantizer.export import as_run, planned_refusals, refuse, require_extras
 from quantizer.export.choices import require_choices
+from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
 from quantizer.report.files import write_report
 from quantizer.report.view import View
@@ -242,10 +243,11 @@ def _confirm(options: Options, job: Job) -> None:
 
 def _outcome(job: Job, folder: Path) -> Outcome:
     plan, batches = job.plan, job.calibration.batches
-    content = {"tensors": len(plan.tensors), "batches": batches, "results": str(folder)}
+    left, _ = left_parameters(plan)
+    content = {"tensors": len(plan.tensors), "float_parameters": left, "batches": batches, "results": str(folder)}
     how = f"calibrated on {batches} batch{'' if batches == 1 else 'es'}" if job.needs_data else "quantized without data"
     said = f"{len(plan.tensors)} tensors {how}; results: {folder}"
-    return Outcome({}, content | {"rules": plan.to_json()["rules"]}, [tables.rule_table(plan), said])
+    return Outcome({}, content | {"rules": plan.to_json()["rules"]}, [tables.rule_table(plan), said, share_left(left)])
 
 
 def _evaluate(options: Options, loaded: LoadedModel) -> Evaluate | None:

@@ -16,6 +16,7 @@ WEIGHTED = (
     *(f"conv{axes}d" for axes in (1, 2, 3)),
     *(f"conv_transpose{axes}d" for axes in (1, 2, 3)),
     "linear",
+    "expert_linear",
     "lstm",
     "gru",
     "rnn_tanh",

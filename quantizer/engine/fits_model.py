@@ -14,7 +14,7 @@ from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.typed_fields import fits
 from quantizer.engine.solution import Solution, writes_inplace
 from quantizer.engine.stored_checks import damaged
-from quantizer.graph.edits import Insertion, by_channel, inserted
+from quantizer.graph.edits import Insertion, channels_of, inserted
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import storage_dtype
@@ -119,7 +119,7 @@ def qparams_fault(spec: QuantizationSpec, shape: tuple[int, ...], scale: Tensor,
 
 def _channels(graph: Graph, node: Node) -> tuple[int, ...] | None:
     """The shape of a bias of a layer; None for one that cannot have any."""
-    return (by_channel(node, graph.weight(node)).shape[:2].numel(),) if node.is_multiplying else None
+    return channels_of(node, graph.weight(node))[:1] if node.is_multiplying else None
 
 
 def _unlike(graph: Graph, layer: str, key: str, value: Tensor) -> str | None:

@@ -14,8 +14,9 @@ from quantizer.algorithms.adjustment import Adjustment, Rounded, adjusted
 from quantizer.config.model import Algorithm, QuantizationSpec
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph
-from quantizer.graph.modules import is_called, parameters_of
+from quantizer.graph.modules import is_called, key_in_module, parameters_of
 from quantizer.graph.passes import load_pass
+from quantizer.graph.passes.linear_from_matmul import TRANSPOSED
 from quantizer.graph.structure import Structure
 from quantizer.graph.trace import trace
 from quantizer.nn.inplace import add_bias, insert_before, lacks_bias
@@ -26,18 +27,24 @@ from quantizer.sources.hugging_face import without_cache
 
 logger = logging.getLogger(__name__)
 
-TRANSPOSED = "@transposed"
-PASSES = ("remove_dropout", "linear_from_matmul")
+PASSES = ("remove_dropout", "linear_from_matmul", "linear_of_experts")
 """Those that leave each parameter in its module."""
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where a parameter lives: a module's path, its attribute, whether a graph has it transposed."""
+    """Where a parameter lives: a module's path, its attribute, whether a graph has it transposed, and of how many
+    experts, one below the other."""
 
     path: str
     attribute: str
     is_transposed: bool = False
+    experts: int = 0
+
+    def stored(self, value: Tensor) -> Tensor:
+        """A value as the module has it."""
+        value = value.reshape(self.experts, -1, value.shape[1]) if self.experts else value
+        return value.mT if self.is_transposed else value
 
 
 @dataclass(frozen=True)
@@ -76,12 +83,13 @@ class TracedModules:
         found = {}
         for node in self.graph.nodes:
             for key, name in node.params.items():
-                path = name.removesuffix(TRANSPOSED)
+                path, *changes = name.split("@")
                 if path in known:
                     own = self.modules[node.scope]._parameters.items() if node.scope in self.modules else ()
                     attribute = next((attribute for attribute, value in own if value is known[path]), None)
                     home = (node.scope, attribute) if attribute else (path.rpartition(".")[0], path.rpartition(".")[2])
-                    found[node.name, key] = Home(*home, name.endswith(TRANSPOSED))
+                    experts = node.attrs["groups"] if node.row.experts else 0
+                    found[node.name, key] = Home(*home, TRANSPOSED[1:] in changes, experts)
         return found
 
     @cached_property
@@ -101,8 +109,9 @@ class TracedModules:
     @cached_property
     def names(self) -> dict[str, str]:
         """The plan's layer for each node of the trace that multiplies by its weight."""
-        paths = {node.scope: node.name for node in self.plan.graph.nodes if node.params}
-        owners = {(path, parameters_of(self.modules[path]).get("weight")): name for path, name in paths.items()}
+        layers = [node for node in self.plan.graph.nodes if node.params]
+        owned = {node.name: parameters_of(self.modules[node.scope]) for node in layers}
+        owners = {(n.scope, owned[n.name].get(key_in_module(n, "weight"))): n.name for n in layers}
         found = {}
         for node in self.graph.nodes:
             home = self.homes.get((node.name, "weight"))
@@ -118,7 +127,7 @@ class TracedModules:
 
     def fitting(self, algorithm: Algorithm, structure: Structure) -> Structure:
         """The structure without what cannot be done to modules."""
-        groups, again = [], set[Home]()
+        groups, again, planned = [], set[Home](), {name for name, _ in self.specs}
         for group in structure.groups:
             if self.shared.intersection(group.layers):
                 again |= {self.homes[name, "weight"] for name in group.layers if name in self.shared}
@@ -127,8 +136,12 @@ class TracedModules:
             if fold is not None and self.shared & {fold.node, *fold.extra}:
                 group = replace(group, fold=None, why_not=f"{fold.node} runs more than once")
             takes_insertions = all(self.module_of(name) is not None for name in group.layers)
+            if group.fold is not None and not takes_insertions and planned.intersection(group.fold.extra):
+                group = replace(group, fold=None, why_not="others would be rescaled as well")
             if algorithm.stage == "round" or group.fold is not None or takes_insertions:
                 groups.append(group)
+            elif all(self.graph.by_name[name].row.experts for name in group.layers):
+                groups.append(replace(group, is_fixed=True))  # its weights can be rounded all the same
         for home in sorted(again, key=lambda home: home.path):
             logger.warning("%s runs more than once, so %s leaves it as it is", home.path, algorithm.name)
         return replace(structure, groups=tuple(groups))
@@ -145,7 +158,7 @@ class TracedModules:
         self._write_parameters(found)
         written = {}
         for name, layer in found.rounded.items():
-            weight = layer.weight.t().contiguous() if self.homes[name, "weight"].is_transposed else layer.weight
+            weight = self.homes[name, "weight"].stored(layer.weight).contiguous()
             written[self.names[name]] = replace(layer, weight=weight)
         return written
 
@@ -180,16 +193,17 @@ class TracedModules:
                         help="leave the layer out of the algorithm, or use the command line, which quantizes the trace",
                     )
         for home, (tensor, *_) in values.items():
-            if _set(self.model, home, tensor.t() if home.is_transposed else tensor):
+            if _set(self.model, home, home.stored(tensor)):
                 logger.warning("%s.%s is not tied any more: an algorithm changed it", home.path, home.attribute)
 
 
 def write_rounded(model: nn.Module, graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Put weights, by layer and key, into the layers of a module graph."""
     for name, own in weights.items():
-        path = graph.by_name[name].scope
+        node = graph.by_name[name]
+        attributes = parameters_of(model.get_submodule(node.scope))
         for key, weight in own.items():
-            _set(model, Home(path, parameters_of(model.get_submodule(path))[key]), weight)
+            _set(model, Home(node.scope, attributes[key_in_module(node, key)]), weight)
 
 
 def _set(model: nn.Module, home: Home, value: Tensor) -> bool:

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.config.roles import is_parameter, parameter_name, parameter_role
 from quantizer.engine.solution import Solution
-from quantizer.graph.ir import Graph
-from quantizer.graph.modules import OPERATORS, as_planned, is_transposed, parameters_of
+from quantizer.graph.ir import Graph, Node
+from quantizer.graph.modules import OPERATORS, as_planned, as_stored, is_transposed, key_in_module, parameters_of
 from quantizer.nn.inplace import keep_layers_called, make_quantizable
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
@@ -24,12 +24,17 @@ def attach(model: nn.Module, graph: Graph, solution: Solution) -> None:
     A tied parameter stays tied if all that hold it want the same. Else each that is quantized gets its own.
     """
     modules = dict(model.named_modules())
-    paths = {name: graph.by_name[name].scope for name, _ in solution.tensors}
-    uses = [(modules[paths[name]], role, tensor) for (name, role), tensor in solution.tensors.items()]
-    _quantize_parameters(model, [use for use in uses if is_parameter(use[1])])
-    for (name, role), tensor in solution.tensors.items():
-        put(modules[paths[name]], paths[name], role, tensor)
+    found = [(graph.by_name[name], role, tensor) for (name, role), tensor in solution.tensors.items()]
+    uses = [(node.scope, role_in_module(node, role), tensor) for node, role, tensor in found]
+    _quantize_parameters(model, [(modules[path], role, each) for path, role, each in uses if is_parameter(role)])
+    for path, role, tensor in uses:
+        put(modules[path], path, role, tensor)
     keep_layers_called(model)
+
+
+def role_in_module(node: Node, role: str) -> str:
+    """The role of a node's tensor among those of its module, which may have more layers."""
+    return parameter_role(key_in_module(node, parameter_name(role))) if is_parameter(role) else role
 
 
 def put(module: nn.Module, path: str, role: str, tensor: QuantizedTensor) -> None:
@@ -57,7 +62,7 @@ def _quantize_parameters(model: nn.Module, uses: list[Use]) -> None:
         if id(parameter) not in done:
             with torch.no_grad():
                 quantized = TensorQuantizer.of(tensor)(as_planned(module, key, parameter.data))
-                parameter.data = as_planned(module, key, quantized).contiguous()
+                parameter.data = as_stored(module, key, quantized).contiguous()
             done.add(id(parameter))
 
 

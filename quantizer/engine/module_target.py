@@ -18,10 +18,10 @@ from quantizer.engine.module_outputs import rectified
 from quantizer.engine.solution import Solution
 from quantizer.engine.target import AlgorithmScope, Target
 from quantizer.errors import UsageError
-from quantizer.graph.modules import left_out, module_graph
+from quantizer.graph.modules import key_in_module, left_out, module_graph, parameters_of
 from quantizer.nn.inplace import ModuleTree, check_float, check_quantizable, rectify_output
 from quantizer.plan.model import Plan
-from quantizer.plan.remarks import left_float, ungrouped
+from quantizer.plan.remarks import MUCH, left_float, share_left, ungrouped
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
 from quantizer.sources.module_state import left_alone
@@ -94,6 +94,18 @@ class ModuleTarget(Target):
         unseen = left_float(left_out(self.model, plan.graph).values())
         for text in (*ungrouped(plan), *unseen, *_unshown(config, plan)):
             yield logging.WARNING, text
+        share = self._share_left(plan)
+        yield (logging.WARNING if share > MUCH else logging.INFO), share_left(share)
+
+    def _share_left(self, plan: Plan) -> float:
+        """The share of the model's parameters that stay float, those counted in that no layer of the graph has."""
+        sizes = [(id(parameter), parameter.numel()) for parameter in self.model.parameters()]
+        modules, covered = dict(self.model.named_modules()), set[int]()
+        for name, role in filter(lambda key: is_parameter(key[1]), plan.tensors):
+            node = self.graph.by_name[name]
+            key = key_in_module(node, parameter_name(role))
+            covered.add(id(modules[node.scope].get_parameter(parameters_of(modules[node.scope])[key])))
+        return sum(size for at, size in sizes if at not in covered) / (sum(size for _, size in sizes) or 1)
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
         """A trace of the model, without what cannot be done to its modules."""
@@ -169,7 +181,7 @@ def _unshown(config: Config, plan: Plan) -> Iterator[str]:
     unread = [name for role, name in wanted if role == "input" and not plan.graph.by_name[name].inputs]
     tuples = [name for role, name in wanted if role == "activation" and plan.graph.by_name[name].dtype is None]
     for names, reason in (
-        (unread, "attention reads its projections' weights itself, so their inputs stay float"),
+        (unread, "attention and experts read their weights themselves, so their inputs stay float"),
         (tuples, "what recurrent layers and attention return is not quantized"),
     ):
         layers = [name for name in dict.fromkeys(names) if plan.of_layer(name)]

@@ -6,6 +6,8 @@ from pathlib import Path
 from torch import nn
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.config.roles import parameter_role
+from quantizer.engine.module_attach import role_in_module
 from quantizer.engine.module_target import evaluating
 from quantizer.errors import ModelError, UsageError
 from quantizer.export import Refusal, refuse, require_extras
@@ -68,9 +70,11 @@ def of_modules(model: nn.Module) -> Checkpoint:
     if not quantized:
         raise ModelError("the model has no quantized layer", help="call ModelQuantizer(config).quantize_model first")
     graph = module_graph(model)
-    named = {node.scope: node.name for node in graph.nodes if node.params}
+    owned = [(node, parameter_role(key)) for node in graph.nodes for key in node.params]
+    named = {(node.scope, role_in_module(node, role)): (node.name, role) for node, role in owned}
+    first = {node.scope: node.name for node, _ in owned}
     specs: dict[Key, QuantizationSpec] = {
-        (named[path], role): quantizer.spec
+        named.get((path, role), (first[path], role)): quantizer.spec
         for path, module in quantized.items()
         for role, quantizer in module.quantizers.items()
         if isinstance(quantizer, TensorQuantizer)

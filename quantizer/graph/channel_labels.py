@@ -103,8 +103,9 @@ def _value(node: Node, values: dict[str, Any], tensors: dict[str, Any]) -> Any:
         return torch.empty([BATCH if size is None else size for size in node.shape], dtype=node.dtype, device=META)
     if node.op in ("parameter", "constant"):
         return tensors[node.params["weight"]]
-    if not node.row.aten:  # a layer of this package, shaped as what it reads
-        return values[next(iter(node.refs()))]
+    if not node.row.aten:  # a layer of this package, shaped as what it reads, but for the channels of a product
+        read = values[next(iter(node.refs()))]
+        return read.new_empty(*read.shape[:-1], (node.shape or ())[-1]) if node.is_multiplying else read
     params = {key: tensors[path] for key, path in node.params.items()}
     inputs = {key: map_refs(value, values.__getitem__) for key, value in node.inputs.items()}
     arguments = {**_attrs(node, META), **params, **inputs}

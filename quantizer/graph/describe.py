@@ -102,7 +102,9 @@ def _weighted(node: Node, tensors: Mapping[str, Tensor]) -> LayerCall:
     shape, dims, transposed = tensors[node.params["weight"]].shape, node.row.spatial, node.row.transposed
     bias = "bias" in node.params
     if dims == 0:
-        return LayerCall(_class(node.row), (), {"in_features": shape[1], "out_features": shape[0], "bias": bias})
+        experts = {"experts": node.attrs["groups"]} if node.row.experts else {"bias": bias}
+        outputs = shape[0] // node.attrs.get("groups", 1)
+        return LayerCall(_class(node.row), (), {"in_features": shape[1], "out_features": outputs, **experts})
     if not node.row.types:
         return LayerCall("ChannelScale", (shape[0],))
     if dims is None:

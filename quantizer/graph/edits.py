@@ -84,16 +84,26 @@ def _inserted(graph: Graph, insertion: Insertion) -> Graph:
 
 
 def by_channel(node: Node, weight: Tensor) -> Tensor:
-    """The weight of a linear or convolution layer as [groups, a group's outputs, its inputs, taps]; often a view."""
+    """The weight of a linear or convolution layer as [groups, a group's outputs, its inputs, taps]; often a view.
+
+    Experts are groups that share inputs and outputs.
+    """
     groups = int(node.attrs.get("groups", 1))
     table = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], weight.shape[2:].numel())
     return table.transpose(1, 2) if node.row.transposed else table
 
 
+def channels_of(node: Node, weight: Tensor) -> tuple[int, int]:
+    """How many output and input channels a linear or convolution layer has."""
+    groups, outputs, inputs, _ = by_channel(node, weight).shape
+    apart = 1 if node.row.experts else groups
+    return apart * outputs, apart * inputs
+
+
 def rescaled(node: Node, weight: Tensor, outputs: Tensor | None = None, inputs: Tensor | None = None) -> Tensor:
     """The weight with each output and each input channel multiplied by a factor; computed in the factors' dtype."""
     table = by_channel(node, weight)
-    for factor, shape in ((outputs, (len(table), -1, 1, 1)), (inputs, (len(table), 1, -1, 1))):
+    for factor, shape in ((outputs, (-1, table.shape[1], 1, 1)), (inputs, (-1, 1, table.shape[2], 1))):
         if factor is not None:
             table = table * factor.to(weight.device).reshape(shape)
     table = table.transpose(1, 2) if node.row.transposed else table

@@ -9,7 +9,7 @@ from dataclasses import replace
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
 from quantizer.config.model import Names, ScalingLayer
 from quantizer.config.wording import closest, listed
-from quantizer.graph.edits import by_channel
+from quantizer.graph.edits import channels_of
 from quantizer.graph.folds import Folds
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import BlockNames, module_of, module_paths
@@ -39,13 +39,12 @@ def find_structure(graph: Graph, names: Names | None = None) -> Structure:
 
 def input_groups(graph: Graph) -> tuple[InputGroup, ...]:
     """All layers that multiply, by the value that they read and the axis of its channels; no more of the groups."""
-    layers: dict[tuple[str, int, int], list[str]] = {}
+    layers: dict[tuple[tuple[str, ...], int, int], list[str]] = {}
     for node in graph.nodes:
         if node.is_multiplying:
-            groups, _, inputs, _ = by_channel(node, graph.weight(node)).shape
-            key = node.inputs["input"].name, node.row.channels or 0, groups * inputs
-            layers.setdefault(key, []).append(node.name)
-    found = (InputGroup(source, tuple(names), axis, size) for (source, axis, size), names in layers.items())
+            _, inputs = channels_of(node, graph.weight(node))
+            layers.setdefault((tuple(node.operands.values()), node.row.channels or 0, inputs), []).append(node.name)
+    found = (InputGroup(read[0], tuple(names), axis, size) for (read, axis, size), names in layers.items())
     return tuple(sorted(found, key=lambda group: graph.index[group.source]))
 
 

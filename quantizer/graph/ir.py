@@ -68,6 +68,12 @@ class Node:
         owns_weight = self.row.is_linear_or_convolution and "weight" in self.params
         return owns_weight and isinstance(self.inputs.get("input"), Ref)
 
+    @property
+    def operands(self) -> dict[str, str]:
+        """The nodes that a multiplying layer reads, by argument: its input, and what says which rows are whose."""
+        names = {key: value.name for key, value in self.inputs.items() if isinstance(value, Ref)}
+        return {key: name for key, name in names.items() if key == "input" or self.row.experts}
+
     def input_roles(self) -> dict[str, str]:
         """The node read by each whole argument, by its role: "input" for the first argument, then "input_1", …"""
         return {

@@ -15,6 +15,11 @@ def module_of(graph: Graph, name: str) -> str:
     return node.scope
 
 
+def layer_path(node: Node) -> str:
+    """The path that names a multiplying layer: its module's, or its tensor's in a module of experts, with several."""
+    return call_paths(node.name, node.scope)[0] if node.row.experts else node.scope
+
+
 def module_paths(graph: Graph) -> frozenset[str]:
     """Every module that runs an operator or has a tensor, and those around it."""
     paths = {node.scope for node in graph.nodes} | {path.rpartition(".")[0] for path in graph.tensors}
@@ -75,7 +80,7 @@ class BlockNames:
         self._layers: dict[str, list[str]] = {}
         for node in graph.nodes:
             if node.is_multiplying and f"{node.scope}.".startswith(f"{path}."):
-                self._layers.setdefault(node.scope, []).append(node.name)
+                self._layers.setdefault(layer_path(node), []).append(node.name)
 
     def known(self, *, modules: bool = False) -> list[str]:
         """The relative paths of the layers, or of all modules."""

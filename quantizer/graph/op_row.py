@@ -32,6 +32,7 @@ class Op:
         channels: the axis, in what it makes, that its own weight is about.
         spatial: how many axes the kernel of a linear or convolution layer has; None for other operators.
         transposed: whether its weight is [inputs, outputs, *kernel] instead of [outputs, inputs, *kernel].
+        experts: whether its weight is a stack of matrices, one below the other, each for tokens of its own.
         rectifies: whether it is max(x, 0).
         normalizes: whether it brings the last axis, a transformer's channels, to one size.
         nonzero: the argument that must not become zero, as it is divided by, or its logarithm taken.
@@ -50,6 +51,7 @@ class Op:
     channels: int | None = None
     spatial: int | None = None
     transposed: bool = False
+    experts: bool = False
     rectifies: bool = False
     normalizes: bool = False
     nonzero: str | None = None

@@ -56,6 +56,7 @@ class InputGroup:
         block: index into `Structure.blocks`; None outside.
         fold: None where only an explicit multiplication is exact; `why_not` says why.
         tied: nodes outside the group that have the weight of one of its layers: other columns need a copy of their own.
+        is_fixed: whether its channels can be divided nowhere.
     """
 
     source: str
@@ -66,6 +67,7 @@ class InputGroup:
     fold: Fold | None = None
     why_not: str = ""
     tied: tuple[str, ...] = ()
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True)

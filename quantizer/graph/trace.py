@@ -230,9 +230,11 @@ def _explain(module: nn.Module, error: Exception) -> ModelError:
         line = _where(error)
         if where:
             line = f" at line {where.group(2)} of {where.group(1).rpartition('/')[2]}: {where.group(4).strip()}"
+        chooses = hasattr(module, "set_experts_implementation") and "expert" in line  # transformers has two that trace
+        remedy = "compute both branches and choose with torch.where, or keep that part outside the quantized model"
         return _DataDependentError(
             f"{type(module).__name__} cannot be traced: its control flow depends on the values of a tensor{line}",
-            help="compute both branches and choose with torch.where, or keep that part outside the quantized model",
+            help='call its set_experts_implementation("grouped_mm")' if chooses else remedy,
         )
     return ModelError(
         f"{type(module).__name__} cannot be traced: {type(error).__name__}: {first}{_where(error)}",

@@ -26,6 +26,7 @@ from quantizer.nn.weighted import ConvTranspose1d as ConvTranspose1d
 from quantizer.nn.weighted import ConvTranspose2d as ConvTranspose2d
 from quantizer.nn.weighted import ConvTranspose3d as ConvTranspose3d
 from quantizer.nn.weighted import Embedding as Embedding
+from quantizer.nn.weighted import ExpertLinear as ExpertLinear
 from quantizer.nn.weighted import Linear as Linear
 
 

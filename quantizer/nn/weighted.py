@@ -3,6 +3,8 @@
 Gates and states inside recurrent layers stay float, and their state is given by the graph.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,6 +62,53 @@ class Embedding(_Weighted, nn.Embedding):
 
     def forward(self, indices: Tensor) -> Any:  # type: ignore[override]  # as torch's function names it
         return super().forward(indices)
+
+
+class ExpertLinear(_Filled):
+    """A linear layer each row of whose input has the weights of one expert.
+
+    The weight is [experts * out_features, in_features], that of one expert below that of another, as a convolution
+    with groups has it.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, experts: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.groups = in_features, out_features, experts
+        self.weight = nn.Parameter(torch.empty(experts * out_features, in_features), requires_grad=False)
+        self.register_parameter("bias", None)
+
+    def forward(self, input: Tensor, ends: Tensor | None = None, picks: Tensor | None = None) -> Any:  # noqa: A002
+        """Of rows [n, in_features] those [n, out_features]: sorted by expert, those of each end before its `ends`
+        [experts]; or `picks` [n] has the expert of each. Rows of none give zeros.
+        """
+        x, weight = self.quantize_input(input), self.weight.view(self.groups, self.out_features, self.in_features)
+        if torch.compiler.is_exporting():
+            output = _products(x, weight, ends, picks)
+        else:
+            output = x.new_zeros(len(x), self.out_features)
+            for own, matrix in zip(self.rows(ends, picks), weight, strict=True):
+                output[own] = nn.functional.linear(x[own], matrix)
+        return self.finish(output if self.bias is None else output + self.bias)
+
+    def rows(self, ends: Tensor | None = None, picks: Tensor | None = None) -> Sequence[slice | Tensor]:
+        """Which rows of the input are each expert's."""
+        if picks is not None:
+            return [(picks == expert).nonzero().flatten() for expert in range(self.groups)]
+        if ends is None:
+            raise ValueError("Nothing says which rows of the input are whose.")
+        return [slice(*pair) for pair in pairwise([0, *ends.tolist()])]
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, experts={self.groups}"
+
+
+def _products(x: Tensor, weight: Tensor, ends: Tensor | None, picks: Tensor | None) -> Tensor:
+    """The same by one operator, for programs that torch traces, which cannot ask how many rows an expert has."""
+    if picks is not None:
+        return torch.bmm(weight[picks], x.unsqueeze(-1)).squeeze(-1)
+    return nn.functional.grouped_mm(x, weight.mT, offs=ends)
 
 
 class ChannelScale(Layer):

@@ -115,6 +115,13 @@ def beside(source: Tensor, made: Tensor) -> Tensor:
     return out_of_memory(made) if isinstance(source, DeferredTensor) else made
 
 
+def derived(source: Tensor, shape: Sequence[int], change: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `change` makes of a tensor, of `shape`; made anew whenever it is needed, if that is deferred."""
+    if not isinstance(source, DeferredTensor):
+        return change(source)
+    return DeferredTensor(shape, source.dtype, lambda: change(source.load()), source.device)
+
+
 def out_of_memory(tensor: Tensor) -> Tensor:
     """The same in a temporary file, but for an empty one; one on the meta device has nothing to write.
 

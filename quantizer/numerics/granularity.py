@@ -13,12 +13,17 @@ def scale_shape(
 ) -> tuple[int, ...]:
     """Return the shape of the scale of a tensor of `shape`.
 
-    () per tensor; (C,) per channel; per group the other axes in order and then the number of groups along `ch_axis`,
-    times `scales_per_group`; per token the axes but `ch_axis`.
+    () per tensor, but (T,) of a stack of T tensors that are each `group_size` long in the first axis; (C,) per channel;
+    per group the other axes in order and then the number of groups along `ch_axis`, times `scales_per_group`; per token
+    the axes but `ch_axis`.
 
     >>> scale_shape((8, 64), "per_group", 1, 16), scale_shape((2, 5, 64), "per_token", -1)
     ((8, 4), (2, 5))
+    >>> scale_shape((8, 64), "per_tensor"), scale_shape((8, 64), "per_tensor", group_size=2)
+    ((), (4,))
     """
+    if qscheme == "per_tensor" and group_size is not None:
+        return (shape[0] // group_size,)
     if qscheme == "per_tensor" or ch_axis is None:
         return ()
     axis = ch_axis % len(shape)
@@ -40,6 +45,8 @@ def to_rows(
     >>> to_rows(torch.arange(6.0).view(2, 3), "per_group", 1, 2).tolist()
     [[0.0, 1.0], [2.0, 0.0], [3.0, 4.0], [5.0, 0.0]]
     """
+    if qscheme == "per_tensor" and group_size is not None:
+        return x.reshape(len(x) // group_size, -1)
     if qscheme == "per_tensor" or ch_axis is None:
         return x.reshape(1, -1)
     if qscheme == "per_channel":

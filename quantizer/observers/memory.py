@@ -182,9 +182,9 @@ class PooledMemory(Memory):
         return self._all() is None
 
     def add(self, x: Tensor, batch: ObservedBatch) -> None:
-        rows, weight = slices(x) if self.spec.qscheme == "per_tensor" else (batch.rows, 1)
+        rows, weight = slices(x) if self.spec.has_one_scale else (batch.rows, 1)
         last = Histogram.of(_wide(rows), batch.low, batch.high)
-        if batch.outermost is not None:  # a single value far away may be one that is left out, and matters most
+        if batch.outermost is not None and weight > 1:  # a value far away may be one that is left out, and matters most
             last = last.times(weight).merge(Histogram.of(_wide(batch.outermost), batch.low, batch.high))
         self._pool, self._last = self._all(), last
         self._batches += 1

@@ -44,7 +44,7 @@ def as_rows(
     >>> as_rows(torch.zeros(4, 3, 5, 5), "per_channel", 1).shape
     torch.Size([3, 100])
     """
-    if qscheme != "per_tensor":
+    if qscheme != "per_tensor" or group_size is not None:
         return to_rows(x, qscheme, ch_axis, group_size, scales_per_group)
     flat = flat_view(x)
     return (x.reshape(-1) if flat is None else flat).unsqueeze(0)

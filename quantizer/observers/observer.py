@@ -85,7 +85,7 @@ class Observer:
     @property
     def has_histogram(self) -> bool:
         """Whether it keeps the distribution of all values of the tensor."""
-        return self.spec.statistic == POOLED and self._axis is None
+        return self.spec.statistic == POOLED and self.spec.has_one_scale
 
     @torch.no_grad()
     def observe(self, x: Tensor, beside: Observer | None = None) -> None:

@@ -24,13 +24,15 @@ BATCH = 0
 class TensorView:
     """A tensor as its layer sees it: its sizes (None: open, all None: unknown) and the axes that are taken unasked.
 
-    `maps`: it holds what a convolution reads or makes, so that a token is a whole sample.
+    `maps`: it holds what a convolution reads or makes, so that a token is a whole sample. `stacked`: it is a stack of
+    so many tensors along the first axis, which share no scale.
     """
 
     sizes: tuple[int | None, ...] | None
     channels: int | None = None
     features: int = -1
     maps: bool = False
+    stacked: int = 1
 
     @property
     def rank(self) -> int | None:
@@ -58,8 +60,8 @@ def parameter_view(graph: Graph, node: Node, role: str) -> TensorView:
     sizes = tuple(graph.tensors[node.params[parameter_name(role)]].shape)
     if base_role(role) == "bias" or node.op == "parameter":
         return TensorView(sizes)
-    channels = int(node.row.transposed)
-    return TensorView(sizes, channels, (1 - channels) if len(sizes) > 1 else 0)
+    channels, stacked = int(node.row.transposed), node.attrs["groups"] if node.row.experts else 1
+    return TensorView(sizes, channels, (1 - channels) if len(sizes) > 1 else 0, stacked=stacked)
 
 
 def activation_view(graph: Graph, node: Node, source: str) -> TensorView:
@@ -81,7 +83,8 @@ def fitted(spec: QuantizationSpec, view: TensorView, role: str) -> QuantizationS
     defaults = {"per_channel": view.channels, "per_group": view.features, "per_token": view.features}
     axis = defaults.get(spec.qscheme) if spec.ch_axis is None else spec.ch_axis
     if spec.qscheme not in defaults or axis is None:
-        return dataclasses.replace(spec, qscheme="per_tensor", ch_axis=None, group_size=None)
+        rows = view.sizes[0] // view.stacked if view.sizes and view.sizes[0] and view.stacked > 1 else None
+        return dataclasses.replace(spec, qscheme="per_tensor", ch_axis=None, group_size=rows)
     if view.rank is not None and -view.rank <= axis < view.rank:
         axis %= view.rank
     group_size = spec.group_size if spec.qscheme == "per_group" else None
@@ -91,7 +94,9 @@ def fitted(spec: QuantizationSpec, view: TensorView, role: str) -> QuantizationS
 def impossible(
     layer: str, role: str, spec: QuantizationSpec, view: TensorView, sources: Mapping[str, Sourced]
 ) -> Iterator[Diagnostic]:
-    """Axes that the tensor does not have, or whose size is open, and fixed scales for groups that differ in number."""
+    """Axes that the tensor does not have, whose size is open, or along which matrices lie that share no scale; and
+    fixed scales for groups that differ in number.
+    """
     if spec.ch_axis is None:
         return
     where, named = f"{role} of {layer}", sources.get("ch_axis") or sources.get("qscheme")
@@ -100,6 +105,9 @@ def impossible(
         text = f"ch_axis {spec.ch_axis} is out of range: {where} has {len(view.sizes)} axes"
         help_ = f"write a ch_axis from {-len(view.sizes)} to {len(view.sizes) - 1}"
         yield Diagnostic("QZ406", text, place, help=help_)
+    elif view.stacked > 1 and spec.ch_axis != (1 if spec.qscheme == "per_group" else 0):
+        text = f"{spec.qscheme} with ch_axis {spec.ch_axis} would have experts share scales ({where})"
+        yield Diagnostic("QZ406", text, place, help=f"write {1 - spec.ch_axis}, or exclude these layers")
     elif is_parameter(role) or spec.is_dynamic:
         return
     elif spec.qscheme != "per_channel":

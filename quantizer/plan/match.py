@@ -93,14 +93,19 @@ def type_names(node: Node) -> frozenset[str]:
 
 
 def _by_type(text: str, graph: Graph, original: Graph) -> Match:
-    """Layers of a type; other tools' words for torch's types are read as those, and so is another case."""
-    found = [node.name for node in original.nodes if text in type_names(node)]
+    """Layers of a type; other tools' words for torch's types are read as those, and so is another case.
+
+    Layers of experts have the names of their tensors, which no module of the traced graph has run.
+    """
+    experts = {node.name: node for node in graph.nodes if node.row.experts}
+    nodes = [*(node for node in original.nodes if node.name not in experts), *experts.values()]
+    found = [node.name for node in nodes if text in type_names(node)]
     note = None
     if not found:
         word = _OTHER_WORDS.get(text.casefold(), text)
-        known = {name.casefold(): name for node in original.nodes for name in sorted(type_names(node), reverse=True)}
+        known = {name.casefold(): name for node in nodes for name in sorted(type_names(node), reverse=True)}
         meant = known.get(word.casefold(), "")
-        found = [node.name for node in original.nodes if meant in type_names(node)]
+        found = [node.name for node in nodes if meant in type_names(node)]
         note = f"{text!r} is read as {meant!r}" if found else None
     kept = tuple(name for name in found if name in graph.by_name)
     return Match(kept, RANKS.index("type"), note, absorbed=tuple(name for name in found if name not in graph.by_name))
@@ -148,8 +153,14 @@ def _by_name(text: str, graph: Graph, original: Graph) -> Match:
         return Match((), RANKS.index("name"))
     names, paths = (pattern.fullmatch for pattern in patterns)
     with _in_time(text):
-        found = [node.name for node in original.nodes if names(node.name) or any(map(paths, around(node.scope)))]
+        found = [node.name for node in original.nodes if names(node.name) or any(map(paths, _around(node, graph)))]
     return _survivors(found, "pattern", graph)
+
+
+def _around(node: Node, graph: Graph) -> list[str]:
+    """The paths of the modules around a node of the traced graph; the tensors of experts have paths of their own."""
+    now = graph.by_name.get(node.name, node)
+    return [*around(now.scope), *(node.params.values() if now.row.experts else ())]
 
 
 @contextmanager

@@ -21,13 +21,22 @@ def remarks(plan: Plan) -> Iterator[str]:
     if not plan.tensors:
         yield "warning: nothing is quantized: the config leaves all of the network float"
     elif (found := left_parameters(plan))[0] > MUCH:
-        yield f"warning: {found[0]:.0%} of the parameters stay float, the largest is {found[1]}"
+        yield f"warning: {share_left(found[0])}, the largest is {found[1]}"
     yield from ungrouped(plan)
     yield from left_float(node.op for node in plan.graph.nodes if plan.floats.get(node.name) == NO_RULES)
 
 
 MUCH = 0.2
 """A share of the parameters in float that nobody wants without knowing."""
+
+
+def share_left(share: float) -> str:
+    """A sentence on the share of a model's parameters that stay float.
+
+    >>> share_left(0.001)
+    '0.1% of the parameters stay float'
+    """
+    return f"{share:.1%} of the parameters stay float"
 
 
 def left_parameters(plan: Plan) -> tuple[float, str]:

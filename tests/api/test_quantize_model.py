@@ -406,7 +406,7 @@ def test_an_encoder_layer_of_torch_does_not_pass_its_quantizers_by(caplog: pytes
     with torch.no_grad():
         layer(X[None])
     assert called
-    assert "attention reads its projections' weights itself" in caplog.text
+    assert "attention and experts read their weights themselves" in caplog.text
 
 
 def test_a_conv1d_of_transformers_is_a_linear_layer() -> None:

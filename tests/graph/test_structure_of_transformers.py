@@ -10,6 +10,7 @@ from structures import CONFIGS, changed_by_folding, modules_of, prepared, pretra
 
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
+from quantizer.graph.module_names import layer_path
 from quantizer.graph.structure import InputGroup, Structure
 
 pytest.importorskip("transformers", reason="the models are those of transformers (extra: llm)")
@@ -67,10 +68,12 @@ FOLDS: dict[str, dict[tuple[str, ...], str]] = {
         ("fc1",): "layernorm_after",
         ("fc2",): GELU,
     },
-    "Mixtral": {  # all experts are one tensor of an operator that torch does not know
+    "Mixtral": {  # the layers of experts are called as their tensors
         ("q_proj", "k_proj", "v_proj"): "input_layernorm",
         ("o_proj",): "v_proj",
-        ("gate",): "is also read by",
+        ("gate",): "post_attention_layernorm",
+        ("gate_up_proj",): "post_attention_layernorm",
+        ("down_proj",): "gate_up_proj",
     },
 }
 
@@ -87,7 +90,7 @@ def place(graph: Graph, group: InputGroup) -> str:
     if group.fold is None:
         return group.why_not
     node = graph.by_name[group.fold.node]
-    path = node.params["weight"].rpartition(".")[0] if node.op == "parameter" else node.scope
+    path = node.params["weight"].rpartition(".")[0] if node.op == "parameter" else layer_path(node)
     return path.rpartition(".")[2]
 
 
@@ -140,7 +143,7 @@ def test_blocks_are_runs_of_nodes_that_do_not_overlap(family: str, paths: list[s
 def test_every_layer_is_in_one_group_and_groups_follow_their_values(family: str) -> None:
     graph, _, structure = found(family)
     layers = [layer for group in structure.groups for layer in group.layers]
-    assert sorted(layers) == sorted(n.name for n in graph.nodes if n.op in ("linear", "conv2d"))
+    assert sorted(layers) == sorted(n.name for n in graph.nodes if n.op in ("linear", "expert_linear", "conv2d"))
     index = {node.name: at for at, node in enumerate(graph.nodes)}
     sources = [index[group.source] for group in structure.groups]
     assert sources == sorted(sources)
@@ -180,6 +183,7 @@ def test_a_head_that_has_the_weights_of_the_embedding_is_left_alone() -> None:
 
 
 def test_layers_behind_two_views_of_one_value_are_changed_together() -> None:
-    graph, _, structure = found("Qwen2Moe")  # a shared expert and a router read the norm by ways of their own
-    assert "is also read by" in next(g for g in structure.groups if "shared_expert]" in g.layers[0]).why_not
-    assert graph.model == "Qwen2MoeForCausalLM"
+    graph, _, structure = found("Qwen2Moe")  # a shared expert, a router and experts read the norm by ways of their own
+    fold = next(g.fold for g in structure.groups if "shared_expert]" in g.layers[0])
+    assert fold is not None and fold.kind == "norm"
+    assert sorted(modules_of(graph, fold.extra)) == ["gate", "gate_up_proj"]

@@ -39,6 +39,7 @@ PASSES: dict[str, PassRow] = {
     "remove_dropout": PassRow("activations"),
     "compute_weights": PassRow("compute_weights"),
     "linear_from_matmul": PassRow("linear_from_matmul"),
+    "linear_of_experts": PassRow("linear_of_experts"),
     "convert_relu6_to_relu": PassRow("activations", "convert_relu6_to_relu", changes="on purpose"),
     "convert_silu_to_hswish": PassRow("activations", "convert_silu_to_hswish", changes="on purpose"),
     "fold_batch_norm": PassRow("fold_batch_norm"),
