@@ -20,7 +20,8 @@ class ModelQuantizer:
     """`ModelQuantizer(config).quantize_model(model, dataloader)`: weight-only, static or dynamic, as the config says.
 
     Linear, convolutions, transposed convolutions, embeddings, recurrent layers, their subclasses and the experts of
-    transformers' mixtures are quantized; what else has weights stays float and is logged. The command line does the same to a traced copy of the model.
+    transformers' mixtures are quantized; what else has weights stays float and is logged. The command line does the
+    same to a traced copy of the model.
     """
 
     def __init__(self, config: AnyConfig) -> None:
