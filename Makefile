@@ -9,7 +9,7 @@ PINNED := $(VENV)/constraints.txt
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c $(PINNED)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: run test test-torch test-wheel check fuzz docs bench clean
+.PHONY: run test test-torch test-wheel check fuzz soak docs bench clean
 
 $(PINNED): constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -57,6 +57,11 @@ fuzz: $(VENV)/.test
 	$(BIN)/python tests/fuzz/results.py $(SECONDS_EACH)
 	$(BIN)/python tests/fuzz/saved.py $(SECONDS_EACH)
 	$(BIN)/python tests/fuzz/checkpoints.py $(SECONDS_EACH)
+
+# Random networks, configs and data: all that should be equal is compared, for so many seconds.
+SECONDS ?= 600
+soak: $(VENV)/.test
+	$(BIN)/python tests/fuzz/soak.py $(SECONDS)
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict --quiet

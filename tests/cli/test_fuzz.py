@@ -1,11 +1,11 @@
-"""A short run of the fuzzers: `make fuzz` runs them for longer, with other seeds."""
+"""A short run of the fuzzers: `make fuzz` and `make soak` run them for longer, with other seeds."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from fuzz import checkpoints, results, saved
+from fuzz import checkpoints, results, saved, soak
 
 from quantizer.engine import checkpoint
 
@@ -32,3 +32,10 @@ def test_edited_checkpoints_are_gone_on_with_or_refused(tmp_path: Path, monkeypa
     for seed in range(40):
         done, code, said, is_right = checkpoints.one(seed, runs, tmp_path)
         assert code in (0, 5) and is_right, f"seed {seed}: exit {code}: {done}: {said}"
+
+
+def test_random_networks_agree_with_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "EVERY_S", 0.0)
+    ends = {seed: soak.one(seed, tmp_path / "seed") for seed in range(12)}
+    assert not {seed: found for seed, (_, found) in ends.items() if found}
+    assert sum(end == "ok" for end, _ in ends.values()) > 8
