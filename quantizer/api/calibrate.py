@@ -68,7 +68,6 @@ def calibrate(
         UsageError: `memory` is no size.
     """
     check_float(model)
-    check_finite(model)
     read, budget = read_config(config), _budget(memory)
     check_mode(fast_finetune, read.require())
     cut = {"batch_size": batch_size, "subset_len": subset_len}
@@ -93,8 +92,7 @@ def calibrate(
         raise ConfigError(error.diagnostics, read.sources) from error
     if checkpoints:
         checkpoints.remove()
-    calibrated = Calibrated(job.target.original, job.config.settings, solution)
-    return Result(model, calibrated, job.plan, batches, watching, job=job)
+    return Result(model, Calibrated(original, job.config.settings, solution), job.plan, batches, watching, job=job)
 
 
 def _budget(memory: int | str | None) -> int | None:
@@ -147,6 +145,8 @@ def _shape_alone(info: QuantInfo) -> Batches:
 
 def _traced(model: nn.Module, batches: Batches, *, compared: bool = False) -> tuple[Graph, Batch]:
     """The model's graph, perhaps compared with the model, and the batch that it was traced on."""
+    if compared:
+        check_finite(model)
     batch = next(iter(batches))
     device = next((parameter.device for parameter in model.parameters()), None)
     batch = batch if device is None else batch.to(device)

@@ -15,8 +15,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 Device = Literal["DPU", "CPU", "GPU", "IPU"]
 QScheme = Literal["per_tensor", "per_channel", "per_group", "per_token"]
 RangeMethod = Literal["maxmin", "percentile", "entropy", "mse", "diffs", "auto"]
-AUTO: Literal["auto"] = "auto"
-"""The method that reads one histogram of all batches, whatever the statistic."""
+AUTO: Literal["auto"] = "auto"  # reads one histogram of all batches, whatever the statistic
 RoundMode = Literal["half_even", "half_up", "half_down", "std_round", "floor"]
 ScaleKind = Literal["float", "e4m3", "poweroftwo", "e8m0", "microexponent"]
 ScaleMode = Literal["floor", "even", "ceil"]
@@ -91,8 +90,7 @@ class QuantizationSpec:
 
     @property
     def has_symmetric_scale(self) -> bool:
-        """Whether `symmetric_scale` changes the scale: codes have both signs, one more of them is negative, and the
-        scale may be any float."""
+        """Whether `symmetric_scale` changes the scale: one more code is negative, and the scale may be any float."""
         negative_end = self.signed and self.symmetric and not self.narrow_range
         return self.dtype == "int" and negative_end and self.scale_type in ("float", "e4m3")
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.config.wording import shortened
 from quantizer.engine.module_target import evaluating
-from quantizer.errors import ModelError
+from quantizer.errors import DataError, ModelError
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
 from quantizer.seeding import seed_everything
@@ -41,6 +41,7 @@ def compare_with_model(module: nn.Module, graph: Graph, batch: Batch) -> None:
 
     Raises:
         ModelError: it keeps something from call to call, or the trace computes something else.
+        DataError: the model does not take the batch.
     """
     if graph.is_deferred:
         return
@@ -88,7 +89,7 @@ def _output(model: nn.Module, call: Call, seed: int) -> list[Tensor]:
     """The tensors that it returns, of arguments of its own."""
     seed_everything(seed)
     args, kwargs = _copied(call)
-    with user_errors("running the model on the first batch", ModelError):
+    with user_errors("running the model on batch 0", DataError):
         output = model(*args, **kwargs)
     return [each.clone() for each in pytree.tree_leaves(output) if isinstance(each, Tensor)]
 

@@ -68,8 +68,15 @@ def test_a_default_session_has_test_modes_accuracy(deployed: Deployed) -> None:
     ours, theirs = ((each.argmax(1) == deployed.labels).float().mean() for each in (deployed.expected, deployed.found))
     assert ours > 0.98
     assert theirs >= ours - 0.002  # one image of 500
-    agreeing = (deployed.expected.argmax(1) == deployed.found.argmax(1)).float().mean()
-    assert agreeing >= 0.998
+    differing = deployed.expected.argmax(1) != deployed.found.argmax(1)
+    assert int(differing.sum()) <= 2  # of 500, and only where test mode's best two are two steps apart at most
+    first, second = deployed.expected[differing].topk(2).values.T
+    (step,) = {
+        tensors["activation"]["scale"]
+        for layer, tensors in deployed.read("quant_info.json")["tensors"].items()
+        if layer.endswith("Linear[fc]/linear")
+    }
+    assert bool((first - second <= 2.01 * step).all())
 
 
 def test_outputs_differ_by_less_than_quantization_costs(deployed: Deployed) -> None:
