@@ -59,7 +59,7 @@ class Arguments:
         count = len(item)
         if self.required == 0 and self.needed < count <= self.tensors:
             return self._is_target(item)
-        if count in (self.needed + 1, self.tensors + 1):
+        if count > self.needed and count in (self.needed + 1, self.tensors + 1):
             return True
         if self.needed <= count <= self.most:
             return False

@@ -34,6 +34,10 @@ class Switched(nn.Module):
     def forward(self, x: Any, hard: bool = False, scale: float | None = None) -> Any: ...
 
 
+class Usual(nn.Module):
+    def forward(self, x: Any = IMAGES) -> Any: ...
+
+
 class Two(nn.Module):
     def forward(self, image: Any, text: Any) -> Any: ...
 
@@ -75,6 +79,8 @@ CASES: dict[str, tuple[type[nn.Module], Any, tuple[str, ...], bool, str]] = {
         "fill x, mask of forward(), and have",
     ),
     "switches": (Switched, (IMAGES, MAPS), ("x",), True, "(input, target) pairs"),
+    "one that has a default": (Usual, [IMAGES], ("x",), False, ""),
+    "one that has a default, and a class": (Usual, (IMAGES, CLASSES), ("x",), True, "(input, target) pairs"),
     "two that are needed": (Two, (IMAGES, TOKENS), ("image", "text"), False, "batches fill image, text of forward()"),
     "and a target": (Two, (IMAGES, TOKENS, CLASSES), ("image", "text"), True, "and have a target"),
     "CLIP": (Clip, (TOKENS, IMAGES), ("input_ids", "pixel_values"), False, "fill input_ids, pixel_values of forward()"),
