@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from quantizer.engine.ablation import ablate
 from quantizer.engine.evaluate import Comparison, LayerNoise
@@ -50,8 +51,7 @@ def _most_helpful(
     worst: list[LayerNoise], reference: Network, quantized: Network, batches: Iterable[Batch]
 ) -> tuple[Key, float] | None:
     """The tensor that the output gains most from when it is left in float, and how much, in dB; None if none helps."""
-    first = [batch for batch, _ in zip(batches, range(1), strict=False)]
-    found = ablate(reference, quantized, first, keys={(noise.layer, noise.role) for noise in worst})
+    found = ablate(reference, quantized, islice(batches, 1), keys={(noise.layer, noise.role) for noise in worst})
     gains = {effect.key: found.gain_db(effect) for effect in found.effects}
     key = max(gains, key=gains.__getitem__, default=None)
     return (key, gains[key]) if key is not None and gains[key] > 0 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -42,6 +43,21 @@ def test_the_first_layer_and_the_best_change_are_named(caplog: pytest.LogCapture
     assert sqnr < 15
     assert "It is below that from the activation of Outlier::Outlier/Linear[third]/linear on" in said
     assert "the activation of Outlier::Outlier/Linear[second]/linear in float helps most" in said
+
+
+def test_one_batch_is_read_again() -> None:
+    read = list[int]()
+
+    class Loader:
+        def __iter__(self) -> Iterator[Tensor]:
+            for seed in range(3):
+                read.append(seed)
+                yield torch.randn(64, 8, generator=torch.Generator().manual_seed(seed))
+
+    found = quantizer.calibrate(Outlier(1e4).eval(), CONFIG, Loader())
+    read.clear()
+    found.test()
+    assert read == [0, 1, 2, 0]
 
 
 def test_nothing_is_said_of_a_good_one(caplog: pytest.LogCaptureFixture) -> None:
