@@ -64,6 +64,13 @@ layered form only where the concatenation is"
     return may_differ(text, place)
 
 
+def normalized(place: Place | None) -> Diagnostic:
+    """Whether a residual stream is quantized."""
+    text = "sums that normalizations alone read, the residual stream of a transformer, stay float in the layered form, \
+and are quantized in the hierarchical form"
+    return may_differ(text, place)
+
+
 def once(findings: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     """One finding for each reason, at the first of its places; the others are related."""
     first: dict[tuple[str, str], Diagnostic] = {}

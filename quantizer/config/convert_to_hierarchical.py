@@ -15,6 +15,7 @@ from quantizer.config.convert_findings import (
     inexpressible,
     joined,
     may_differ,
+    normalized,
     once,
     overlapping,
     pooled,
@@ -147,6 +148,8 @@ def _findings(file: _Layered) -> Iterator[Diagnostic]:
         text = "global_quant_config applies to layers with weights of their own: norms that cannot be folded, and \
 trained tensors in expressions, stay in float"
         yield may_differ(text, file.overall.roles_place)
+    if "activation" in file.network:
+        yield normalized(file.overall.roles_place)
     for rule in file.entries:
         if ("activation" in (rule.roles or ())) != ("activation" in file.network):
             yield joined(rule.selector.place)

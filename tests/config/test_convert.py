@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 from toys import traced
 
 from configs import SETTINGS, document, layer
@@ -20,6 +22,7 @@ from quantizer.config.model import Config
 from quantizer.config.resources import presets
 from quantizer.graph.ops import OPS
 from quantizer.graph.passes import run_passes
+from quantizer.graph.trace import trace
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
 
@@ -173,13 +176,33 @@ def test_the_hierarchical_file_gives_the_same_plan(name: str) -> None:
     plans_alike(BACK[name], written)
 
 
-def test_the_whole_network_is_planned_without_a_finding() -> None:
-    written, findings = to_hierarchical(config(document()))
-    assert (findings, plan(written, "preactivated").diagnostics) == ((), ())
+def test_the_whole_network_is_planned_alike_where_there_is_no_residual_stream() -> None:
+    written, [finding] = to_hierarchical(config(document()))
+    assert (finding.code, finding.severity) == ("QZ125", "warning")
+    assert finding.message.startswith("sums that normalizations alone read")
+    assert plan(written, "preactivated").diagnostics == ()
     ours, theirs = plan(document(), "preactivated"), plan(written, "preactivated")  # with a concatenation and a norm
     assert {key: tensor.spec for key, tensor in theirs.tensors.items()} == {
         key: tensor.spec for key, tensor in ours.tensors.items()
     }
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.norm(x + self.fc(x)))
+        return y
+
+
+def test_a_residual_stream_is_what_the_warning_is_about() -> None:
+    written, _ = to_hierarchical(config(document()))
+    graph = trace(Residual().eval(), (torch.randn(2, 4),))
+    ours, theirs = (resolve(config(each), graph, graph).tensors for each in (document(), written))
+    assert [name.rpartition("/")[2] for name, _ in theirs.keys() - ours.keys() if "[" not in name] == ["add"]
+    assert not ours.keys() - theirs.keys()
 
 
 def test_what_is_written_passes_the_checks_of_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
