@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from quantizer.engine.ablation import ablate
@@ -14,7 +14,11 @@ from quantizer.sources.batches import Batch
 LOW_DB = 15.0
 """Output SQNR below which no network here kept its accuracy."""
 TRIED = 8
-"""Tensors that are tried in float on one batch, those of the lowest local SQNR: each costs what comes after it."""
+"""Tensors that are tried in float on one batch: each costs what comes after it. First those of what the first layer
+below LOW_DB reads, whose own SQNR is high if a few values are far larger than the others, then those of the lowest.
+"""
+LEAST_DB = 0.1
+"""What is gained by less is not worth a word."""
 
 
 def remark(compared: Comparison, reference: Network, quantized: Network, batches: Iterable[Batch]) -> str | None:
@@ -31,12 +35,13 @@ def remark(compared: Comparison, reference: Network, quantized: Network, batches
     first = next((noise for noise in compared.layers if _reached(noise) < LOW_DB), None)
     if first is not None:
         said += f". It is below that from the {first.role} of {first.layer} on ({_reached(first):.1f} dB)"
-    worst = sorted(compared.layers, key=lambda noise: noise.local.sqnr_db)[:TRIED]
-    best = _most_helpful(worst, reference, quantized, batches)
+    sources = set(_sources(first.layer, reference, compared)) if first is not None else set()
+    tried = sorted(compared.layers, key=lambda noise: (noise.layer not in sources, noise.local.sqnr_db))[:TRIED]
+    best = _most_helpful(tried, reference, quantized, batches)
     if best is not None:
         (layer, role), gain = best
         said += (
-            f". Of the {len(worst)} tensors that lose most, the {role} of {layer} in float helps most: "
+            f". Of {len(tried)} tensors that were tried in float, the {role} of {layer} helps most: "
             f"{gain:.1f} dB more on the first batch"
         )
     return said + ". `quantizer analyze` measures all tensors, and with --metric what has to stay in float"
@@ -47,11 +52,25 @@ def _reached(noise: LayerNoise) -> float:
     return noise.accumulated.sqnr_db if noise.accumulated is not None else float("inf")
 
 
+def _sources(layer: str, reference: Network, compared: Comparison) -> Iterator[str]:
+    """The layer, and the nearest ones before it that have tensors of their own."""
+    yield layer
+    measured, seen = {noise.layer for noise in compared.layers}, {layer}
+    pending = [*reference.graph.by_name[layer].refs()]
+    while pending:
+        name = pending.pop()
+        if name in measured:
+            yield name
+        elif name not in seen:
+            pending += reference.graph.by_name[name].refs()
+        seen.add(name)
+
+
 def _most_helpful(
-    worst: list[LayerNoise], reference: Network, quantized: Network, batches: Iterable[Batch]
+    tried: list[LayerNoise], reference: Network, quantized: Network, batches: Iterable[Batch]
 ) -> tuple[Key, float] | None:
     """The tensor that the output gains most from when it is left in float, and how much, in dB; None if none helps."""
-    found = ablate(reference, quantized, islice(batches, 1), keys={(noise.layer, noise.role) for noise in worst})
+    found = ablate(reference, quantized, islice(batches, 1), keys={(noise.layer, noise.role) for noise in tried})
     gains = {effect.key: found.gain_db(effect) for effect in found.effects}
     key = max(gains, key=gains.__getitem__, default=None)
-    return (key, gains[key]) if key is not None and gains[key] > 0 else None
+    return (key, gains[key]) if key is not None and gains[key] >= LEAST_DB else None
