@@ -27,7 +27,7 @@ from quantizer.config.dtypes import dtype_word
 from quantizer.config.hierarchical import KEY_OF
 from quantizer.config.hierarchical_spec import PARAMETERS, observer_word, specification, usual_statistic
 from quantizer.config.layered import FIELDS
-from quantizer.config.model import ROLES, Config, ConfigRule, Fields, QuantizationSpec, Role, Settings
+from quantizer.config.model import CAST_ONLY, ROLES, Config, ConfigRule, Fields, QuantizationSpec, Role, Settings
 
 _KEEP = "keep the layered form, or change it"
 _PASSES = {kind.switch: name for name, kind in SWITCHES.items()}
@@ -148,7 +148,7 @@ def _findings(file: _Layered) -> Iterator[Diagnostic]:
         text = "global_quant_config applies to layers with weights of their own: norms that cannot be folded, and \
 trained tensors in expressions, stay in float"
         yield may_differ(text, file.overall.roles_place)
-    if "activation" in file.network:
+    if "activation" in file.network and specs_of(file.network)["activation"].dtype not in CAST_ONLY:
         yield normalized(file.overall.roles_place)
     for rule in file.entries:
         if ("activation" in (rule.roles or ())) != ("activation" in file.network):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.effective import effective
 from quantizer.config.hierarchical_spec import is_foreign, turned
-from quantizer.config.model import AUTO, POOLED, Config, Fields, QuantizationSpec, Role, Sourced
+from quantizer.config.model import AUTO, CAST_ONLY, POOLED, Config, Fields, QuantizationSpec, Role, Sourced
 from quantizer.config.roles import base_role, is_parameter, parameter_role
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
@@ -101,7 +101,7 @@ class _Resolver:
         readers = self.graph.consumers[node.name]
         if reason is None and node.op == "input" and readers and all(self.kept.get(n) == FIRST_LAST for n in readers):
             reason = FIRST_LAST
-        if reason is None and node.name in self.residual:
+        if reason is None and node.name in self.residual and not self._is_cast(group):
             reason = RESIDUAL
         if reason is None and self._holds_weights(node):
             reason = "keeps the quantization of its weights"
@@ -126,6 +126,11 @@ class _Resolver:
     def _view(self, group: Group) -> TensorView:
         """What is quantized at the group's point; its features are those that the group's first layer makes."""
         return axes.activation_view(self.graph, self.graph.by_name[group.members[0]], group.point)
+
+    def _is_cast(self, group: Group) -> bool:
+        """Whether its values are cast to a shorter float, in which large ones cost small ones nothing."""
+        merged = self._merge(self._rules_for(group.members), "activation")
+        return merged is not None and merged[0].dtype in CAST_ONLY
 
     def _holds_weights(self, node: Node) -> bool:
         """Whether the output is rows of weights, quantized alike for all rows: rounding again changes nothing."""

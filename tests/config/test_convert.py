@@ -205,6 +205,16 @@ def test_a_residual_stream_is_what_the_warning_is_about() -> None:
     assert not ours.keys() - theirs.keys()
 
 
+def test_a_residual_stream_in_bfloat16_is_planned_alike() -> None:
+    """It is cast as all else is: large values cost small ones nothing there."""
+    cast = document(tensor={}, overall={"datatype": "bfloat16"})
+    written, findings = to_hierarchical(config(cast))
+    graph = trace(Residual().eval(), (torch.randn(2, 4),))
+    ours, theirs = (resolve(config(each), graph, graph).tensors for each in (cast, written))
+    assert (findings, ours.keys() ^ theirs.keys()) == ((), set())
+    assert any(name.endswith("/add") for name, _ in ours)
+
+
 def test_what_is_written_passes_the_checks_of_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """The safety net: what a writer gets wrong is refused, at the place of the source that it comes from."""
     source = document(layer("fc", roles=["weights"]), quantizable_data_type=["weights"])
