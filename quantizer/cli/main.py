@@ -1,5 +1,6 @@
 """The command `quantizer`: finds the subcommand, and turns every error into a sentence and an exit code."""
 
+import errno
 import importlib
 import os
 import signal
@@ -14,6 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from quantizer import __version__, memory
+from quantizer.atomic import replace_file
 from quantizer.cli import torchrun
 from quantizer.cli.options import (
     NAMES_WIDTH,
@@ -228,13 +230,19 @@ def _internal_error(error: Exception, arguments: list[str]) -> int:
         where = "the traceback is above"
     elif folder := _output_dir(arguments):
         try:
-            with (folder / "run.log").open("a", encoding="utf-8") as log:
-                log.write(details)
+            _append(folder / "run.log", details)
             where = f"the traceback is in {folder / 'run.log'}"
         except OSError:
             pass
     _show(f"internal error: {type(error).__name__}: {error}", f"this is a bug of quantizer; {where}")
     return QuantizerError.exit_code
+
+
+def _append(path: Path, text: str) -> None:
+    """Add to a file of a result folder, without writing through a link to it."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link")
+    replace_file(path, (path.read_bytes() if path.exists() else b"") + text.encode())
 
 
 def _output_dir(arguments: list[str]) -> Path | None:

@@ -16,7 +16,7 @@ from runs import calibrate, check
 
 from quantizer import Config, ModelQuantizer, atomic
 from quantizer.engine.result_set import ASIDE, MOVES, locked
-from quantizer.engine.results import read_info
+from quantizer.engine.results import read_info, write_info
 from quantizer.errors import ResultError
 
 Toy = Callable[..., str]
@@ -98,6 +98,51 @@ def test_links_are_not_written_through(
     assert calibrate(folder, "--overwrite", model=toy(), config=None) == 5
     assert f"{name} is a link" in capsys.readouterr().err
     assert precious.read_text() == "mine"
+
+
+def test_files_that_have_another_name_elsewhere_are_replaced_and_not_written_to(
+    folder: Path, toy: Toy, tmp_path: Path
+) -> None:
+    """Hard links, which nobody can tell from files."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    names = sorted(path.name for path in folder.iterdir())
+    assert {"weights.safetensors", "quant_info.json", "run.log"} <= set(names)
+    for name in names:
+        (folder / name).unlink()
+        (folder / name).hardlink_to(precious)
+    assert calibrate(folder, "--overwrite", model=toy(), config=None) == 0
+    assert precious.read_text() == "mine"
+    assert check(folder, model=toy()) == 0
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_folder_that_may_not_be_written_keeps_the_old_results(
+    number: int, folder: Path, toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the system says of a folder of another user, and of a disk that is read alone."""
+    old = contents(folder)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(atomic.tempfile, "mkstemp", refuse)
+        assert calibrate(folder, model=toy("return [torch.randn(4, 3)] * 2"), config=None) == 5
+        assert os.strerror(number) in capsys.readouterr().err
+    assert contents(folder) == old
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "mkdir", refuse)
+        assert calibrate(folder.parent / "other", model=toy(), config=None) == 5
+        assert f"cannot use {folder.parent / 'other'} for results: {os.strerror(number)}" in capsys.readouterr().err
+
+
+def test_results_of_another_format_are_refused(folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of a newer version, whose checksums are right."""
+    content = json.loads((folder / "quant_info.json").read_text())
+    write_info(folder, content["header"] | {"format": content["header"]["format"] + 1}, content["tensors"])
+    assert check(folder, model=toy()) == 5
+    assert "quant_info.json has another format than" in capsys.readouterr().err
 
 
 def test_a_link_to_a_folder_is_a_result_folder(toy: Toy, tmp_path: Path) -> None:

@@ -94,6 +94,19 @@ def test_a_float_run_with_nothing_to_measure(toy: Toy, capsys: Capture) -> None:
     assert "nothing to measure" in one_sentence(capsys)
 
 
+def test_a_config_that_cannot_be_is_told_before_the_model_is_imported(
+    toy: Toy, tmp_path: Path, capsys: Capture
+) -> None:
+    config = tmp_path / "fp8.json"
+    config.write_text('{"global_quant_config": {"weight": {"dtype": "fp8_e4m3", "symmetric": false}}}')
+    model = Path(toy())
+    model.write_text("raise RuntimeError('imported')")
+    assert calibrate(tmp_path / "out", model=str(model), config=str(config)) == 2
+    said = capsys.readouterr().err
+    assert "fp8.json:1:71: error QZ311" in said
+    assert "imported" not in said
+
+
 def test_integers_into_a_linear_layer(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
     assert calibrate(tmp_path / "out", model=toy("return [torch.ones(4, 3).long()] * 2")) in (3, 4)
     assert "Linear" in one_sentence(capsys)
@@ -233,6 +246,18 @@ def test_interrupted_then_resumed_equals_undisturbed(toy: Toy, tmp_path: Path, c
     for name in ("quant_info.json", "statistics.safetensors", "weights.safetensors"):
         assert (folder / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
     assert not list(folder.glob("checkpoint*"))
+
+
+def test_data_that_could_not_be_loaded_are_gone_on_with(toy: Toy, tmp_path: Path, capsys: Capture) -> None:
+    failing = INTERRUPTED.replace("KeyboardInterrupt", "OSError('disk gone')").format(flag=str(tmp_path / "failed"))
+    model, folder = toy(failing.strip().replace("\n", "\n    ")), tmp_path / "out"
+    assert calibrate(folder, model=model, config=None) == 4
+    said = one_sentence(capsys)
+    assert "loading batch 4 of the data of the model's file raised OSError: disk gone" in said
+    assert "calib stopped after 4 batches; --resume goes on from there" in said
+    assert calibrate(folder, "--resume", model=model, config=None) == 0
+    assert calibrate(tmp_path / "undisturbed", model=model, config=None) == 0
+    assert (folder / "quant_info.json").read_bytes() == (tmp_path / "undisturbed" / "quant_info.json").read_bytes()
 
 
 def interrupted(toy: Toy, folder: Path, flag: Path) -> str:

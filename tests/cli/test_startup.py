@@ -184,6 +184,19 @@ def test_an_unexpected_error_is_one_sentence_and_a_log(
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+def test_the_log_of_an_unexpected_error_is_not_written_through_a_link(
+    link: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "precious").write_text("mine\n")
+    (tmp_path / "out").mkdir()
+    link(tmp_path / "out" / "run.log", tmp_path / "precious")
+    runner(monkeypatch, RuntimeError("boom"))
+    assert run_command(["--quant_mode", "calib", "--output_dir", str(tmp_path / "out")]) == 70
+    assert (tmp_path / "precious").read_text() == "mine\n"
+    assert "internal error: RuntimeError: boom" in capsys.readouterr().err
+
+
 def test_colour_only_where_it_is_wanted() -> None:
     wrong = str(CASES / "invalid" / "qz101_method.json")
     assert "\x1b" not in run("validate", wrong).stdout

@@ -58,6 +58,13 @@ def test_limits_are_told_not_hit(tmp_path: Path, text: str) -> None:
     assert codes_of(error) == ["QZ003"]
 
 
+def test_a_number_of_any_length_is_told() -> None:
+    """Python refuses to read so many digits."""
+    with pytest.raises(ConfigError) as error:
+        parse('{"bit_width": ' + "9" * 5000 + "}")
+    assert codes_of(error) == ["QZ008"]
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),

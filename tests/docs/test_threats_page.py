@@ -1,4 +1,4 @@
-"""docs/threats.md: each promise names a test that there is."""
+"""docs/threats.md and docs/faults.md: each promise names tests that there are."""
 
 from __future__ import annotations
 
@@ -8,15 +8,35 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROMISES = re.findall(r"\| `(tests/[\w/]+\.py)::(\w+)` \|", (ROOT / "docs" / "threats.md").read_text("utf-8"))
+TABLES = {"threats": ("## Promises", 15), "faults": ("# ", 49)}
+"""Where the promises of a page begin, and how many there are at least."""
+NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
-@pytest.mark.parametrize(("file", "test"), PROMISES)
+def promises(page: str) -> list[str]:
+    """The rows of a page's tables below their titles."""
+    text = (ROOT / "docs" / f"{page}.md").read_text("utf-8").partition(TABLES[page][0])[2]
+    return re.findall(r"^\| (?!promise|fault ).*\|$", text, re.MULTILINE)
+
+
+NAMES = sorted({name for page in TABLES for name in NAMED.findall((ROOT / "docs" / f"{page}.md").read_text("utf-8"))})
+
+
+@pytest.mark.parametrize(("file", "test"), NAMES)
 def test_a_promise_has_its_test(file: str, test: str) -> None:
     assert f"\ndef {test}(" in (ROOT / file).read_text("utf-8")
 
 
-def test_no_promise_is_without_one() -> None:
-    text = (ROOT / "docs" / "threats.md").read_text("utf-8").partition("## Promises")[2]
-    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| promise")]
-    assert len(rows) == len(PROMISES) > 10
+@pytest.mark.parametrize("page", TABLES)
+def test_no_promise_is_without_one(page: str) -> None:
+    rows = promises(page)
+    assert len(rows) >= TABLES[page][1]
+    for row in rows:
+        *said, tests = (cell.strip() for cell in row.strip("|").split(" | "))
+        assert all(said), row
+        assert re.fullmatch(rf"{NAMED.pattern}(, {NAMED.pattern})*", tests), row
+
+
+def test_there_is_a_row_for_each_fault() -> None:
+    faults = [row.split(" | ")[0] for row in promises("faults")]
+    assert len(faults) == len(set(faults)) == 49

@@ -25,6 +25,7 @@ from quantizer.engine.solution import quantized_network
 from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
+from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
@@ -77,6 +78,31 @@ def test_layers_that_read_one_value_alike_share_an_observer() -> None:
     assert {key: float(tensor.scale) for key, tensor in before.items()} == {
         key: float(tensor.scale) for key, tensor in after.items()
     }
+
+
+class Twice(torch.nn.Module):
+    """A layer that is called twice, and another that has its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.tied = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.fc.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied(self.fc(9 * torch.tanh(self.fc(x))))  # type: ignore[no-any-return]
+
+
+def test_a_weight_in_several_layers_has_one_scale_and_each_call_a_range_of_its_own() -> None:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    original = trace(Twice().eval(), (x,))
+    graph = run_passes(original, hierarchy({}).settings)
+    calibration = calibrate.start(resolve(hierarchy({"weights": {}, "input": {}}), graph, original))
+    calibrate.run(calibration, Network(graph), [Batch((x,), {}, None, None)])
+    found = calibrate.solution(calibration)
+    layers = [node.name for node in graph.nodes if node.op == "linear"]
+    assert len({graph.by_name[layer].params["weight"] for layer in layers}) == 1 < len(layers) == 3
+    assert len({float(found.tensors[layer, "weights"].scale) for layer in layers}) == 1
+    assert len({float(found.tensors[layer, "input"].scale) for layer in layers}) == 3
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 import torch
@@ -198,6 +202,29 @@ def test_an_exported_program_is_opened_only_with_trust(folder: Path) -> None:
     assert loaded.module(torch.zeros(2, 3)).shape == (2, 2)
     (folder / "net.pt2").write_bytes(b"junk")
     assert "cannot be read as an exported program" in refusal("net.pt2", trust=True).message
+
+
+class Evil:
+    """Unpickling this makes a folder called `pwned`."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, ("pwned",)
+
+
+def test_a_program_that_would_run_code_does_not_run(folder: Path) -> None:
+    """torch.export.load unpickles the inputs that a program was exported with, whatever they are."""
+    torch.export.save(torch.export.export(nn.Linear(3, 2), (torch.zeros(2, 3),)), "good.pt2")
+    torch.save(Evil(), "evil.pt")
+    with zipfile.ZipFile("good.pt2") as good, zipfile.ZipFile("evil.pt2", "w") as evil:
+        pickled = [name for name in good.namelist() if name.endswith(".pt")]
+        assert pickled
+        for name in good.namelist():
+            evil.writestr(name, Path("evil.pt").read_bytes() if name in pickled else good.read(name))
+    assert "can run code" in refusal("evil.pt2").message
+    assert "holds weights" in refusal(shutil.copy("evil.pt2", "evil.pth")).message
+    assert "is not a weights file" in refusal("net.py", weights="evil.pt2").message
+    assert "cannot be read" in refusal("net.py", weights="evil.pth").message
+    assert not Path("pwned").exists()
 
 
 def test_a_hugging_face_folder_needs_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

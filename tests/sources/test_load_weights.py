@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pickle
 import warnings
@@ -74,6 +75,13 @@ def test_tied_weights_may_be_stored_once() -> None:
     assert torch.equal(module["b"].weight, torch.ones(2, 2))
 
 
+def with_header(end: int = 32, **entry: Any) -> bytes:
+    """A safetensors file whose weight has something else in its entry, or whose bias ends elsewhere."""
+    weight = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} | entry
+    header = json.dumps({"weight": weight, "bias": {"dtype": "F32", "shape": [2], "data_offsets": [end - 8, end]}})
+    return len(header).to_bytes(8, "little") + header.encode() + bytes(32)
+
+
 def whole(path: str) -> bytes:
     torch.save({"a": torch.ones(1000)}, path)
     return Path(path).read_bytes()
@@ -91,6 +99,10 @@ def whole(path: str) -> bytes:
         ("a.safetensors", b"\xff" * 8 + b"{}", "it is truncated or not a safetensors file"),
         ("a.safetensors", save(STATE)[:-3], "it is truncated or not a safetensors file"),
         ("a.safetensors", save(STATE) + b"x", "it is truncated or not a safetensors file"),
+        ("a.safetensors", with_header(end=24), "it is truncated or not a safetensors file"),  # two in one place
+        ("a.safetensors", with_header(dtype="F64"), "it is truncated or not a safetensors file"),
+        ("a.safetensors", with_header(dtype="F99"), "it is truncated or not a safetensors file"),
+        ("a.safetensors", with_header(shape=[1 << 30, 1 << 20]), "it is truncated or not a safetensors file"),
     ],
 )
 def test_a_file_that_is_not_a_checkpoint_is_told_apart(name: str, content: bytes, sentence: str) -> None:
