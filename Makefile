@@ -50,10 +50,10 @@ test-wheel:
 	env -u PYTHONPATH dist/wheel/venv/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt dist/wheel/*.whl
 	env -u PYTHONPATH dist/wheel/venv/bin/python tests/wheel.py
 
-# The documentation as a site, in dist/docs.
-# Edited results, saved models and checkpoints, for so many seconds each; a finding is printed with the seed that replays it.
+# Edited configs, results, saved models and checkpoints, for so many seconds each; a finding is printed with the seed that replays it.
 SECONDS_EACH ?= 200
 fuzz: $(VENV)/.test
+	$(BIN)/python tests/fuzz/configs.py $(SECONDS_EACH)
 	$(BIN)/python tests/fuzz/results.py $(SECONDS_EACH)
 	$(BIN)/python tests/fuzz/saved.py $(SECONDS_EACH)
 	$(BIN)/python tests/fuzz/checkpoints.py $(SECONDS_EACH)
@@ -63,6 +63,7 @@ SECONDS ?= 600
 soak: $(VENV)/.test
 	$(BIN)/python tests/fuzz/soak.py $(SECONDS)
 
+# The documentation as a site, in dist/docs.
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict --quiet
 

@@ -6,6 +6,8 @@ import random
 from typing import Any
 
 from configs import SETTINGS
+from quantizer.config.algorithm_settings import settings_of
+from quantizer.config.algorithms import ALGORITHMS
 
 Drawn = dict[str, Any]
 
@@ -49,6 +51,28 @@ def hierarchical(draw: random.Random) -> Drawn:
         found["pre_quant_opt_config"] = draw.choice([{"name": "cle"}, [{"name": "cle"}, {"name": "smoothquant"}]])
     if draw.random() < 0.3:
         found["exclude"] = draw.sample(NAMES, draw.choice([1, 1, 2]))
+    return found
+
+
+def algorithms(draw: random.Random) -> list[Drawn]:
+    """Entries for a list of algorithms, with some of their settings, which name layers of the toy or of nothing."""
+    found = []
+    for name in draw.sample(["smoothquant", "rotation", "awq", "gptq", "gptaq", "qronos"], draw.choice([1, 1, 2])):
+        group: Drawn = {"layers": draw.sample(["conv1", "conv2", "relu"], 1)}
+        group |= {key: draw.choice(["conv1", "bn1", ""]) for key in ("prev_op", "inp") if draw.random() < 0.3}
+        options: Drawn = {
+            "alpha": draw.choice([0.5, 1, "auto", [0.25, 0.75]] if name == "smoothquant" else [0.25, 0.5]),
+            "scaling_layers": draw.choice([None, [], [group]]),
+            "model_decoder_layers": draw.choice(["layer1", "", "layers", None]),
+            "inside_layer_modules": draw.choice([["conv1"], ["conv1", "conv2"], [], None]),
+            "embedding_layers": draw.choice([["fc"], ["embed"], None]),
+            "desc_act": draw.random() < 0.5,
+            "static_groups": draw.random() < 0.5,
+            "group_size": draw.choice([-1, 4, 128]),
+            "seed": draw.randint(0, 9),
+        }
+        known = settings_of(ALGORITHMS[name])
+        found.append({"name": name, **{key: options[key] for key in options if key in known and draw.random() < 0.4}})
     return found
 
 

@@ -33,6 +33,9 @@ KEY_OF = {role: key for key, role in ROLE_OF.items()}
 SPEC_KEYS = tuple(key for key, said in block_of("hierarchical", "spec")["properties"].items() if "code" not in said)
 """The keys of a spec that say something."""
 
+_WHOLE = frozenset({"ch_axis", "group_size"})
+"""Keys of a spec that are whole numbers; JSON may have them with a decimal point."""
+
 LISTS = ("pre_quant_opt_config", "algo_config")
 """The lists of algorithms, in the order in which they run."""
 
@@ -142,7 +145,7 @@ class _Translator(ValidDocument):
         """What is stated of each role at a level that states anything of it."""
         stated = {
             role: {
-                key: Sourced(value, self.place(*path, word, key))
+                key: Sourced(int(value) if key in _WHOLE else value, self.place(*path, word, key))
                 for key in SPEC_KEYS
                 if (value := self.get(*path, word, key)) is not None
             }

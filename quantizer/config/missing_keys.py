@@ -123,12 +123,17 @@ def _parameters(value: Mapping[str, Any], level: Mapping[str, Any], missing: Seq
         yield {OVERALL: first | changes, **({TENSOR: tensors} if tensors else {})}
 
 
-def _overall(missing: Sequence[str], own: Members, wide: Mapping[str, Any], datatypes: Sequence[str]) -> Members:
+def _overall(missing: Sequence[str], own: Members, wide: Mapping[str, Any], datatypes: Sequence[Any]) -> Members:
     """Under a floating-point datatype of the top an empty block has that, and one about integers has to say so."""
-    if wide["datatype"] in CAST_ONLY and not own:
+    if _is_cast(wide["datatype"]) and not own:
         return {"datatype": wide["datatype"]}
-    is_said = "datatype" in own or CAST_ONLY.isdisjoint(datatypes)
+    is_said = "datatype" in own or not any(map(_is_cast, datatypes))
     return ({} if is_said else {"datatype": "int"}) | {word: wide[word] for word in missing}
+
+
+def _is_cast(datatype: Any) -> bool:
+    """Whether a datatype, which may be any value of JSON, is a format without a scale."""
+    return isinstance(datatype, str) and datatype in CAST_ONLY
 
 
 def _aside(first: Members, found: Mapping[str, Any], wide: Mapping[str, Any], own: Members) -> Members:

@@ -72,7 +72,7 @@ def bounds(schema: Mapping[str, Any]) -> list[str]:
 
 def help_for_value(key: str, value: Any, form: Form) -> str:
     """Whose word a wrong value of `key` is, or else where the right ones are listed."""
-    if key == "name" and value in _SWITCHES:
+    if _is_switch(key, value):
         switch = _SWITCHES[value]
         listed_as = [name for name, kind in SWITCHES.items() if kind.switch == switch and form == "hierarchical"]
         if listed_as:
@@ -82,6 +82,11 @@ def help_for_value(key: str, value: Any, form: Form) -> str:
         return f'{quoted(value)} is a value of "{owner}"'
     is_explained = any(key in keys for keys in _homes(form).values())
     return f"`quantizer explain {key}` says what it may be" if is_explained else "`quantizer schema` prints all keys"
+
+
+def _is_switch(key: str, value: Any) -> bool:
+    """Whether the name of an algorithm is a word of other tools for one of our switches."""
+    return key == "name" and isinstance(value, str) and value in _SWITCHES
 
 
 def value_fixes(document: Document, path: Path, schema: Mapping[str, Any]) -> Iterator[Fix]:
@@ -97,7 +102,7 @@ def value_fixes(document: Document, path: Path, schema: Mapping[str, Any]) -> It
         for word in dict.fromkeys(filter(None, (meant, closest(value, words)))):
             yield Fix(f'did you mean "{word}"?', (Edit(*span, json.dumps(word)),), (pointer,), word == meant)
     reason = f'{quoted(value)} is a value of "{owner}"; ' if (owner := _owner(key, value, form)) else ""
-    if key == "name" and value in _SWITCHES:
+    if _is_switch(key, value):
         return
     for example in (schema.get("default"), *schema.get("examples", ()), *schema.get("enum", ())):
         if example not in (None, {}, []):

@@ -5,11 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fuzz import checkpoints, results, saved, soak
+from fuzz import checkpoints, configs, results, saved, soak
 
 from quantizer.engine import checkpoint
 
 pytestmark = pytest.mark.slow
+
+
+def test_edited_configs_are_planned_or_refused_with_a_sentence(tmp_path: Path) -> None:
+    model = configs.prepared(tmp_path)
+    ends = set()
+    for seed in range(90):
+        done, code, said, command = configs.one(seed, model)
+        assert code in configs.ALLOWED, f"seed {seed}: {command}: {done}: {said}"
+        ends.add(code)
+    assert ends == {*configs.ALLOWED}
 
 
 def test_edited_results_are_used_or_refused_with_a_sentence(tmp_path: Path) -> None:

@@ -145,6 +145,30 @@ def test_a_config_that_cannot_be_used_raises_with_all_findings() -> None:
     assert error.value.message.startswith("net.json:1:1: 7 keys are missing here")
 
 
+@pytest.mark.parametrize("value", [["int8"], {"x": 1}, True, None, 1e308])
+def test_any_value_in_place_of_a_word_is_a_finding(value: Any) -> None:
+    """Also where what is missing, or meant, is looked up by it."""
+    entry = {"layer_type": "Linear", "quantizable_data_type": ["weights"], "overall_quantize_config": {}}
+    overall = {**EXAMPLE["overall_quantize_config"], "datatype": value}
+    layered = {**EXAMPLE, "overall_quantize_config": overall, "layer_quantize_config": [entry]}
+    weight = {"weight": {"dtype": "int8"}}
+    for document in (
+        layered,
+        {**EXAMPLE, "algorithms": [{"name": value}]},
+        {"global_quant_config": weight, "algo_config": {"name": value}},
+    ):
+        assert any(
+            found.severity == "error"
+            for found in check_document(parse_document(Text("net.json", json.dumps(document)))).diagnostics
+        )
+
+
+def test_a_whole_number_may_be_written_with_a_decimal_point() -> None:
+    spec = {"dtype": "int8", "qscheme": "per_group", "ch_axis": 1.0, "group_size": 32.0}
+    fields = load({"global_quant_config": {"weight": spec}}).rules[1].fields["weights"]
+    assert [(type(fields[key].value), fields[key].value) for key in ("ch_axis", "group_size")] == [(int, 1), (int, 32)]
+
+
 def test_every_invalid_value_is_reported_though_there_are_many() -> None:
     entries = [{**EXAMPLE["layer_quantize_config"][0], "layer_type": f"T{at}", "layer_name": at} for at in range(80)]
     document = parse_document(Text("net.json", json.dumps({**EXAMPLE, "layer_quantize_config": entries}, indent=1)))

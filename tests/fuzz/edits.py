@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(item, (*path, key))
 
 
-def edited(value: Any, draw: random.Random) -> tuple[Any, str]:
+def edited(value: Any, draw: random.Random, hostile: Sequence[Any] = HOSTILE) -> tuple[Any, str]:
     """A copy with one value replaced, removed, doubled or changed a little, and what was done."""
     value = json.loads(json.dumps(value))
     *around, last = draw.choice([path for path in places(value) if path])
@@ -39,11 +39,11 @@ def edited(value: Any, draw: random.Random) -> tuple[Any, str]:
     if kind == "remove":
         del inside[last]
     elif kind == "rename" and isinstance(inside, dict):
-        inside[str(draw.choice(HOSTILE))[:50]] = inside.pop(last)
+        inside[str(draw.choice(hostile))[:50]] = inside.pop(last)
     elif kind == "nudge" and isinstance(before, (int, float)) and not isinstance(before, bool):
         inside[last] = before * draw.choice([-1, 0, 2, 1e6, 1.5]) + draw.choice([0, 1, -1])
     else:
-        inside[last] = draw.choice(HOSTILE)
+        inside[last] = draw.choice(hostile)
     return value, f"{kind} {where}, which was {json.dumps(before)[:60]}"
 
 
