@@ -72,14 +72,17 @@ and are quantized in the hierarchical form"
 
 
 def once(findings: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """One finding for each reason, at the first of its places; the others are related."""
+    """One finding for each reason, at the first of its places; the next ones are related, but for a long list's end."""
     first: dict[tuple[str, str], Diagnostic] = {}
     for found in findings:
         known = first.setdefault((found.code, found.message), found)
         places = {known.place, *(place for place, _ in known.related)}
-        if found.place and found.place not in places:
+        if found.place and found.place not in places and len(known.related) < MOST_PLACES:
             first[found.code, found.message] = replace(known, related=(*known.related, (found.place, "and here")))
     return tuple(first.values())
+
+
+MOST_PLACES = 5
 
 
 def specs_of(fields: Mapping[Role, Fields]) -> Specs:
@@ -95,17 +98,21 @@ def overlapping(
     `merged` is what holds for a layer that several rules match, `keys` the file's words for roles. In the other form
     entries are complete, so nothing is inherited there.
     """
-    contents = [_content(rule) for rule in rules]
-    inherited: dict[tuple[str, str], list[Role]] = {}  # many rules say the same
-    for at, rule in enumerate(rules):
-        for before, wider in enumerate(rules[:at]):
-            pair = (contents[before], contents[at])
-            if pair not in inherited:
-                alone, both = merged([rule]), merged([wider, rule])
-                inherited[pair] = [role for role in ROLES if not alike(alone.get(role), both.get(role))]
-            if inherited[pair] and (found := _inherits(wider, rule, inherited[pair], keys)):
-                yield found
+    seen: dict[str, list[ConfigRule]] = {}  # many rules say the same
+    inherited: dict[tuple[str, str], list[Role]] = {}
+    for rule in rules:
+        content = _content(rule)
+        for before, alike_rules in seen.items():
+            if (before, content) not in inherited:
+                alone, both = merged([rule]), merged([alike_rules[0], rule])
+                roles = [role for role in ROLES if not alike(alone.get(role), both.get(role))]
+                inherited[before, content] = roles
+            roles = inherited[before, content]
+            found = (_inherits(wider, rule, roles, keys) for wider in (alike_rules if roles else ()))
+            if first := next(filter(None, found), None):
+                yield first
                 break
+        seen.setdefault(content, []).append(rule)
 
 
 def _content(rule: ConfigRule) -> str:
