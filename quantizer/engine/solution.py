@@ -59,6 +59,10 @@ class Solution:
             rescaled=loaded(dict(self.rescaled)),
         )
 
+    def by_rows(self) -> Solution:
+        """The same with a scale for each output of an expert where it has one for all of them, which no runtime has."""
+        return replace(self, tensors={key: tensor.by_rows() for key, tensor in self.tensors.items()})
+
     @property
     def positions(self) -> dict[Key, int]:
         """The fix positions of symmetric tensors that have one."""

@@ -1,7 +1,7 @@
 """What a checkpoint in compressed-tensors holds: the layers that are codes, the tensors that are values, its config."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
 from quantizer.config.wording import shortened
+from quantizer.export.compressed_experts import Mixture, targets
 from quantizer.export.compressed_placement import Placement, place
 from quantizer.export.compressed_schemes import CompressedLayer
 from quantizer.export.deployment import Deployment
 from quantizer.export.model_tensors import unheld, values_of
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
 
 NAME = "compressed-tensors"
@@ -64,7 +66,7 @@ class Checkpoint:
         has its format, as readers guess it otherwise.
         """
         groups = {
-            f"group_{number}": scheme | {"targets": [TARGET] if number == 0 else sorted(paths)}
+            f"group_{number}": scheme | {"targets": [TARGET] if number == 0 else targets(paths)}
             for number, (scheme, paths) in enumerate(self.schemes)
         }
         formats = {scheme["format"] for scheme, _ in self.schemes}
@@ -100,14 +102,47 @@ def of_network(deployment: Deployment) -> Checkpoint:
                 NAME, f"{name} has other codes than another call of its module", "leave it out of the algorithms"
             )
         layers[node.scope] = made
-    tensors = values_of(deployment, network, placement.linears, NAME)
-    return Checkpoint(layers, tensors, linears_of(deployment.model), remarks(solution.specs, placement))
+    stacks = {
+        node.params["weight"].partition("@")[0]: solution.tensors[name, "weights"]
+        for name, node in placement.experts.items()
+    }
+    tensors = values_of(deployment, network, {*placement.linears, *placement.experts}, NAME)
+    found = Checkpoint(layers, tensors, linears_of(deployment.model), remarks(solution.specs, placement))
+    return with_experts(found, deployment.model, stacks)
+
+
+def with_experts(found: Checkpoint, model: nn.Module, stacks: Mapping[str, QuantizedTensor]) -> Checkpoint:
+    """The checkpoint of a mixture, by the names that files have; `stacks` are quantized tensors of experts by path.
+
+    Without any, and for those in float, names are the model's, as readers do not look for codes there.
+
+    Raises:
+        UsageError: the format has no layout for the experts of this model.
+    """
+    mixture = Mixture(model)
+    if not stacks:
+        return found
+    layers = {mixture.path(path): layer for path, layer in found.layers.items()}
+    experts = dict[str, CompressedLayer]()
+    for path, stack in stacks.items():
+        if stack.codes is None:
+            raise unheld(
+                NAME, f"no codes give the weight of {path} back exactly", "quantize it with another scale_type"
+            )
+        experts |= mixture.parts(path, stack)
+    if len({repr(layer.scheme) for layer in experts.values()}) > 1:
+        remedy = "choose a group_size that is less than all their inputs"
+        raise unheld(NAME, "its experts have groups in some layers and whole rows in others", remedy)
+    tensors = mixture.beside({name: tensor for name, tensor in found.tensors.items() if name not in stacks})
+    linears = {*found.linears, *map(mixture.path, found.linears), *mixture.routers()}
+    return replace(found, layers=layers | experts, tensors=tensors, linears=tuple(sorted(linears)))
 
 
 def remarks(specs: Mapping[Key, QuantizationSpec], placement: Placement) -> tuple[str, ...]:
     """A sentence on layers whose quantized weights are no codes, if there are any."""
     weights = {layer: spec for (layer, role), spec in specs.items() if base_role(role) == "weights"}
-    valued = [layer for layer, spec in weights.items() if spec.is_scaled and layer not in placement.linears]
+    coded = {*placement.linears, *placement.experts}
+    valued = [layer for layer, spec in weights.items() if spec.is_scaled and layer not in coded]
     return (f"in float, with the values of their codes: {shortened(valued)}",) if valued else ()
 
 

@@ -12,14 +12,16 @@ from quantizer.engine.module_target import evaluating
 from quantizer.errors import ModelError, UsageError
 from quantizer.export import Refusal, refuse, require_extras
 from quantizer.export.agreement import Verification
-from quantizer.export.compressed_checkpoint import NAME, Checkpoint, linears_of, remarks
+from quantizer.export.compressed_checkpoint import NAME, Checkpoint, linears_of, remarks, with_experts
 from quantizer.export.compressed_placement import INSERTED, Placement, place
 from quantizer.export.compressed_schemes import CompressedLayer
 from quantizer.export.deployment import tensor_leaves
 from quantizer.export.hugging_face_folder import described
 from quantizer.export.model_tensors import state_of
-from quantizer.graph.modules import module_graph
+from quantizer.graph.ir import Node
+from quantizer.graph.modules import as_planned, key_in_module, module_graph, parameters_of
 from quantizer.nn.inplace import InPlace
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
@@ -84,7 +86,8 @@ def of_modules(model: nn.Module) -> Checkpoint:
     layers = {node.scope: _layer(quantized[node.scope], name, placement) for name, node in placement.linears.items()}
     own = tuple(f"{path}.quantizers." for path in quantized)
     tensors = {name: tensor for name, tensor in state_of(model).items() if not name.startswith(own)}
-    return Checkpoint(layers, tensors, linears_of(model), remarks(specs, placement))
+    stacks = dict(_stack(quantized[node.scope], node) for node in placement.experts.values())
+    return with_experts(Checkpoint(layers, tensors, linears_of(model), remarks(specs, placement)), model, stacks)
 
 
 def _unheld(quantized: dict[str, InPlace]) -> Iterator[Refusal]:
@@ -94,6 +97,14 @@ def _unheld(quantized: dict[str, InPlace]) -> Iterator[Refusal]:
             yield Refusal(*INSERTED, path)
         if "has_added_bias" in vars(module):
             yield Refusal("has a bias now that the model has no place for", INSERTED[1], path)
+
+
+def _stack(module: InPlace, node: Node) -> tuple[str, QuantizedTensor]:
+    """The path of a tensor of experts, and its codes and scales."""
+    key, path = key_in_module(node, "weight"), node.params["weight"].partition("@")[0]
+    quantizer = module.quantizers[parameter_role(key)]
+    assert isinstance(quantizer, TensorQuantizer)
+    return path, quantizer.tensor.encoded(as_planned(module, key, module.get_parameter(parameters_of(module)[key])))
 
 
 def _layer(module: InPlace, name: str, placement: Placement) -> CompressedLayer:

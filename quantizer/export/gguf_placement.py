@@ -20,6 +20,7 @@ _ACTIVATION = (
     "is quantized at run time, where a .gguf holds weights alone",
     "quantize weights alone (quantizer init --strategy gguf_q4_0); llama.cpp rounds inputs to int8 by itself",
 )
+_EXPERTS = ("is of experts, which are not written as blocks", "use --deploy compressed-tensors, or exclude experts")
 _NOTHING = Refusal("finds no quantized weight", "quantize weights (quantizer init --strategy gguf_q4_0)")
 
 
@@ -49,6 +50,7 @@ def _refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec], layers: Mappi
             inputs = graph.tensors[layers[layer].params["weight"]].shape[-1] if is_block else 0
             reason = (weight_refusal(spec, inputs) if is_block else None) or shared(graph, specs, layer, role)
             reason = reason or (_other_use(graph, layers, layer) if is_block else None)
+            reason = _EXPERTS if graph.by_name[layer].row.experts else reason
         if reason:
             yield Refusal(*reason, layer, role)
 

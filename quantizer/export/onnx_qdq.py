@@ -51,7 +51,7 @@ def export(deployment: Deployment, path: Path) -> Verification:
         VerificationError: a session does not give test mode's outputs.
     """
     check("onnx", deployment.graph, deployment.solution.specs, deployment.opset)
-    deployment = replace(deployment, solution=as_run(deployment.graph, deployment.solution))
+    deployment = replace(deployment, solution=as_run(deployment.graph, deployment.solution).by_rows())
     wide = in_float32(deployment)
     is_fast = deployment.choice("onnx_profile") == "fast"
     encoded = half_even(wide.encoded) if is_fast else wide.encoded

@@ -43,8 +43,8 @@ def export(deployment: Deployment, path: Path) -> Verification:
         VerificationError: the program does not give test mode's outputs.
     """
     graph = deployment.graph.replaced(rebuild=None)
-    plain = dataclasses.replace(deployment, graph=graph)
-    network = _Coded(plain.network(), graph, deployment.encoded, CARRIERS[deployment.choice("pt2_activations")])
+    plain = dataclasses.replace(deployment, graph=graph, solution=deployment.solution.by_rows())
+    network = _Coded(plain.network(), graph, plain.encoded, CARRIERS[deployment.choice("pt2_activations")])
     program = exported(network, graph, *deployment.blank)
     if deployment.choice("pt2_activations") == "int8":
         _dequantize_for_each(program)

@@ -14,6 +14,8 @@ from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS
+from quantizer.graph.passes.linear_from_matmul import TRANSPOSED
+from quantizer.graph.passes.linear_of_experts import STACKED
 
 OPERATORS: dict[type[nn.Module], str] = {
     getattr(nn, name.removeprefix("torch.nn.")): row.name
@@ -160,7 +162,7 @@ def as_stored(module: Any, key: str, value: Tensor) -> Tensor:
 def _suffix(module: Any, key: str) -> str:
     """What ends the path of a parameter whose axes are not those of the module's."""
     if is_of_experts(module):
-        return ".experts"
+        return f"{TRANSPOSED if module.is_transposed else ''}{STACKED}"
     return ".T" if key == "weight" and is_transposed(module) else ""
 
 

@@ -63,6 +63,15 @@ class QuantizedTensor:
         codes = None if self.codes is None else change(self.codes)
         return replace(self, scale=change(self.scale), zero_point=change(self.zero_point), codes=codes)
 
+    def by_rows(self) -> QuantizedTensor:
+        """The same values, with a scale for each index of the first axis where some share the one of an expert."""
+        spec = self.spec
+        if spec.qscheme != "per_tensor" or spec.group_size is None:
+            return self
+        rows = replace(spec, qscheme="per_channel", ch_axis=0, group_size=None)
+        scale, zero_point = (each.repeat_interleave(spec.group_size) for each in (self.scale, self.zero_point))
+        return replace(self, spec=rows, scale=scale, zero_point=zero_point)
+
     @property
     def position(self) -> int | None:
         """The fix position fp of an integer tensor with one power-of-two scale 2^-fp; None for others."""

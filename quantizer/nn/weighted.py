@@ -105,10 +105,14 @@ class ExpertLinear(_Filled):
 
 
 def _products(x: Tensor, weight: Tensor, ends: Tensor | None, picks: Tensor | None) -> Tensor:
-    """The same by one operator, for programs that torch traces, which cannot ask how many rows an expert has."""
-    if picks is not None:
-        return torch.bmm(weight[picks], x.unsqueeze(-1)).squeeze(-1)
-    return nn.functional.grouped_mm(x, weight.mT, offs=ends)
+    """The same by operators that all runtimes have, for programs that torch traces, which cannot ask how many rows an
+    expert has: all experts multiply all rows, and of each row one product is kept.
+    """
+    if picks is None:
+        assert ends is not None
+        picks = (torch.arange(x.shape[0], device=x.device)[:, None] >= ends).sum(1)
+    kept = picks == torch.arange(len(weight), device=x.device)[:, None]
+    return torch.where(kept[..., None], x @ weight.mT, 0.0).sum(0)
 
 
 class ChannelScale(Layer):

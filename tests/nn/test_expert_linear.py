@@ -140,6 +140,19 @@ def test_rows_go_to_their_experts(counts: tuple[int, ...]) -> None:
     torch.testing.assert_close(layer(beyond, ends), torch.cat([wanted, torch.zeros(2, 5)]))
 
 
+@pytest.mark.parametrize("by", ["ends", "picks"])
+def test_a_program_asks_not_how_many_rows_are_whose(by: str) -> None:
+    layer = ExpertLinear(3, 5, EXPERTS)
+    torch.manual_seed(0)
+    nn.init.normal_(layer.weight)
+    given = [dict(zip(("ends", "picks"), rows(*counts), strict=True))[by] for counts in ((2, 0, 1, 3), (0, 4, 0, 5))]
+    open_rows = {0: torch.export.Dim("rows")}
+    shapes = {"input": open_rows, by: open_rows if by == "picks" else None}
+    program = torch.export.export(layer, (torch.randn(6, 3),), {by: given[0]}, dynamic_shapes=shapes).module()
+    x = torch.randn(9, 3)
+    torch.testing.assert_close(program(x, **{by: given[1]}), layer(x, **{by: given[1]}))
+
+
 def test_it_needs_to_know_whose_rows_are_whose() -> None:
     with pytest.raises(ValueError, match="Nothing says which rows of the input are whose"):
         ExpertLinear(3, 5, EXPERTS)(torch.zeros(2, 3))
