@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from fuzz import checkpoints, configs, results, saved, soak
 
 from quantizer.engine import checkpoint
@@ -46,6 +47,11 @@ def test_edited_checkpoints_are_gone_on_with_or_refused(tmp_path: Path, monkeypa
 
 def test_random_networks_agree_with_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "EVERY_S", 0.0)
-    ends = {seed: soak.one(seed, tmp_path / "seed") for seed in range(12)}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as forks have
+    try:
+        ends = {seed: soak.one(seed, tmp_path / "seed") for seed in range(8)}
+    finally:
+        torch.set_num_threads(threads)
     assert not {seed: found for seed, (_, found) in ends.items() if found}
-    assert sum(end == "ok" for end, _ in ends.values()) > 8
+    assert sum(end == "ok" for end, _ in ends.values()) > 5
