@@ -137,7 +137,7 @@ class Result:
         """
         batches = self._given(data)
         with evaluating(self._model):
-            scores = score(self._calibrated, self._model, batches, self._events, evaluate)
+            scores = score(self._calibrated, self._model, batches, self._events, evaluate, explained=True)
         return Comparison(scores, self._calibrated, batches.stamp)
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:

@@ -187,7 +187,7 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         more = footprint.comparison_bytes(graph, info.solution.specs, session.batch_size(options, batches))
         footprint.require_room("test mode", more, footprint.remedies(graph))
         follower = Forked(progress(quiet=options.quiet), torchrun.Watched(ranks))
-        scores = score(calibrated, loaded.module, batches, follower, evaluator, check, ranks)
+        scores = score(calibrated, loaded.module, batches, follower, evaluator, check, ranks, explained=True)
         if not ranks.is_first:
             return Outcome(scores.metrics, {})
         held = {gate.text: gate.holds(scores.metrics) for gate in gates if gate.metric in scores.metrics}

@@ -22,7 +22,7 @@ from quantizer.errors import DataError, QuantizerError, ResultError
 from quantizer.numerics.deferred import DeferredTensor, out_of_memory
 
 EVERY_S = 30.0  # seconds of work that a kill may cost
-FORMAT = 4  # 2: nested values (`snapshot_of`); 3: which of them were out of memory; 4: files by digest, a checksum
+FORMAT = 5  # 3: which values were out of memory; 4: files by digest, a checksum; 5: histograms of samples have weights
 AGAIN = "run without --resume"
 
 

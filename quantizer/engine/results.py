@@ -34,7 +34,7 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Plan
 from quantizer.plan.size import weight_bytes
 
-FORMAT = 4  # 4: plan.json has what the report reads
+FORMAT = 5  # 4: plan.json has what the report reads; 5: histograms of samples have weights
 INFO = "quant_info.json"
 STATISTICS = "statistics.safetensors"
 ALGORITHMS = "algorithms.json"

@@ -69,6 +69,8 @@ def score(
     function: Evaluate | None = None,
     check: Callable[[Collection[str]], None] = lambda metrics: None,
     ranks: Ranks = ALONE,
+    *,
+    explained: bool = False,
 ) -> Scores:
     """Run both networks on all batches.
 
@@ -76,6 +78,7 @@ def score(
         module: the float model, for `function`.
         function: the user's `evaluate(model, data)`; without it, what targets allow is measured: top-1 or perplexity.
         check: called with the names of the user's metrics before the networks are compared; it may raise.
+        explained: whether a low SQNR is explained in a warning, which costs some runs of one batch.
         ranks: who share the batches; `function` is for one process, so rank 0 runs it on all data.
 
     Raises:
@@ -92,7 +95,11 @@ def score(
         on_device = stage.counted(batch.to(device) for batch in batches)
         compared = evaluate.compare(reference, quantized, on_device, ranks)
     batches.require_same(ranks)
-    if ranks.is_first and (said := low_sqnr.remark(compared, reference, quantized, (b.to(device) for b in batches))):
+    if (
+        explained
+        and ranks.is_first
+        and (said := low_sqnr.remark(compared, reference, quantized, (b.to(device) for b in batches)))
+    ):
         logger.warning("%s", said)
     if function is None:
         return Scores(compared, compared.pairs())

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from quantizer.graph.axis_rules import ALIKE
 from quantizer.graph.ir import Graph, Node, references
 
 DERIVED = "computed from constants and integers alone"
@@ -137,7 +138,7 @@ def _bounded(graph: Graph) -> Iterator[str]:
 
 
 def _denominators(graph: Graph) -> Iterator[str]:
-    """Layers that make what is divided by, back to the product or the layer with weights that it comes from.
+    """Layers that make what is divided by, back through sums to the products and the layers with weights they come from.
 
     The least divisors are the ones that count, and are what rounding makes zero: a guard of 1e-15 then divides instead.
     """
@@ -150,7 +151,8 @@ def _denominators(graph: Graph) -> Iterator[str]:
             continue
         found.add(node.name)
         yield node.name
-        if len(refs := set(node.refs())) == 1 and node.row.kind in _HANDS_ON and not node.row.weight:
+        refs = set(node.refs())
+        if (len(refs) == 1 and node.row.kind in _HANDS_ON and not node.row.weight) or node.row.axes is ALIKE:
             pending += refs
 
 

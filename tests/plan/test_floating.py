@@ -108,6 +108,10 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
         lambda n, x, i, g: n.a(x) * (n.a(x).abs() + 1.0).sqrt(),
         GIVEN | {"abs": FLOAT_READERS, "add": FLOAT_READERS},
     ),
+    "a sum of two": (
+        lambda n, x, i, g: x / (n.a(x).abs() + n.b(x).abs()),
+        GIVEN | dict.fromkeys(("linear", "abs", "abs.1", "add"), DENOMINATOR),
+    ),
     "what both divides and is multiplied": (
         lambda n, x, i, g: n.b(n.a(x)) / n.a(x)[..., :1],
         GIVEN | {"slice": DENOMINATOR, "linear.1": DENOMINATOR},
