@@ -138,7 +138,7 @@ def _bounded(graph: Graph) -> Iterator[str]:
 
 
 def _denominators(graph: Graph) -> Iterator[str]:
-    """Layers that make what is divided by, back through sums to the products and the layers with weights they come from.
+    """Layers that make what is divided by, back through sums to the products and the layers that it comes from.
 
     The least divisors are the ones that count, and are what rounding makes zero: a guard of 1e-15 then divides instead.
     """
