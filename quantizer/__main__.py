@@ -1,5 +1,16 @@
-"""`python -m quantizer` is the console script."""
+"""`python -m quantizer` and the console script: the command line, imported so that Ctrl-C ends it at any moment."""
 
-from quantizer.cli.main import main
+from typing import NoReturn
 
-main()
+from quantizer.cli import interrupts
+
+
+def main() -> NoReturn:
+    """Run the command line."""
+    with interrupts.at_once():
+        from quantizer.cli import main as command_line
+    command_line.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -72,10 +72,9 @@ def calibrate(
     check_mode(fast_finetune, read.require())
     cut = {"batch_size": batch_size, "subset_len": subset_len}
     checkpoints = Checkpoints(Path(folder), resume=resume) if folder is not None else None
-    watching = events or follower()
-    original, _ = _traced(model, batches := _batches(model, data, seed=seed, **cut), compared=True)
+    watching, batches = events or follower(), _batches(model, data, seed=seed, **cut)
     job = Job(
-        TracedTarget(original),
+        TracedTarget(_traced(model, batches, compared=True)[0]),
         read.require(),
         batches,
         Forked(*filter(None, (watching, checkpoints))),
@@ -144,7 +143,7 @@ def _shape_alone(info: QuantInfo) -> Batches:
 
 
 def _traced(model: nn.Module, batches: Batches, *, compared: bool = False) -> tuple[Graph, Batch]:
-    """The model's graph, perhaps compared with the model, and the batch that it was traced on."""
+    """The model's graph, perhaps compared with the model, whose weights are finite, and the batch it was traced on."""
     if compared:
         check_finite(model)
     batch = next(iter(batches))

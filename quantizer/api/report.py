@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from quantizer.engine.result_files import write_bytes
+from quantizer.engine.result_files import write_text
 from quantizer.report.files import report_of
 from quantizer.report.page.html import element
 from quantizer.report.plots import write_events, write_plots
@@ -29,7 +29,7 @@ class Report:
         Raises:
             ResultError: it cannot be written.
         """
-        write_bytes(Path(path), self.html.encode())
+        write_text(Path(path), self.html)
 
     def save_plots(self, folder: str | os.PathLike[str], kind: str = "svg") -> list[Path]:
         """Write each drawing as a file, "svg" or, with the extra "plots", "png"; return their paths.

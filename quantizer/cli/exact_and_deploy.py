@@ -17,7 +17,7 @@ from quantizer.engine.events import Stage
 from quantizer.engine.exact import ExactComparison, compare_exact
 from quantizer.engine.result_files import write_json
 from quantizer.engine.results import QuantInfo
-from quantizer.errors import ModelError, QuantizerError, ResultError, UsageError, VerificationError
+from quantizer.errors import OutOfMemoryError, ResultError, UsageError
 from quantizer.export import EXPORTERS, FOLDER, check, export, size_of
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
@@ -78,7 +78,8 @@ def require_one(options: Options, graph: Graph, info: QuantInfo) -> None:
 def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, model: nn.Module, batches: Batches) -> Outcome:
     """Write what `--deploy` asks for, verified, and `verify.json` beside it; adds to the outcome.
 
-    A target that fails does not keep the others from being written; the first failure is the outcome's error.
+    A target that fails does not keep the others from being written, nor what was measured from being shown; the first
+    failure is the outcome's error, whatever it is.
 
     Raises:
         ResultError: the folder cannot be written, or leads out of the result folder.
@@ -88,12 +89,14 @@ def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, model: nn
         raise ResultError(f"{folder} is a link to another folder", help="remove the link")
     given = Deployment.of(calibrated, model, batches, outcome.metrics.get("sqnr_db", math.inf), options.target_choices)
     files, lines, metrics = {}, [], {}
-    refusals: list[QuantizerError] = []
+    refusals: list[Exception] = []
     for target in dict.fromkeys(options.deploy):
         path = folder / f"{calibrated.graph.model}{EXPORTERS[target].suffix}"
         try:
             found = export(target, given, path, progress(quiet=options.quiet), batches.total)
-        except (UsageError, ModelError, VerificationError) as refusal:
+        except (ResultError, OutOfMemoryError):
+            raise
+        except Exception as refusal:  # noqa: BLE001 - of whatever class: it is raised when all is shown
             refusals.append(refusal)
             continue
         files[path.name] = found.to_json()
@@ -107,7 +110,7 @@ def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, model: nn
                 metrics[INT8_SHARE] = found.default_session.kernels.share
     if files or folder.exists():
         write_json(folder / "verify.json", files)
-    shown = [*outcome.shown, *lines, *(refusal.message for refusal in refusals[1:])]
+    shown = [*outcome.shown, *lines, *(str(refusal).partition("\n")[0] for refusal in refusals[1:])]
     content = {**outcome.content, "metrics": {**outcome.content["metrics"], **metrics}, "deployed": files}
     measured = {**outcome.metrics, **metrics}
     return replace(outcome, metrics=measured, content=content, shown=shown, error=next(iter(refusals), None))

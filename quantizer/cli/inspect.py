@@ -11,7 +11,7 @@ from quantizer.cli.gates import parse_gate, require_known
 from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.table_view import config_to_look, filtered_view
 from quantizer.cli.traced_model import traced_model
-from quantizer.engine.result_files import write_bytes
+from quantizer.engine.result_files import write_text
 from quantizer.errors import GateError, UsageError
 from quantizer.graph.emit import emit
 from quantizer.graph.find_structure import find_structure
@@ -85,7 +85,7 @@ def inspect(options: Options, target: str | None, algorithms: bool, gate: tuple[
         for line in remarks(plan):
             click.echo(line)
     if options.file:
-        write_bytes(Path(options.file), emit(plan.graph).encode())
+        write_text(Path(options.file), emit(plan.graph))
     if failed := [each.text for each in gates if not each.holds(metrics)]:
         raise GateError(f"not met: {', '.join(failed)}", help="the table above says why a layer cannot run on the DPU")
 

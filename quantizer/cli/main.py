@@ -3,12 +3,10 @@
 import errno
 import importlib
 import os
-import signal
 import sys
 import traceback
 import warnings
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import click
@@ -16,7 +14,7 @@ from click.shell_completion import CompletionItem
 
 from quantizer import __version__, memory
 from quantizer.atomic import replace_file
-from quantizer.cli import torchrun
+from quantizer.cli import interrupts, torchrun
 from quantizer.cli.options import (
     NAMES_WIDTH,
     QUANT_MODES,
@@ -60,10 +58,6 @@ Exit codes: 0 done, 1 check failed (a config has errors, a --gate is not met),
 143 terminated.
 
 Each option can be set by a variable: QUANTIZER_SEED=1, or for a command QUANTIZER_PLAN_MODEL=my_model.py."""
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, handled like Ctrl-C wherever it strikes, the user's own code included."""
 
 
 class LazyCommands(GroupedCommand, click.Group):
@@ -148,9 +142,7 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         # A layer's or file's name may hold what the terminal's encoding lacks; that must not end in a traceback.
         getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
-    signal.signal(signal.SIGTERM, _terminated)
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup is meant
-        signal.signal(signal.SIGHUP, _terminated)
+    interrupts.handled()
     # numpy is optional here; without it torch would greet every user with a warning.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     code = run_command(sys.argv[1:])
@@ -174,7 +166,7 @@ def _run(arguments: list[str]) -> int:
         error.show()
         return error.exit_code
     except click.Abort as error:
-        terminated = isinstance(error.__context__, Terminated)
+        terminated = isinstance(error.__context__, interrupts.Terminated)
         click.echo("terminated" if terminated else "interrupted", err=True)
         return 143 if terminated else 130
     except ConfigError as error:
@@ -212,7 +204,8 @@ def _call(arguments: list[str]) -> Any:
 
 def _load(target: str) -> Any:
     module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
+    with interrupts.at_once():
+        return getattr(importlib.import_module(module), name)
 
 
 def _show(message: str, help_text: str | None) -> None:
@@ -250,7 +243,3 @@ def _output_dir(arguments: list[str]) -> Path | None:
     context = cli.make_context("quantizer", list(arguments), resilient_parsing=True)
     folder = Path(context.params.get("output_dir") or "quantize_result")
     return folder if context.params.get("quant_mode") and folder.is_dir() else None
-
-
-def _terminated(signum: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated

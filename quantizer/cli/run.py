@@ -28,7 +28,7 @@ from quantizer.engine.events import Forked
 from quantizer.engine.exact import require_wide
 from quantizer.engine.finetune import check_checkpoint, check_mode, require_finetuned
 from quantizer.engine.job import Job
-from quantizer.engine.result_files import write_bytes
+from quantizer.engine.result_files import write_text
 from quantizer.engine.result_set import locked
 from quantizer.engine.scores import Scores, measure, score
 from quantizer.engine.target import TracedTarget
@@ -263,7 +263,7 @@ def _report(
     stamp = stamp or info.header.get("stamp")
     report = tables.report(scores.metrics, scores.pairs, rows, stamp) | ({"gates": gates} if gates else {})
     write_report(folder, report)
-    write_bytes(folder / "layers.csv", tables.as_csv(rows).encode())
+    write_text(folder / "layers.csv", tables.as_csv(rows))
     shown: list[RenderableType] = [tables.damage_table(rows, view), f"results: {folder}"]
     if stamp:
         shown.append(f"note: {stamp}")

@@ -16,7 +16,7 @@ import torch
 import quantizer
 from quantizer import memory
 from quantizer.cli.options import RUN, Options, word_of
-from quantizer.engine.result_files import write_bytes, write_json
+from quantizer.engine.result_files import write_json, write_text
 from quantizer.errors import QuantizerError
 
 _IMPORTS = memory.peak()
@@ -61,4 +61,4 @@ def recorded(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[st
         write_json(folder / "run.json", facts)
         lines = [f"{record.getMessage()}\n" for record in messages.buffer]
         began = f"{facts['started']} quantizer {' '.join(sys.argv[1:])}\n"
-        write_bytes(folder / "run.log", "".join([began, *lines, log, outcome, "\n"]).encode())
+        write_text(folder / "run.log", "".join([began, *lines, log, outcome, "\n"]))

@@ -20,7 +20,7 @@ from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config, Names
 from quantizer.engine.calibrated import traced
-from quantizer.errors import QuantizerError, UsageError
+from quantizer.errors import UsageError
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import placed
@@ -248,7 +248,7 @@ class Outcome:
     metrics: Mapping[str, float]
     content: Mapping[str, Any]
     shown: Sequence[RenderableType] = field(default=())
-    error: QuantizerError | None = None
+    error: Exception | None = None
 
 
 def show(outcome: Outcome, options: Options) -> None:

@@ -40,6 +40,11 @@ def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
+def write_text(path: Path, text: str) -> str:
+    """In UTF-8, with escapes for bytes of file names that are none."""
+    return write_bytes(path, text.encode(errors="backslashreplace"))
+
+
 def write_json(path: Path, value: Any) -> str:
     """Sorted keys, two spaces, one newline at the end."""
     return write_bytes(path, json_parts(value))
@@ -49,7 +54,9 @@ def json_parts(value: Any) -> Iterator[bytes]:
     """The text part by part: a list of its words takes twenty times as much memory."""
     words = json.JSONEncoder(indent=2, sort_keys=True, ensure_ascii=False).iterencode(value)
     while text := "".join(itertools.islice(words, CHUNK >> 6)):
-        yield text.encode()
+        yield text.encode(
+            errors="backslashreplace"
+        )  # a byte of a file's name that is no UTF-8 is one of JSON's escapes
     yield b"\n"
 
 
@@ -94,11 +101,13 @@ def read_json(path: Path) -> Any:
 
 
 def _json(path: Path) -> Any:
-    """No result has NaN or infinity in it, what is not finite is null; nor halves of characters."""
+    """No result has NaN or infinity in it, what is not finite is null; nor halves of characters, but for those that
+    stand for bytes of a file's name.
+    """
     text = path.read_bytes().decode()
     value = json.loads(text, parse_constant=_refuse)
     if "\\ud" in text.lower():  # written as escapes, which alone can be halves
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape")
     return value
 
 

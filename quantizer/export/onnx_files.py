@@ -10,8 +10,9 @@ import onnx
 from onnx import ModelProto
 
 from quantizer.engine.result_files import write_bytes
-from quantizer.errors import ResultError
+from quantizer.errors import ResultError, VerificationError
 
+HELP = "the pt2 target writes the same network for torch"
 LARGEST = 2**31 - 2**20
 """Bytes of tensors that fit one message."""
 
@@ -24,10 +25,11 @@ def stored(model: ModelProto, path: Path) -> Iterator[bytes | str]:
 
     Raises:
         ResultError: the file cannot be written.
+        VerificationError: it is no valid ONNX.
     """
     data = path.with_name(f"{path.name}.data")
     if sum(len(tensor.raw_data) for tensor in model.graph.initializer) <= LARGEST:
-        onnx.checker.check_model(model)
+        _check(model, path.name)
         content = model.SerializeToString(deterministic=True)
         yield content
         write_bytes(path, content)
@@ -41,6 +43,14 @@ def stored(model: ModelProto, path: Path) -> Iterator[bytes | str]:
         ) from error
 
 
+def _check(model: ModelProto | str, name: str) -> None:
+    try:
+        onnx.checker.check_model(model)
+    except onnx.checker.ValidationError as error:
+        why = str(error).strip().partition("\n")[0]
+        raise VerificationError(f"{name} is not written: it would be no valid ONNX: {why}", help=HELP) from error
+
+
 def _beside(model: ModelProto, path: Path, data: Path) -> Iterator[str]:
     """The same for a file that has its tensors in another one.
 
@@ -51,7 +61,7 @@ def _beside(model: ModelProto, path: Path, data: Path) -> Iterator[str]:
     with TemporaryDirectory(dir=path.parent, prefix=".onnx-") as folder:
         file = Path(folder) / path.name
         onnx.save_model(model, file, save_as_external_data=True, location=data.name, size_threshold=1024)
-        onnx.checker.check_model(str(file))
+        _check(str(file), path.name)
         yield str(file)
         path.unlink(missing_ok=True)  # never the new data beside the old model
         os.replace(file.with_name(data.name), data)

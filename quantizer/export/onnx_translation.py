@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from onnx import ModelProto
+from onnx import ModelProto, helper
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
@@ -93,7 +93,17 @@ def translate(deployment: Deployment, network: Network, wanted: Wanted, opset: i
         ) from error
     assert translated is not None  # only the old exporter returns nothing
     model: ModelProto = translated.model_proto
+    _hand_out_constants(model)
     return model
+
+
+def _hand_out_constants(model: ModelProto) -> None:
+    """An operator for each output that is a constant, as ONNX wants every output to be made."""
+    outputs = {value.name for value in model.graph.output}
+    for tensor in model.graph.initializer:
+        if tensor.name in outputs:
+            name, tensor.name = tensor.name, f"{tensor.name}.constant"
+            model.graph.node.append(helper.make_node("Identity", [tensor.name], [name]))
 
 
 def _translatable(program: ExportedProgram) -> ExportedProgram:

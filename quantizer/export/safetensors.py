@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
@@ -21,6 +20,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import decode
 from quantizer.numerics.deferred import DeferredTensor, loaded
+from quantizer.sources.deferred_file import metadata
 
 FORMAT = 2
 CORRECTION = ".bias_correction"
@@ -69,8 +69,7 @@ def load(path: Path) -> dict[str, Tensor]:
 def _decoded(path: Path) -> dict[str, DeferredTensor]:
     """The same, each made when it is needed."""
     tensors = deferred_tensors(path)
-    with safe_open(path, "pt") as file:
-        described = json.loads((file.metadata() or {}).get(METADATA, "{}"))
+    described = json.loads(metadata(path).get(METADATA, "{}"))
     if described.get("format") != FORMAT:
         raise ResultError(f"{path} is not a deployed network of this version", help="run --deploy safetensors again")
     specs = {name: QuantizationSpec(**spec) for name, spec in described["specs"].items()}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
@@ -17,6 +16,7 @@ from quantizer.nn.image_layout import channels_first
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.nn.stored import load_tensors
 from quantizer.numerics.codes import packed_shape, storage_dtype, unpack
 from quantizer.numerics.deferred import DeferredTensor
 from quantizer.numerics.two_level import unpack_scales
@@ -38,7 +38,7 @@ def load(network: nn.Module, file: str) -> None:
     try:
         info = json.loads((folder / "quant_info.json").read_text(encoding="utf-8"))
         known = (WEIGHTS, CORRECTIONS, GROUP_SCALES)
-        files = {name: load_file(folder / name) if name in info["header"]["files"] else {} for name in known}
+        files = {name: load_tensors(folder / name) if name in info["header"]["files"] else {} for name in known}
     except FileNotFoundError as error:
         raise ResultError(f"{error.filename or folder} does not exist", help="run --quant_mode calib first") from None
     weights, entries = files[WEIGHTS], [row for own in info["tensors"].values() for row in own.items()]

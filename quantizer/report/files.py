@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantizer.engine.result_files import write_bytes, write_json
+from quantizer.engine.result_files import write_json, write_text
 from quantizer.engine.stored_checks import checked_json
 from quantizer.errors import ResultError
 from quantizer.report.content import content
@@ -42,5 +42,5 @@ def write_report(folder: Path, tested: Mapping[str, Any] | None = None) -> dict[
         tested = checked_json(folder / VALUES) if (folder / VALUES).exists() else {}
     values, shown = report_of(folder, tested)
     write_json(folder / VALUES, values)
-    write_bytes(folder / PAGE, shown.encode())
+    write_text(folder / PAGE, shown)
     return values

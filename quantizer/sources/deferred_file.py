@@ -43,16 +43,11 @@ def deferred_file(path: Path) -> dict[str, DeferredTensor]:
         SafetensorError: it is none, or truncated.
         KeyError: it has a dtype that torch has not.
     """
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= size - 8:
-            raise SafetensorError("the length of its header is beyond its end")
-        try:
-            header = json.loads(file.read(length))
-            rows = [(*_span(row), name, str(row["dtype"])) for name, row in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SafetensorError(f"its header is damaged: {error}") from error
+    header, length, size = _header(path)
+    try:
+        rows = [(*_span(row), name, str(row["dtype"])) for name, row in header.items() if name != _METADATA]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SafetensorError(f"its header is damaged: {error}") from error
     found, end = {}, 0
     for begin, stop, shape, name, stored in sorted(rows):
         dtype = STORED[stored]
@@ -61,6 +56,36 @@ def deferred_file(path: Path) -> dict[str, DeferredTensor]:
         end = stop
         found[name] = DeferredTensor(shape, dtype, partial(_read, path, 8 + length + begin, shape, dtype))
     return found
+
+
+def metadata(path: Path) -> Mapping[str, str]:
+    """The texts that a file holds beside its tensors.
+
+    Raises:
+        OSError: it cannot be read.
+        SafetensorError: it is none, or truncated.
+    """
+    found: Mapping[str, str] = _header(path)[0].get(_METADATA) or {}
+    return found
+
+
+_METADATA = "__metadata__"
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """A file's header, its length, and that of the file."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= size - 8:
+            raise SafetensorError("the length of its header is beyond its end")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise SafetensorError(f"its header is damaged: {error}") from error
+    if not isinstance(header, dict):
+        raise SafetensorError("its header is damaged: it is no object")
+    return header, length, size
 
 
 def _span(row: Mapping[str, Any]) -> tuple[int, int, torch.Size]:

@@ -19,11 +19,11 @@ from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, QuantizerError
+from quantizer.nn.stored import load_tensors
 from quantizer.sources.arguments import UNKNOWN, Arguments
 from quantizer.sources.batches import Batch
 
@@ -88,7 +88,7 @@ def _check_is_data(path: Path) -> None:
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
-        return load_file(path)
+        return load_tensors(path)
     except SafetensorError as cause:
         raise _UnreadableError(f"it is truncated or not a safetensors file ({cause})", _AGAIN) from cause
 

@@ -17,6 +17,7 @@ import pytest
 from runs import DIGITS, EXAMPLE, calibrate, check
 from torch import Tensor
 
+import quantizer
 from quantizer import atomic
 from quantizer.cli.main import run_command
 
@@ -404,6 +405,37 @@ def test_signals_in_a_real_process(toy: Toy, tmp_path: Path, sent: signal.Signal
     assert "Traceback" not in said
     assert "--resume goes on from there" in said
     assert not (tmp_path / "out" / "quant_info.json").exists()
+
+
+SLOW = """import pathlib, time
+try:
+    pathlib.Path("imported").touch()
+    time.sleep(20)
+except BaseException:  # as some packages do
+    pass
+"""
+
+
+@pytest.mark.parametrize("package", ["click", "torch"])
+def test_an_interrupt_while_packages_are_imported(package: str, tmp_path: Path) -> None:
+    """An exception may be swallowed there, or become another one."""
+    (tmp_path / f"{package}.py").write_text(SLOW)
+    paths = os.pathsep.join([str(tmp_path), str(Path(quantizer.__file__).parents[1])])
+    command = [sys.executable, "-m", "quantizer", "--quant_mode", "calib", "--model", "net.py"]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "imported").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=15)
+    assert (process.returncode, said) == (130, "interrupted\n")
 
 
 WORKER = """

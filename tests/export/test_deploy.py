@@ -95,6 +95,22 @@ def test_a_refused_target_does_not_keep_the_others_away(
     assert (copy / "export" / "ResNet.safetensors").exists()
 
 
+def test_what_was_measured_is_shown_whatever_happens_then(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "out", ignore=shutil.ignore_patterns("export")))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr("quantizer.export.torch_pt2.export", broken)
+    capsys.readouterr()
+    assert check(copy, "--deploy", "pt2", "--deploy", "safetensors") == 70
+    said = capsys.readouterr()
+    assert "internal error: RuntimeError: no such thing" in said.err
+    assert "sqnr_db" in said.out and "deployed: " in said.out
+
+
 def test_a_failed_gate_deploys_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "out", ignore=shutil.ignore_patterns("export")))
     capsys.readouterr()

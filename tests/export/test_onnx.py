@@ -21,8 +21,9 @@ from toys import built
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.solution import Solution
-from quantizer.errors import ModelError, QuantizerError, UsageError
+from quantizer.errors import ModelError, QuantizerError, UsageError, VerificationError
 from quantizer.export.deployment import Deployment
+from quantizer.export.onnx_files import stored
 from quantizer.export.onnx_qdq import export
 from quantizer.graph.trace import trace
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -263,6 +264,34 @@ def test_the_operator_set_of_the_config_is_written(opset: int, tmp_path: Path) -
     found = export(replace(deployment("containers"), opset=opset), tmp_path / "net.onnx")
     assert found.equal == 1.0
     assert operator_sets(onnx.load(tmp_path / "net.onnx")) == [opset]
+
+
+class Constants(nn.Module):
+    """Returns tensors that do not depend on its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(3.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x * 2, self.table, torch.arange(4), torch.full((2,), 3.0)
+
+
+def test_outputs_that_are_constants(tmp_path: Path) -> None:
+    x = torch.rand(2, 3)
+    found = export(Deployment(trace(Constants().eval(), (x,)), Solution({}), (x,), {}), tmp_path / "net.onnx")
+    assert found.equal == 1.0
+    session = ort.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    made = session.run(None, {"input_0": x.numpy()})
+    assert [each.tolist() for each in made[1:]] == [[0, 1, 2], [0, 1, 2, 3], [3, 3]]
+
+
+def test_what_onnx_does_not_accept_is_a_sentence(tmp_path: Path) -> None:
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "Net", [], [onnx.ValueInfoProto(name="output_0")]))
+    said = "net.onnx is not written: it would be no valid ONNX: "
+    with pytest.raises(VerificationError, match=said), stored(model, tmp_path / "net.onnx"):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_float64_and_untranslatable_operators_are_refused(tmp_path: Path) -> None:
