@@ -91,7 +91,8 @@ def calibrate(
         raise ConfigError(error.diagnostics, read.sources) from error
     if checkpoints:
         checkpoints.remove()
-    return Result(model, Calibrated(original, job.config.settings, solution), job.plan, batches, watching, job=job)
+    found = Calibrated(job.target.original, job.config.settings, solution)
+    return Result(model, found, job.plan, batches, watching, job=job)
 
 
 def _budget(memory: int | str | None) -> int | None:

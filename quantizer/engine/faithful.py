@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.config.wording import shortened
 from quantizer.engine.module_target import evaluating
-from quantizer.errors import DataError, ModelError
+from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
 from quantizer.seeding import seed_everything
@@ -40,7 +40,6 @@ def compare_with_model(module: nn.Module, graph: Graph, batch: Batch) -> None:
 
     Raises:
         ModelError: it keeps something from call to call, or the trace computes something else.
-        DataError: the model does not take the batch.
     """
     if graph.is_deferred:
         return
