@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
 from quantizer.algorithms.column_scales import group_size
-from quantizer.algorithms.fold import admissible, folded, parameter, without_overlap
+from quantizer.algorithms.fold import admissible, factored_apart, folded, parameter, without_overlap
 from quantizer.algorithms.gram import DEEPEST, UNREACHED, GroupSums, deepest, quantized_layers, zero_channels
 from quantizer.algorithms.patches import matrix_weight, weight_matrix
 from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, nearest_qparams, output_error, sampled_rows
@@ -101,15 +101,18 @@ class _Search:
 
     def _rescale(self, group: InputGroup, sums: GroupSums) -> Tensor:
         """Find the group's factors, and fold them."""
-        size = sums.channel_size(group.channels)
-        if dead := int((size == 0).sum()):
-            self._remark(sums.layers, zero_channels(dead))
+        size = sums.channel_size(group.channels, by_expert=factored_apart(self.task.graph, group))
+        dead = (size.view(-1, group.channels) == 0).sum(1).tolist()
+        if count := sum(each for each in dead if len(dead) == 1 or each < group.channels):  # not experts without tokens
+            self._remark(sums.layers, zero_channels(count))
         ones = torch.ones_like(size)
         if group.tied or group.is_fixed or not self.settings.scale_search:
             return ones
 
         def factors(step: int) -> Tensor:
-            return admissible(self.task.graph, group, _factors(size, step / self.settings.grid), self.found)
+            return admissible(
+                self.task.graph, group, _factors(size, step / self.settings.grid, group.channels), self.found
+            )
 
         def loss(step: int) -> float:
             found = self._loss(sums, factors(step), clip=self.settings.clip_search)
@@ -176,13 +179,13 @@ class _Search:
         self.found = self.found.with_remarks(*(Remark(name, text) for name in names))
 
 
-def _factors(size: Tensor, ratio: float) -> Tensor:
-    """size^ratio, around 1; 1 for channels that were always zero."""
-    factors = (size**ratio).clamp_min(LEAST_FACTOR)
-    live = factors[size > 0]
-    if len(live):
-        factors = factors / (live.max() * live.min()).sqrt()
-    return torch.where(size > 0, factors, 1.0)
+def _factors(size: Tensor, ratio: float, channels: int) -> Tensor:
+    """size^ratio, around 1 for each `channels` of them; 1 for channels that were always zero."""
+    rows = size.view(-1, channels)
+    factors, live = (rows**ratio).clamp_min(LEAST_FACTOR), rows > 0
+    most = torch.where(live, factors, 0.0).amax(1, keepdim=True)
+    least = torch.where(live, factors, torch.inf).amin(1, keepdim=True)
+    return torch.where(live, factors / (most * least).sqrt(), 1.0).flatten()
 
 
 def least_step(loss: Callable[[int], float], steps: int) -> int:

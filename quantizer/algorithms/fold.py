@@ -26,7 +26,8 @@ def folded(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) 
 
     Args:
         graph: without what was found.
-        factors: float32 [channels], above 0; as `admissible` gives them.
+        factors: float32 [channels], above 0; as `admissible` gives them. Experts that are `factored_apart` may have
+            some each: [experts * channels].
     """
     fold = _fold(group, found)
     for layer in (*group.layers, *(fold.extra if fold else ())):
@@ -34,6 +35,15 @@ def folded(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) 
         value = rescaled(graph.by_name[layer], weight, inputs=factors)
         found = found.with_parameters(layer, weight=beside(weight, value))
     return _inserted(group, factors, found) if fold is None else _divided(graph, fold, factors, found)
+
+
+def factored_apart(graph: Graph, group: InputGroup) -> bool:
+    """Whether each expert may have factors of its own: layers of the same experts make what the group's layers read."""
+    nodes = [
+        graph.by_name[name] for name in (*group.layers, *((group.fold.node, *group.fold.extra) if group.fold else ()))
+    ]
+    routes = {tuple(item for item in node.operands.items() if item[0] != "input") for node in nodes}
+    return group.fold is not None and all(node.row.experts for node in nodes) and len(routes) == 1
 
 
 def admissible(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) -> Tensor:
@@ -65,7 +75,8 @@ def tied(group: InputGroup, factors: Tensor) -> Tensor:
     if group.fold is None or group.fold.channels is None:
         return factors
     origin = torch.tensor(group.fold.channels, device=factors.device)
-    return _by_origin(group.fold, factors, int(origin.max()) + 1)[origin]
+    channels = int(origin.max()) + 1
+    return _by_origin(group.fold, factors, channels).view(-1, channels)[:, origin].flatten()
 
 
 def powers_of_two(factors: Tensor) -> Tensor:
@@ -127,11 +138,13 @@ def _divided(graph: Graph, fold: Fold, factors: Tensor, found: Adjustment) -> Ad
 
 
 def _by_origin(fold: Fold, factors: Tensor, channels: int) -> Tensor:
-    """A factor for each output channel of the fold's node; 1 for those that the group does not read."""
+    """A factor for each output channel of the fold's node, or of each of its experts; 1 for those that are not read."""
     if fold.channels is None:
         return factors
     origin = torch.tensor(fold.channels, device=factors.device)
-    return torch.ones(channels, device=factors.device).scatter_reduce(0, origin, factors, "amax", include_self=False)
+    given = factors.view(-1, len(origin))
+    ones = torch.ones(len(given), channels, device=factors.device)
+    return ones.scatter_reduce(1, origin.expand_as(given), given, "amax", include_self=False).flatten()
 
 
 def _inserted(group: InputGroup, factors: Tensor, found: Adjustment) -> Adjustment:

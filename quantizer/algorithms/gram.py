@@ -198,18 +198,23 @@ class GroupSums:
         """What there is to say of experts without tokens."""
         return [text for gram in self._grams.values() if gram.is_routed for text in unrouted(gram.by_group)]
 
-    def channel_size(self, channels: int) -> Tensor:
-        """The root mean square of each channel of the value."""
+    def channel_size(self, channels: int, *, by_expert: bool = False) -> Tensor:
+        """The root mean square of each channel of the value, or of each in the tokens of each expert; 0 of those of an
+        expert without any.
+        """
         key, gram = next(iter(self._grams.items()))
         squares = self._matrices[key].diagonal(dim1=1, dim2=2)
+        if by_expert:
+            tokens = torch.tensor(gram.by_group, device=squares.device).clamp_min(1)
+            return (squares / tokens[:, None]).sqrt().flatten()
         squares = squares.sum(0) if gram.is_routed else squares.reshape(channels, -1).mean(1)
         return (squares / gram.tokens).sqrt()
 
     def divided(self, layer: str, factors: Tensor) -> Tensor:
         """A matrix for the value with its channels divided by `factors`."""
         matrix = self.matrix(layer)
-        groups = 1 if self._grams[self._geometry[layer]].is_routed else len(matrix)
-        columns = by_input(factors, groups, matrix.shape[1])
+        is_routed = self._grams[self._geometry[layer]].is_routed
+        columns = factors.view(-1, matrix.shape[1]) if is_routed else by_input(factors, *matrix.shape[:2])
         return (matrix / columns[:, None]).div_(columns[:, :, None])
 
     def divide(self, factors: Tensor) -> None:

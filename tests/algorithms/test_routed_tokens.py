@@ -125,6 +125,22 @@ def test_an_expert_without_tokens_is_rounded_to_nearest_and_named(algorithm: dic
     assert all(each["layer"].endswith("_proj[2]") or "expert 2 (of 4)" in each["text"] for each in missed)
 
 
+def test_each_expert_has_factors_of_its_own_where_its_own_layer_takes_them(tmp_path: Path) -> None:
+    """AWQ, between the layers of an expert: what is large in one is not in another."""
+    model = spread("Qwen3Moe")
+    module, generator = experts(model, 0), torch.Generator().manual_seed(0)
+    width = module.down_proj.shape[2]
+    sizes = torch.exp(1.5 * torch.randn(EXPERTS, width, generator=generator))
+    module.gate_up_proj.mul_(6)
+    module.gate_up_proj[:, width:] *= sizes[..., None]
+    module.down_proj /= sizes[:, None].sqrt()
+    result = calibrated(model, config({"name": "awq"}))
+    result.save(tmp_path)
+    told = json.loads((tmp_path / "algorithms.json").read_text())["rounded"]
+    [row] = [row for name, row in told.items() if name.endswith("/down_proj")]
+    assert row["error"] < 0.05 * row["error_rtn"]
+
+
 @pytest.mark.parametrize("name", ["gptq", "awq"])
 @pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
 def test_modules_in_place_get_the_same_weights(name: str, family: str) -> None:
