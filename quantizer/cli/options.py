@@ -99,7 +99,7 @@ def rows_shown(text: str) -> int | str:
 
 
 def memory_size(text: str) -> int:
-    """The value of `--memory` in bytes.
+    """The value of `--memory` and `--max_unpacked` in bytes.
 
     Raises:
         BadParameter: it is no size.
@@ -164,6 +164,12 @@ class Options:
         "evaluate(model, data), if it is not in the model's file.", group="Data", metavar="FACTORY"
     )
     preprocess: str | None = _file("How images are read: JSON text or a file.", group="Data", metavar="JSON")
+    max_unpacked: int | None = option(
+        "What a smaller file of data or weights may unpack to, such as 8GB.  [default: 1GB]",
+        type=memory_size,
+        metavar="SIZE",
+        group="Data",
+    )
     subset_len: int | None = _count("Use only the first N samples.", group="Data")
     batch_size: int | None = _count("Samples per batch.  [default: 32; for texts 1]", group="Data")
     tokenizer: str | None = _file(
@@ -269,7 +275,7 @@ class Options:
 
 RUN = tuple(each.name for each in fields(Options) if each.name not in ("filter", "no_cache", "output"))
 """The options of a run."""
-MODEL = ("model", "weights", "trust", "data", "batch_size", "tokenizer", "seq_len")
+MODEL = ("model", "weights", "trust", "data", "batch_size", "tokenizer", "seq_len", "max_unpacked")
 LOOK = ("config_file", *MODEL, "output", "json")
 """Those of a command that looks at a model, which `MODEL` say; `TABLE` are those of a table of layers."""
 TABLE = ("names", "top")

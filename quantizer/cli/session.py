@@ -70,7 +70,8 @@ def open_model(options: Options) -> LoadedModel:
     if options.model is None:
         remedy = "give FILE.py with a function model(), or package.module:factory"
         raise UsageError("Missing option '--model'", help=remedy)
-    loaded, device = load_model(options.model, options.weights, trust=options.trust), device_of(options)
+    loaded = load_model(options.model, options.weights, trust=options.trust, max_unpacked=options.max_unpacked)
+    device = device_of(options)
     if device.type == "cuda":
         torch.backends.cudnn.allow_tf32 = False  # else a convolution of float32 has the precision of float16
     placed(loaded.module, device)
@@ -123,6 +124,7 @@ def open_data(
         seed=options.seed,
         preprocess=options.preprocess,
         windows=windows,
+        max_unpacked=options.max_unpacked,
     )
 
 

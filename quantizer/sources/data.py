@@ -145,6 +145,7 @@ def load_batches(
     seed: int = 0,
     preprocess: str | None = None,
     windows: Windows | None = None,
+    max_unpacked: int | None = None,
     label: str = "the data of the model's file",
 ) -> Batches:
     """The batches of `--data`, or of a callable or iterable of the user's.
@@ -158,6 +159,7 @@ def load_batches(
             loader.
         preprocess: how images are resized.
         windows: how texts are cut.
+        max_unpacked: bytes that a smaller file of tensors may unpack to.
         label: names data that come as values.
 
     Raises:
@@ -180,7 +182,7 @@ def load_batches(
         length = math.ceil(len(images) / size)
         return Batches(partial(_prefetched, opened), str(source), subset_len, length=length, given=given)
     if kind == TENSORS:
-        opened = partial(tensor_batches, paths, size, given)
+        opened = partial(tensor_batches, paths, size, given, max_unpacked)
         return Batches(partial(_prefetched, opened), str(source), subset_len, given=given)
     if kind == TEXTS:
         text = TextData(paths, str(source), windows or Windows(), module)

@@ -44,7 +44,9 @@ class LoadedModel:
     example: Callable[[int], Any] | None = None
 
 
-def load_model(spec: str, weights: str | None = None, *, trust: bool = False) -> LoadedModel:
+def load_model(
+    spec: str, weights: str | None = None, *, trust: bool = False, max_unpacked: int | None = None
+) -> LoadedModel:
     """The model of `--model`, with the weights of `--weights` if given.
 
     `spec` is `FILE.py` (its `model()`), `FILE.py:factory`, `package.module:factory`, an exported `.pt2` (only with
@@ -65,7 +67,7 @@ def load_model(spec: str, weights: str | None = None, *, trust: bool = False) ->
     else:
         loaded = _from_python(spec)
     if weights is not None:
-        load_weights(loaded.module, weights)
+        load_weights(loaded.module, weights, max_unpacked)
     check_finite(loaded.module)
     return loaded
 

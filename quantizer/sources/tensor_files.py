@@ -20,13 +20,19 @@ from typing import IO, Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, QuantizerError
+from quantizer.memory import in_words
 from quantizer.nn.stored import load_tensors
 from quantizer.sources.arguments import UNKNOWN, Arguments
 from quantizer.sources.batches import Batch
 
+MOST_UNPACKED = 10**9
+"""The bytes that a smaller file may unpack to: one of a few may ask for any number."""
+LONGEST_HEADER = 10_000
+"""Of a NumPy array, as numpy has it; parsing one takes two hundred times its length of memory."""
 INPUT_NAMES = ("x", "input", "images", "data")
 Named = dict[str, Tensor]
 
@@ -60,15 +66,22 @@ class _UnreadableError(Exception):
     """Why a file cannot be read, as the end of a sentence, and what to do, or None."""
 
 
-def read_file(path: Path, error: type[QuantizerError]) -> Any:
+def read_file(path: Path, error: type[QuantizerError], max_unpacked: int | None = None) -> Any:
     """What a tensor file holds: a dict of tensors, or for `.npy` and `.pt/.pth` whatever was saved.
 
+    Args:
+        max_unpacked: bytes that it may unpack to if it is smaller itself; by default `MOST_UNPACKED`.
+
     Raises:
-        error: it cannot be read; file and reason are named.
+        error: it cannot be read, or is too large; file and reason are named.
     """
+    most = MOST_UNPACKED if max_unpacked is None else max_unpacked
     try:
         _check_is_data(path)
-        return READERS[path.suffix.lower()](path)
+        _check_unpacked(path, most)
+        content = READERS[path.suffix.lower()](path)
+        _check_size(path, max((_size(each) for each in pytree.tree_leaves(content)), default=0), most)
+        return content
     except _UnreadableError as cause:
         reason, remedy = cause.args
         raise error(f"{path} cannot be read: {reason}", help=remedy) from cause.__cause__
@@ -84,6 +97,30 @@ def _check_is_data(path: Path) -> None:
     for beginning, why in _NOT_DATA.items():
         if start.lstrip().lower().startswith(beginning):
             raise _UnreadableError(*why)
+
+
+def _check_unpacked(path: Path, most: int) -> None:
+    """Refuse an archive of which little becomes much, before anything is unpacked."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(member.file_size for member in archive.infolist())
+    except _ZIP_ERRORS:
+        return  # its reader says why
+    _check_size(path, size, most)
+
+
+def _check_size(path: Path, size: int, most: int) -> None:
+    held = path.stat().st_size
+    if size > max(held, most):
+        text = f"it has {in_words(held)} and would unpack to {in_words(size)}, more than {in_words(most)}"
+        raise _UnreadableError(text, "--max_unpacked allows more, such as --max_unpacked 8GB")
+
+
+def _size(value: Any) -> int:
+    """The bytes of a tensor's values, each for itself: a view may show one as many."""
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -155,6 +192,8 @@ def _npy_header(file: IO[bytes]) -> tuple[torch.dtype, bool, tuple[int, ...]]:
     length_format = "<H" if magic[6] == 1 else "<I"
     try:
         (length,) = struct.unpack(length_format, file.read(struct.calcsize(length_format)))
+        if length > LONGEST_HEADER:
+            raise _UnreadableError(f"its NumPy header has {length} bytes, more than {LONGEST_HEADER}", None)
         header = ast.literal_eval(file.read(length).decode("utf-8").strip())
         descr, fortran_order, shape = str(header["descr"]), bool(header["fortran_order"]), tuple(header["shape"])
     except (struct.error, ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as cause:
@@ -175,7 +214,9 @@ READERS: Mapping[str, Callable[[Path], Any]] = {
 }
 
 
-def tensor_batches(paths: Sequence[Path], size: int, given: Arguments = UNKNOWN) -> Iterator[Batch]:
+def tensor_batches(
+    paths: Sequence[Path], size: int, given: Arguments = UNKNOWN, max_unpacked: int | None = None
+) -> Iterator[Batch]:
     """Batches of `size` samples. In every tensor, dimension 0 counts the samples; the last batch may be smaller.
 
     A tensor named x, input, images or data is the input, and so is an only one; several others are keyword arguments,
@@ -184,7 +225,7 @@ def tensor_batches(paths: Sequence[Path], size: int, given: Arguments = UNKNOWN)
     """
     pending: Named = {}
     for path in paths:
-        named = _named_tensors(path, given)
+        named = _named_tensors(path, given, max_unpacked)
         pending = _joined(pending, named, path) if pending else named
         while _count(pending) >= size:
             yield _as_batch({name: tensor[:size] for name, tensor in pending.items()}, given)
@@ -193,8 +234,8 @@ def tensor_batches(paths: Sequence[Path], size: int, given: Arguments = UNKNOWN)
         yield _as_batch(pending, given)
 
 
-def _named_tensors(path: Path, given: Arguments) -> Named:
-    content: Any = read_file(path, DataError)
+def _named_tensors(path: Path, given: Arguments, max_unpacked: int | None) -> Named:
+    content: Any = read_file(path, DataError, max_unpacked)
     named = {"x": content} if isinstance(content, Tensor) else content
     if not isinstance(named, Mapping) or not all(isinstance(tensor, Tensor) for tensor in named.values()):
         raise DataError(f"{path} holds {a_kind(content)}, not a tensor or a dict of tensors")
@@ -202,6 +243,10 @@ def _named_tensors(path: Path, given: Arguments) -> Named:
         raise DataError(
             f"{path} holds no input tensor", help=f"name it {', '.join(INPUT_NAMES[:-1])} or {INPUT_NAMES[-1]}"
         )
+    held = path.stat().st_size  # nobody has more samples than that of which none has a value
+    endless = next((n for n, each in named.items() if not each.numel() and each.shape[:1].numel() > held), None)
+    if endless is not None:
+        raise DataError(f"{path} holds no values of {endless}: its shape is {list(named[endless].shape)}")
     counts = {name: list(tensor.shape[:1]) for name, tensor in named.items()}
     if [] in counts.values() or len({count[0] for count in counts.values()}) != 1:
         listed = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())

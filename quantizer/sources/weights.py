@@ -20,11 +20,11 @@ WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 
 
-def load_weights(module: nn.Module, path: str) -> None:
+def load_weights(module: nn.Module, path: str, max_unpacked: int | None = None) -> None:
     """Copy the tensors of a `.safetensors` or `.pt/.pth` state dict into `module`.
 
     Raises:
-        ModelError: the file is unreadable or holds something else, or a name or a shape differs.
+        ModelError: the file is unreadable, holds something else or unpacks to too much, or a name or a shape differs.
     """
     if Path(path).suffix.lower() not in WEIGHT_SUFFIXES:
         raise ModelError(f"{path} is not a weights file", help=f"its name must end in {', '.join(WEIGHT_SUFFIXES)}")
@@ -32,7 +32,7 @@ def load_weights(module: nn.Module, path: str) -> None:
         raise ModelError(
             "the model has lazy layers, whose weights have no shape yet", help="give these layers their sizes"
         )
-    state = _state_dict(read_file(Path(path), ModelError), path)
+    state = _state_dict(read_file(Path(path), ModelError, max_unpacked), path)
     _check_fit(module, state, path)
     module.load_state_dict(state, strict=False)
 
