@@ -1,6 +1,4 @@
-"""Commands and their options: `--help` in named groups, and those about a model as one frozen value.
-
-Options in groups come below those without one; all descriptions are in one column."""
+"""Commands and their options: `--help` in groups, below options without one, and those about a model as one value."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ if TYPE_CHECKING:
 QUANT_MODES = ("float", "calib", "test")
 FINETUNE_MODES = ("adaround", "adaquant")
 GROUPS = ("", "Model", "Data", "Algorithm", "Output", "Debugging")
-NAMES_WIDTH = 20
-"""Longer names have a line of their own, with the description below."""
+NAMES_WIDTH = 20  # longer names have a line of their own, with the description below
 SETTINGS = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda word: word.replace("-", "_")}
 """For every command: `-h`, and options spelled with hyphens or underscores alike."""
 
