@@ -13,10 +13,10 @@ import click
 
 from quantizer.atomic import replace_file
 from quantizer.cli.completion import layers_of_model
+from quantizer.cli.values import memory_size, rows_shown
 from quantizer.errors import UsageError
 from quantizer.export import EXPORTERS
 from quantizer.export.choices import CHOICES
-from quantizer.memory import parsed
 
 if TYPE_CHECKING:
     from click.types import OptionHelpExtra
@@ -82,29 +82,6 @@ def word_of(name: str) -> str:
     ('for', 'gate')
     """
     return name.rstrip("_")
-
-
-def rows_shown(text: str) -> int | str:
-    """The value of `--top`: a whole number, or "all".
-
-    Raises:
-        BadParameter: it is neither.
-    """
-    if text != "all" and not (text.isdecimal() and int(text)):
-        raise click.BadParameter(f"{text!r} is neither a number of rows nor 'all'.")
-    return text if text == "all" else int(text)
-
-
-def memory_size(text: str) -> int:
-    """The value of `--memory` and `--max_unpacked` in bytes.
-
-    Raises:
-        BadParameter: it is no size.
-    """
-    try:
-        return parsed(text)
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is no size of memory; write 8GB or 512MB, for example.") from None
 
 
 def option(help: str, *others: str, default: Any = None, group: str = "", **settings: Any) -> Any:  # noqa: A002

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from torch import nn
 
@@ -161,7 +161,8 @@ class ModuleTarget(Target):
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode for a while; every module gets its own mode back."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    with suppress(NotImplementedError):  # an exported program has no modes
+        model.eval()
     try:
         yield
     finally:

@@ -21,11 +21,11 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._held = [(part, name, dict(vars(part)[name])) for part in module.modules() for name in _HELD]
+        self._held = [(part, name, dict(vars(part)[name])) for _, part in _parts(module) for name in _HELD]
         self._values = [(each, each.clone()) for each in module.buffers() if not isinstance(each, DeferredTensor)]
         self._attributes = {
             (path, name): (part, value, value.copy() if type(value) in _CONTAINERS else None)
-            for path, part in module.named_modules()
+            for path, part in _parts(module)
             for name, value in vars(part).items()
             if name not in _OWN
         }
@@ -33,7 +33,7 @@ class ModuleState:
     def changed(self) -> list[str]:
         """The attributes that are others now, by their paths."""
         names = [".".join(filter(None, key)) for key in self._attributes if self._is_changed(*key)]
-        now = {(path, name) for path, part in self._module.named_modules() for name in vars(part) if name not in _OWN}
+        now = {(path, name) for path, part in _parts(self._module) for name in vars(part) if name not in _OWN}
         return names + sorted(".".join(filter(None, key)) for key in now - self._attributes.keys())
 
     def _is_changed(self, path: str, name: str) -> bool:
@@ -48,13 +48,18 @@ class ModuleState:
                 value.copy_(before)
         for part, name, held in self._held:
             _refill(vars(part)[name], held)
-        for part in self._module.modules():
+        for _, part in _parts(self._module):
             for name in [name for name in vars(part) if name not in _OWN]:
                 del vars(part)[name]
         for (_, name), (part, value, content) in self._attributes.items():
             vars(part)[name] = value
             if content is not None:
                 _refill(value, content)
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of one by their paths; those compiled by torch.jit hold what they have elsewhere."""
+    return ((path, part) for path, part in module.named_modules() if not isinstance(part, torch.jit.ScriptModule))
 
 
 def _refill(container: Any, content: Any) -> None:

@@ -199,6 +199,16 @@ def test_all_that_a_call_changes_comes_back() -> None:
     assert not model.inner._forward_hooks
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_programs_have_no_state_to_keep() -> None:
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.ReLU())
+    with left_alone(scripted) as kept:
+        scripted(BATCH)
+    assert kept.changed() == []
+    program = torch.export.export(nn.Sequential(nn.Linear(4, 4)), (BATCH,)).module()
+    assert traced(program, Batch.of(BATCH), compared=True).nodes
+
+
 def test_few_samples_are_run_and_the_loader_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, sizes = [], []
 
