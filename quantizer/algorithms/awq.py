@@ -9,6 +9,7 @@ Source: Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compressi
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
 from quantizer.algorithms.column_scales import group_size
-from quantizer.algorithms.fold import admissible, factored_apart, folded, parameter, without_overlap
+from quantizer.algorithms.fold import admissible, factored_apart, folded, parameter, shared_folds
 from quantizer.algorithms.gram import DEEPEST, UNREACHED, GroupSums, deepest, quantized_layers, zero_channels
 from quantizer.algorithms.patches import matrix_weight, weight_matrix
 from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, nearest_qparams, output_error, sampled_rows
@@ -54,31 +55,36 @@ def awq(task: Task, settings: AWQConfig, found: Adjustment) -> Adjustment:
 
 
 class _Search:
-    """Goes through the groups in order; a group is done once no later one changes the rows of its weights."""
+    """Goes through the groups in order; a group is done once no later one changes its weights."""
 
     def __init__(self, task: Task, settings: AWQConfig, found: Adjustment) -> None:
         self.task, self.settings, self.found = task, settings, found
-        self.groups = without_overlap(task.structure.groups, lambda group: bool(quantized_layers(task, group)))
-        self.own = [quantized_layers(task, group) for group in self.groups]
+        self.before = task.before if task.done else found
+        own = partial(quantized_layers, task)
+        self.groups, self.leads = shared_folds(
+            task.graph, task.structure.groups, lambda row: bool(own(row)), self.before
+        )
+        self.own = [own(group) for group in self.groups]
         for name in (name for names in self.own for name in names):
             layer_qparams(name, task.specs[name, "weights"], parameter(task.graph, found, name))
-        self.before = task.before if task.done else found
         network = Network(adjusted(task.graph, self.before))
         self.runner = SequentialRunner(network, task.batches(), ActivationStore(task.memory), task.ranks)
 
     def run(self) -> Adjustment:
         """All groups, but those that an interrupted run had done."""
-        waiting: dict[int, tuple[GroupSums, Tensor]] = {}
+        waiting, factors = dict[int, GroupSums](), dict[int, Tensor]()
         for number, (group, layers) in enumerate(zip(self.groups, self.own, strict=True)):
             if number < self.task.done:
                 continue
             sums = self._gather(group, layers)
             if sums is not None:
-                waiting[number] = sums, self._rescale(group, sums)
-            later = {row.fold.node for row in self.groups[number + 1 :] if row.fold is not None}
-            for ready in [at for at, (those, _) in waiting.items() if later.isdisjoint(those.layers)]:
-                self._round(*waiting.pop(ready))
-            if not waiting:
+                waiting[number], factors[number] = sums, self._rescale(group, sums)
+            after = [row.fold for row in self.groups[number + 1 :] if row.fold is not None]
+            later = {layer for fold in after for layer in (fold.node, *fold.extra)}
+            for ready in [at for at, those in waiting.items() if later.isdisjoint(those.layers)]:
+                self._round(waiting.pop(ready), factors.get(self.leads.get(ready, ready), factors[ready]))
+            is_shared = any(first <= number < other for other, first in self.leads.items())
+            if not waiting and not is_shared:
                 self.task.after_group(self.found, number + 1)
         return self.found
 

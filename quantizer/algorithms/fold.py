@@ -103,12 +103,31 @@ def input_name(group: InputGroup, found: Adjustment) -> str:
     return name
 
 
-def without_overlap(groups: Sequence[InputGroup], concerned: Callable[[InputGroup], bool]) -> list[InputGroup]:
-    """The groups; one whose fold would rescale layers of another group that is `concerned` gets a multiplication of its
-    own instead.
+def shared_folds(
+    graph: Graph, groups: Sequence[InputGroup], concerned: Callable[[InputGroup], bool], found: Adjustment
+) -> tuple[list[InputGroup], dict[int, int]]:
+    """The groups, and which of them follow others, by their numbers.
+
+    Groups that read one value by ways of their own (a router, the experts, a shared expert) fold into one layer. Of
+    those that are `concerned`, the one with most weights finds the factors, and the fold multiplies the columns of the
+    others as well. Where that cannot be, each gets a multiplication of its own instead.
     """
-    own = {layer for group in groups if concerned(group) for layer in group.layers}
-    return [replace(each, fold=None) if each.fold and own.intersection(each.fold.extra) else each for each in groups]
+    made, leads = list(groups), dict[int, int]()
+    owner = {layer: number for number, group in enumerate(groups) if concerned(group) for layer in group.layers}
+    behind = {layer for row in found.insertions for layer in row.readers}
+    for number, group in enumerate(groups):
+        others = {owner[layer] for layer in (group.fold.extra if group.fold else ()) if layer in owner} - {number}
+        if not others or not concerned(group):
+            continue
+        alike = {number, *others}
+        first = max(alike, key=lambda at: (sum(graph.weight(graph.by_name[n]).numel() for n in groups[at].layers), -at))
+        layers = {layer for at in alike for layer in groups[at].layers}
+        fold = groups[first].fold
+        if fold is None or layers & behind or not layers <= {*groups[first].layers, *fold.extra}:
+            made[number] = replace(group, fold=None)
+        elif number != first:
+            made[number], leads[number] = replace(group, fold=None, is_fixed=True), first
+    return made, leads
 
 
 def _fold(group: InputGroup, found: Adjustment) -> Fold | None:

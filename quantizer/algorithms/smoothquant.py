@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Remark, Task, adjusted
-from quantizer.algorithms.fold import admissible, folded, input_name, parameter, without_overlap
+from quantizer.algorithms.fold import admissible, folded, input_name, parameter, shared_folds
 from quantizer.algorithms.gram import geometry, not_finite
 from quantizer.algorithms.patches import by_input, channel_rows, is_linear, patches, weight_matrix
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, sampled_rows
@@ -48,7 +48,8 @@ def smoothquant(task: Task, settings: SmoothQuantConfig, found: Adjustment) -> A
         DataError: a value in the network is not finite; layer and batch are named.
     """
     concerned = partial(_concerned, task)
-    groups = list(filter(concerned, without_overlap(task.structure.groups, concerned)))
+    found_groups, _ = shared_folds(task.graph, task.structure.groups, concerned, found)
+    groups = list(filter(concerned, found_groups))
     if task.done or not groups:
         return found  # all groups are found in one pass, so there is no half of it
     alphas = AUTO if settings.alpha == "auto" else settings.alpha
@@ -57,7 +58,9 @@ def smoothquant(task: Task, settings: SmoothQuantConfig, found: Adjustment) -> A
         if seen.tokens == 0:
             found = found.with_remarks(*(Remark(name, UNREACHED) for name in group.layers))
             continue
-        tables = (by_channel(task.graph.by_name[name], parameter(task.graph, found, name)) for name in group.layers)
+        others = group.fold.extra if group.fold else ()
+        layers = (*group.layers, *(name for name in others if (name, "weights") in task.specs))
+        tables = (by_channel(task.graph.by_name[name], parameter(task.graph, found, name)) for name in layers)
         columns = torch.stack([_largest(table, group.channels) for table in tables]).amax(0)  # max|W_j|
         choices = [
             admissible(task.graph, group, _factors(seen.size, columns, alpha, settings.scale_clamp_min), found)

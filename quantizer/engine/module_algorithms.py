@@ -127,7 +127,7 @@ class TracedModules:
 
     def fitting(self, algorithm: Algorithm, structure: Structure) -> Structure:
         """The structure without what cannot be done to modules."""
-        groups, again, planned = [], set[Home](), {name for name, _ in self.specs}
+        groups, again = [], set[Home]()
         for group in structure.groups:
             if self.shared.intersection(group.layers):
                 again |= {self.homes[name, "weight"] for name in group.layers if name in self.shared}
@@ -136,8 +136,6 @@ class TracedModules:
             if fold is not None and self.shared & {fold.node, *fold.extra}:
                 group = replace(group, fold=None, why_not=f"{fold.node} runs more than once")
             takes_insertions = all(self.module_of(name) is not None for name in group.layers)
-            if group.fold is not None and not takes_insertions and planned.intersection(group.fold.extra):
-                group = replace(group, fold=None, why_not="others would be rescaled as well")
             if algorithm.stage == "round" or group.fold is not None or takes_insertions:
                 groups.append(group)
             elif all(self.graph.by_name[name].row.experts for name in group.layers):

@@ -141,6 +141,22 @@ def test_each_expert_has_factors_of_its_own_where_its_own_layer_takes_them(tmp_p
     assert row["error"] < 0.05 * row["error_rtn"]
 
 
+@pytest.mark.parametrize(
+    "settings", [{"name": "awq"}, {"name": "smooth", "alpha": 0.5}, {"name": "smooth", "alpha": [0.3, 0.7]}]
+)
+def test_the_router_follows_the_experts_into_their_norm(settings: dict[str, Any], tmp_path: Path) -> None:
+    """One fold for all that read it, so that nothing has to be inserted, which no engine's model has."""
+    model, all_layers = spread("Mixtral"), {"exclude": OTHERS[:2]}
+    result = calibrated(model, config(settings) | all_layers)
+    result.save(tmp_path)
+    told = json.loads((tmp_path / "algorithms.json").read_text())
+    assert told["inserted"] == []
+    changed = {name.rpartition("/")[0].rpartition("/")[2] for name in told["rescaled"]}
+    assert {"MixtralTopKRouter[gate]", "MixtralExperts[experts]"} <= changed
+    plain = calibrated(model, config(None) | all_layers)
+    assert result.test().metrics["sqnr_db"] > plain.test().metrics["sqnr_db"]
+
+
 @pytest.mark.parametrize("name", ["gptq", "awq"])
 @pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
 def test_modules_in_place_get_the_same_weights(name: str, family: str) -> None:
