@@ -49,8 +49,9 @@ _NPY_DTYPES = {
 }
 
 
-# zipfile raises RuntimeError and its child NotImplementedError for encryption and unknown compression.
-_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
+# zipfile raises RuntimeError and its child NotImplementedError for encryption and unknown compression, ValueError and
+# struct.error for a damaged directory: names that are no text, offsets before the beginning.
+_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, struct.error)
 
 
 _AGAIN = "copy or download it again"
@@ -101,9 +102,9 @@ def _check_is_data(path: Path) -> None:
 
 def _check_unpacked(path: Path, most: int) -> None:
     """Refuse an archive of which little becomes much, before anything is unpacked."""
-    if not zipfile.is_zipfile(path):
-        return
     try:
+        if not zipfile.is_zipfile(path):
+            return
         with zipfile.ZipFile(path) as archive:
             size = sum(member.file_size for member in archive.infolist())
     except _ZIP_ERRORS:

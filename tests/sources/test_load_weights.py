@@ -214,6 +214,16 @@ def test_a_flipped_byte_gives_weights_or_a_sentence(position: int, value: int, s
         assert f"flipped.{suffix}" in error.message
 
 
+def test_no_byte_of_an_archives_directory_is_trusted() -> None:
+    whole = whole_state()
+    for position in range(whole.index(b"PK\x01\x02"), len(whole)):
+        Path("flipped.pth").write_bytes(whole[:position] + b"\xe4" + whole[position + 1 :])
+        try:
+            load_weights(nn.Linear(3, 2), "flipped.pth")
+        except ModelError as error:
+            assert "flipped.pth" in error.message
+
+
 def whole_state() -> bytes:
     torch.save(STATE, "state.pth")
     return Path("state.pth").read_bytes()
