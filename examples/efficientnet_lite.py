@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from quantizer.sources.images import Preprocess
 
 SIDE = 224
+CENTRE = 224 / 256
 CALIBRATION_PHOTOS = {
     "sklearn": ("datasets/images/china.jpg", "datasets/images/flower.jpg"),
     "skimage": (
@@ -74,9 +75,9 @@ def package_folder(package: str) -> Path:
 
 
 def centre_crop(photo: Path) -> Tensor:
-    """The central square of 224/256 of the shorter side, as [3, 224, 224]."""
+    """The central square of seven eighths of the shorter side, as [3, 224, 224]."""
     with Image.open(photo) as image:
-        side = min(image.size) * SIDE / 256
+        side = min(image.size) * CENTRE
         return scaled(image, (image.width - side) / 2, (image.height - side) / 2, side)
 
 

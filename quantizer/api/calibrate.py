@@ -10,12 +10,12 @@ from torch import nn
 from quantizer.api.config import AnyConfig, read_config
 from quantizer.api.notebook import follower
 from quantizer.api.result import Result
-from quantizer.config.diagnostics import ConfigError
+from quantizer.config.diagnostics import pointing_into
 from quantizer.engine import pipeline, results
 from quantizer.engine.calibrated import Calibrated, example_batch, reopened, stored_config, traced
 from quantizer.engine.checkpoint import Checkpoints
 from quantizer.engine.events import Events, Forked
-from quantizer.engine.finetune import check_mode
+from quantizer.engine.finetune import as_asked
 from quantizer.engine.job import Job
 from quantizer.engine.module_target import evaluating
 from quantizer.engine.results import QuantInfo
@@ -42,6 +42,7 @@ def calibrate(
     subset_len: int | None = None,
     seed: int = 0,
     fast_finetune: str | None = None,
+    dpu_accuracy: str | None = None,
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
     memory: int | str | None = None,
@@ -57,6 +58,7 @@ def calibrate(
         batch_size: samples per batch, of data that come as text; of any data, `subset_len` samples are used.
         seed: of all randomness.
         fast_finetune: "adaround" or "adaquant" to learn how to round the weights.
+        dpu_accuracy: "high" to equalize layers, correct biases and finetune as well, for the DPU.
         folder: where checkpoints go while it runs, and where `resume` looks for them to go on with a stopped run.
         memory: bytes of activations kept in memory, or "8GB"; more go to files. None for half of what is free.
         events: who follows the run; None for bars in a notebook and log records elsewhere.
@@ -65,17 +67,17 @@ def calibrate(
         ConfigError: all findings on the config, alone and with this model.
         ModelError: the model cannot be traced, or has NaN or Inf in its weights.
         DataError: there are no data, or they are not what the model takes.
-        UsageError: `memory` is no size.
+        UsageError: `memory` is no size, or `fast_finetune` or `dpu_accuracy` does not go with the config.
     """
     check_float(model)
     read, budget = read_config(config), _budget(memory)
-    check_mode(fast_finetune, read.require())
+    rules, fast_finetune = as_asked(read.require(), dpu_accuracy, fast_finetune)
     cut = {"batch_size": batch_size, "subset_len": subset_len}
     checkpoints = Checkpoints(Path(folder), resume=resume) if folder is not None else None
     watching, batches = events or follower(), _batches(model, data, seed=seed, **cut)
     job = Job(
         TracedTarget(_traced(model, batches, compared=True)[0]),
-        read.require(),
+        rules,
         batches,
         Forked(*filter(None, (watching, checkpoints))),
         checkpoints,
@@ -84,14 +86,12 @@ def calibrate(
         {"seed": seed, **cut},
         read.diagnostics,
         memory=budget,
+        dpu_accuracy=dpu_accuracy,
     )
-    try:
-        solution = pipeline.run(job)
-    except ConfigError as error:
-        raise ConfigError(error.diagnostics, read.sources) from error
+    with pointing_into(read.sources):
+        found = Calibrated(job.target.original, rules.settings, pipeline.run(job))
     if checkpoints:
         checkpoints.remove()
-    found = Calibrated(job.target.original, job.config.settings, solution)
     return Result(model, found, job.plan, batches, watching, job=job)
 
 

@@ -14,6 +14,7 @@ import click
 from quantizer.atomic import replace_file
 from quantizer.cli.completion import layers_of_model
 from quantizer.cli.values import memory_size, rows_shown
+from quantizer.config.dpu_accuracy import LEVELS
 from quantizer.errors import UsageError
 from quantizer.export import EXPORTERS
 from quantizer.export.choices import CHOICES
@@ -158,6 +159,11 @@ class Options:
         is_flag=False,
         flag_value=FINETUNE_MODES[0],
         type=click.Choice(FINETUNE_MODES),
+        group="Algorithm",
+    )
+    dpu_accuracy: str | None = option(
+        "On the DPU, high equalizes layers, corrects biases and finetunes, in about four times the time.",
+        type=click.Choice(LEVELS),
         group="Algorithm",
     )
     memory: int | None = option(

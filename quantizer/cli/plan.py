@@ -33,6 +33,7 @@ _MB = 1e6
     "filter",
     "for_",
     "fast_finetune",
+    "dpu_accuracy",
     "memory",
     "no_cache",
     *LOOK,
@@ -49,7 +50,7 @@ def plan(options: Options) -> None:
     """
     require_extras(options.for_)
     with session.notes_on_stderr(options.json):
-        read = session.read_config(options.config_file)
+        read, finetuned = session.config_as_asked(options.config_file, options.dpu_accuracy, options.fast_finetune)
         traced = traced_model(options, values=needs_values(read.config.settings), tested=True)
     original = traced.graph
     found = session.make_plan(read, original)
@@ -59,7 +60,7 @@ def plan(options: Options) -> None:
     size = traced.size
     activations = peak_activation_bytes(found.graph, size)
     data = footprint.Data(size, traced.batches or 1, options.memory)
-    peaks = peaks_of(found, read.config, data, traced, finetuned=bool(options.fast_finetune))
+    peaks = peaks_of(found, read.config, data, traced, finetuned=bool(finetuned))
     content = found.to_json() | {
         "algorithms": [algorithm.name for algorithm in read.config.algorithms],
         "weight_bytes": {"float": before, "quantized": after},

@@ -19,14 +19,14 @@ from quantizer.cli.gates import MEASURED, failed, names_in_test, parse_gate, req
 from quantizer.cli.options import Options
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import config_to_look, show_layers, table_view
-from quantizer.config.diagnostics import ConfigError
+from quantizer.config.diagnostics import pointing_into
 from quantizer.distributed import ALONE, Ranks
 from quantizer.engine import footprint, pipeline, results
 from quantizer.engine.calibrated import reopened, window_length
 from quantizer.engine.checkpoint import Checkpoints
 from quantizer.engine.events import Forked
 from quantizer.engine.exact import require_wide
-from quantizer.engine.finetune import check_checkpoint, check_mode, require_finetuned
+from quantizer.engine.finetune import check_checkpoint, require_asked
 from quantizer.engine.job import Job
 from quantizer.engine.result_files import write_text
 from quantizer.engine.result_set import locked
@@ -44,6 +44,9 @@ from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 
 logger = logging.getLogger(__name__)
 
+RAISING = ("fast_finetune", "dpu_accuracy")
+"""Options of calibration that test mode takes as well, to say that the results were made with them."""
+
 
 def run(options: Options) -> int:
     """Run one mode; the exit code is 0, or that of the error raised."""
@@ -57,8 +60,9 @@ def run(options: Options) -> int:
         raise UsageError("--for goes with calib mode and with `quantizer plan`: it looks ahead of a calibration")
     if options.exact and options.quant_mode != "test":
         raise UsageError("--exact goes with test mode: it runs the integers of the network that was calibrated")
-    if options.fast_finetune and options.quant_mode == "float":
-        raise UsageError("--fast_finetune goes with calib mode, and with test mode to say that it was used")
+    for name in RAISING:
+        if getattr(options, name) and options.quant_mode == "float":
+            raise UsageError(f"--{name} goes with calib mode, and with test mode to say that it was used")
     if options.memory is not None and options.quant_mode != "calib":
         raise UsageError("--memory goes with calib mode: the others keep no values of earlier batches")
     if options.resume and options.quant_mode != "calib":
@@ -116,8 +120,7 @@ def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
 
 def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
     """Calibrate and write the result folder."""
-    read = session.read_config(options.config_file)
-    check_mode(options.fast_finetune, read.config)
+    read, finetuned = session.config_as_asked(options.config_file, options.dpu_accuracy, options.fast_finetune)
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded)
     folder = Path(options.output_dir)
@@ -134,19 +137,18 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
             Forked(*filter(None, (followed(read.sources, quiet=options.quiet), checkpoints)), torchrun.Watched(ranks)),
             checkpoints,
             options.seed,
-            options.fast_finetune,
+            finetuned,
             {"seed": options.seed, "batch_size": options.batch_size, "subset_len": options.subset_len},
             read.diagnostics,
             lambda job: _confirm(options, job),
             ranks,
             options.memory,
+            options.dpu_accuracy,
         )
-        try:
+        with pointing_into(read.sources):
             pipeline.run(job)
-        except ConfigError as error:
-            raise ConfigError(error.diagnostics, read.sources) from error
         if checkpoints:
-            results.write_results(folder, original, read.config, job.calibration, job.solution, job.header)
+            results.write_results(folder, original, job.config, job.calibration, job.solution, job.header)
             write_report(folder)
             checkpoints.remove()
     return _outcome(job, folder)
@@ -158,8 +160,10 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
     info = results.read_info(folder)
     if options.exact:
         require_dpu(info.settings.target_device)
-    require_finetuned(options.fast_finetune, info.header.get("fast_finetune"))
-    read = session.read_config(options.config_file) if options.config_file is not None else None
+    for name in RAISING:
+        require_asked(f"--{name}", getattr(options, name), info.header.get(name))
+    level = info.header.get("dpu_accuracy")
+    read = session.config_as_asked(options.config_file, level)[0] if options.config_file is not None else None
     loaded = session.open_model(options)
     evaluator, gates = _evaluate(options, loaded), [parse_gate(text) for text in options.gate]
     if evaluator is None:
@@ -231,10 +235,10 @@ def _confirm(options: Options, job: Job) -> None:
         raise session.missing_data()
     size, batches = session.batch_size(options, job.batches), job.batches
     data = footprint.Data(size, batches.total or 1, options.memory)
-    more = footprint.calibration_bytes(job.plan, job.config, data, finetuned=bool(options.fast_finetune))
+    more = footprint.calibration_bytes(job.plan, job.config, data, finetuned=bool(job.fast_finetune))
     footprint.require_room("calibration", more, footprint.remedies(job.plan.graph))
     if options.resume and job.checkpoints:
-        check_checkpoint(job.checkpoints, options.fast_finetune)
+        check_checkpoint(job.checkpoints, job.fast_finetune)
         if not job.needs_data:
             logger.warning("--resume has no effect: this config is calibrated without data, so nothing can be resumed")
         elif not job.checkpoints.exist():

@@ -16,10 +16,11 @@ from rich.text import Text
 
 from quantizer.cli.options import Options
 from quantizer.cli.render import print_diagnostics
-from quantizer.config.diagnostics import ConfigError, Diagnostic
+from quantizer.config.diagnostics import ConfigError, Diagnostic, pointing_into
 from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config, Names
 from quantizer.engine.calibrated import traced
+from quantizer.engine.finetune import as_asked
 from quantizer.errors import UsageError
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
@@ -58,6 +59,18 @@ def read_config(path: str | None) -> ReadConfig:
         return ReadConfig(default_config(), (), {})
     result = load_config(path)
     return ReadConfig(result.require(), result.diagnostics, dict(result.sources))
+
+
+def config_as_asked(path: str | None, level: str | None, mode: str | None = None) -> tuple[ReadConfig, str | None]:
+    """The config of a run with `--dpu_accuracy level` and `--fast_finetune mode`, and how it finetunes.
+
+    Raises:
+        ConfigError: with all findings, when it cannot be used.
+        UsageError: an option does not go with it.
+    """
+    read = read_config(path)
+    config, mode = as_asked(read.config, level, mode)
+    return replace(read, config=config), mode
 
 
 def open_model(options: Options) -> LoadedModel:
@@ -196,10 +209,8 @@ def named_structures(read: ReadConfig, graph: Graph) -> dict[str, Structure]:
         ConfigError: a name that the model does not have, or that does not fit.
     """
     named = {f"{each.name} ({each.label})": each.names for each in read.config.algorithms if each.names != Names()}
-    try:
+    with pointing_into(read.sources):
         return {title: find_structure(graph, names) for title, names in named.items()}
-    except ConfigError as error:
-        raise ConfigError(error.diagnostics, read.sources) from error
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -1,6 +1,7 @@
 """Findings about a config file as values: a code, a sentence, a place. Nothing here prints or exits."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -85,6 +86,15 @@ class ConfigError(UsageError):
         super().__init__(earlier + last[0], help=last[1])
         self.diagnostics = tuple(diagnostics)
         self.sources = dict(sources or {})
+
+
+@contextmanager
+def pointing_into(sources: Mapping[str, str]) -> Iterator[None]:
+    """Findings of what is done inside come with the texts of the files that they point into."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(error.diagnostics, sources) from error
 
 
 def in_order(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quantizer.config.document import Document
+from quantizer.config.dpu_accuracy import LEVELS, raised
 from quantizer.config.load import check_document, default_config
 from quantizer.config.model import Config, Settings
 from quantizer.config.resolved import resolved_document
@@ -119,9 +120,11 @@ def stored_config(folder: Path) -> Config:
     Raises:
         ResultError: it is missing.
     """
-    stored, rules = read_json(folder / "config.resolved.json"), default_config()
-    if stored == resolved_document(rules):  # the built-in default is none that a file could state
-        return rules
+    stored = read_json(folder / "config.resolved.json")
+    for level in (None, *LEVELS):
+        rules = raised(default_config(), level)
+        if stored == resolved_document(rules):  # the built-in default is none that a file could state
+            return rules
     return check_document(Document.of(stored, str(folder / "config.resolved.json"))).require()
 
 

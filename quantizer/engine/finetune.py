@@ -15,6 +15,7 @@ from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.adjustment import Rounded
 from quantizer.algorithms.fast_finetune import FinetunedLayer, fast_finetune
 from quantizer.algorithms.sequential_runner import SequentialRunner
+from quantizer.config.dpu_accuracy import finetuning, raised
 from quantizer.config.model import Config
 from quantizer.engine import fingerprint
 from quantizer.engine.checkpoint import Checkpoints, other_run, register, snapshot_of, value_of
@@ -116,12 +117,19 @@ class Finetuned:
         return f"{len(changed)} of {len(self.layers)} layers finetuned; {rest}{left}{figures}"
 
 
-def check_mode(mode: str | None, config: Config) -> None:
-    """Refuse a mode that does not go with the config.
+def as_asked(config: Config, level: str | None, mode: str | None) -> tuple[Config, str | None]:
+    """The config and the mode of finetuning of a run with `--dpu_accuracy level` and `--fast_finetune mode`.
 
     Raises:
-        UsageError: adaquant on the DPU, or an algorithm that rounds the same weights.
+        UsageError: the level goes with the DPU alone, or the mode does not go with the config.
     """
+    config, mode = raised(config, level), finetuning(level, mode)
+    _check_mode(mode, config)
+    return config, mode
+
+
+def _check_mode(mode: str | None, config: Config) -> None:
+    """Refuse adaquant on the DPU, and an algorithm that rounds the same weights."""
     rounding = [settings.name for settings in config.algorithms if settings.stage == "round"]
     if mode and rounding:
         raise UsageError(
@@ -150,17 +158,17 @@ def check_checkpoint(checkpoints: Checkpoints, mode: str | None) -> None:
         )
 
 
-def require_finetuned(asked: str | None, done: str | None) -> None:
-    """Refuse results that were not finetuned in the mode that test mode is asked for.
+def require_asked(option: str, asked: str | None, done: str | None) -> None:
+    """Refuse results that were not calibrated with the `option` that test mode is given.
 
     Raises:
         ResultError: they were not.
     """
     if asked and asked != done:
-        how = f"finetuned with {done}" if done else "not finetuned"
+        how = f"with {done}" if done else "without it"
         raise ResultError(
-            f"--fast_finetune {asked}: these results were {how}",
-            help=f"calibrate with --fast_finetune {asked}, or leave it out here",
+            f"{option} {asked}: these results were calibrated {how}",
+            help=f"calibrate with {option} {asked}, or leave it out here",
         )
 
 

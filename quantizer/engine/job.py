@@ -45,6 +45,7 @@ class Job:
         checkpoints: where interrupted stages leave what they found; None to leave nothing.
         seed: of all randomness.
         fast_finetune: "adaround", "adaquant" or None.
+        dpu_accuracy: the level that the config and `fast_finetune` were raised to, or None.
         facts: what else the results depend on, for checkpoints.
         findings: on the config, from reading it.
         ranks: the processes that share the work.
@@ -66,6 +67,7 @@ class Job:
     confirm: Callable[[Job], None] = lambda job: None
     ranks: Ranks = ALONE
     memory: int | None = None
+    dpu_accuracy: str | None = None
     statistics: tuple[Statistics, ...] = ()
     plan: Plan = field(init=False)
     adjustment: Adjustment | None = None
@@ -91,6 +93,7 @@ class Job:
             "data": self.batches.fingerprint if self.needs_data else None,
             "stamp": self.batches.stamp if self.needs_data else None,
             "fast_finetune": self.fast_finetune if self.is_finetuned else None,
+            "dpu_accuracy": self.dpu_accuracy,
         }
 
     def stage(self, name: str, total: int | None, unit: str = "batches", **more: Any) -> Stage:

@@ -1,7 +1,7 @@
 """Values that stay float whatever a config says, and why: read off the graph alone, before there is any data."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from quantizer.graph.axis_rules import ALIKE
 from quantizer.graph.ir import Graph, Node, references
@@ -10,6 +10,7 @@ DERIVED = "computed from constants and integers alone"
 MASK = "may hold a mask's lowest values, which leave no resolution for the others"
 BOUNDED = "bounds what a float operator computes"
 DENOMINATOR = "divides, and rounding would make small values zero"
+COMPARED = "is compared to count an index, and rounding could count none"
 FLOAT_READERS = "only float operators read it"
 UNREAD = "nothing reads it"
 RESIDUAL = "only normalizations, and sums that they read, take it"
@@ -25,6 +26,8 @@ _CARRIES = (
     "index_fill",
 )
 _NEVER = ("size", "constant", "zeros", "ones", "full", "arange", "empty")  # on either side of a stub
+_PICKS = ("gather", "take_along_dim", "index_select", "index")  # by integers
+_COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal")
 _HANDS_ON = ("compute", "fusable", "passthrough")  # with one operand: a sum, a guard, a slice
 _PRODUCTS_PLUS = ("addmm", "baddbmm")  # their first argument is added to a product
 
@@ -35,6 +38,7 @@ def floating(graph: Graph) -> dict[str, str]:
     found |= dict.fromkeys((name for name in _masks(graph) if name not in found), MASK)
     found |= dict.fromkeys((name for name in _bounded(graph) if name not in found), BOUNDED)
     found |= dict.fromkeys((name for name in _denominators(graph) if name not in found), DENOMINATOR)
+    found |= dict.fromkeys((name for name in _compared(graph) if name not in found), COMPARED)
     found |= dict.fromkeys((name for name, read_by in graph.consumers.items() if not read_by), UNREAD)
     for node in reversed(graph.nodes):
         if node.name not in found and _read_by_float_only(graph, node, found):
@@ -143,8 +147,30 @@ def _denominators(graph: Graph) -> Iterator[str]:
     The least divisors are the ones that count, and are what rounding makes zero: a guard of 1e-15 then divides instead.
     """
     divisors = (node.inputs.get(node.row.nonzero) for node in graph.nodes if node.row.nonzero)
-    pending = [name for divisor in divisors for name in references(divisor)]
-    found: set[str] = set()
+    return _made_of(graph, (name for divisor in divisors for name in references(divisor)))
+
+
+def _compared(graph: Graph) -> Iterator[str]:
+    """Layers that make what is compared, where an index is counted from the outcome, as in a sparsemax.
+
+    In float one of the comparisons holds, whatever the values are; among rounded ones it may be that none does, and the
+    index lies outside.
+    """
+    picking = (node for node in graph.nodes if node.op in _PICKS)
+    pending, seen = [name for node in picking for name in node.refs()], set[str]()
+    compared: list[str] = []
+    while pending:
+        node = graph.by_name[pending.pop()]
+        if node.is_float or node.name in seen:
+            continue
+        seen.add(node.name)
+        (compared if node.op in _COMPARES else pending).extend(node.refs())
+    return _made_of(graph, compared)
+
+
+def _made_of(graph: Graph, names: Iterable[str]) -> Iterator[str]:
+    """Layers that make these values, back to products, to what computes in float, and to integers."""
+    pending, found = [*names], set[str]()
     while pending:
         node = graph.by_name[pending.pop()]
         if node.name in found or node.row.kind in ("float", "structural") or not node.is_float:

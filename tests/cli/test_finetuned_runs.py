@@ -145,10 +145,10 @@ def test_test_mode_refuses_results_that_were_not_finetuned_so(
 ) -> None:
     assert calibrate(tmp_path / "out", model=model, config=config) == 0
     assert check(tmp_path / "out", "--fast_finetune", model=model) == 5
-    assert "--fast_finetune adaround: these results were not finetuned" in capsys.readouterr().err
+    assert "--fast_finetune adaround: these results were calibrated without it" in capsys.readouterr().err
     assert calibrate(tmp_path / "out", "--fast_finetune", "adaquant", model=model, config=config) == 0
     assert check(tmp_path / "out", "--fast_finetune", model=model) == 5
-    assert "these results were finetuned with adaquant" in capsys.readouterr().err
+    assert "these results were calibrated with adaquant" in capsys.readouterr().err
 
 
 def test_float_mode_and_the_dpus_scales_are_refused(model: str, tmp_path: Path, capsys: Capture) -> None:

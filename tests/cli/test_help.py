@@ -30,7 +30,7 @@ def test_options_are_in_groups(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     of_group = {title: re.findall(r"^  (?:-\w, )?--(\w+)", rows, re.MULTILINE) for title, rows in sections.items()}
     assert of_group["Options"] == ["quant_mode", "config_file", "version", "help"]
     assert of_group["Model"] == ["model", "weights", "trust", "device"]
-    assert of_group["Algorithm"] == ["fast_finetune", "memory", "seed", "resume"]
+    assert of_group["Algorithm"] == ["fast_finetune", "dpu_accuracy", "memory", "seed", "resume"]
     assert of_group["Debugging"] == ["inspect", "rank_timeout", "exact", "debug"]
     assert sum(map(len, of_group.values())) == len(cli.get_params(click.Context(cli)))
     columns = {len(row[1]) for row in re.finditer(r"^(  (?:-\w, )?-?-?\w+(?: [A-Z]+)?  +)\S", text, re.MULTILINE)}
