@@ -74,6 +74,24 @@ def sum_biases(network: Network, steps: Mapping[str, Tensor]) -> dict[str, SumBi
     return found
 
 
+def overflowing(network: Network, solution: Solution) -> set[str]:
+    """The layers whose biases no int32 holds in units of their sums; with 16-bit codes these units are fine.
+
+    ONNX Runtime's optimizer writes the bias of any layer between DequantizeLinear nodes in such units, and cuts off
+    what does not fit.
+    """
+    graph, specs, found = network.graph, solution.specs, set[str]()
+    for (layer, role), weights in solution.tensors.items():
+        bias = dict(network.layers[layer].named_parameters()).get("bias") if role == "weights" else None
+        key = input_key(layer, graph, specs)
+        if bias is None or key is None or specs[key].is_dynamic or {weights.spec.dtype, specs[key].dtype} != {"int"}:
+            continue
+        step = float(weights.scale.min()) * float(solution.tensors[key].scale.min())
+        if float(bias.detach().abs().max()) > step * (2 * ROOM - 1):
+            found.add(layer)
+    return found
+
+
 def sum_steps(graph: Graph, solution: Solution) -> dict[str, Tensor]:
     """The units of the sums of each convolution with a bias that has an integer kernel: float32, () or [channels]."""
     specs, found = solution.specs, {}

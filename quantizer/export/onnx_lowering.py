@@ -274,7 +274,8 @@ def _keep_in_float(model: ModelProto, nodes: list[NodeProto], layers: Collection
     quantized = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear"}
     for node in list(nodes):
         is_float = node.op_type in _CHANNELS and node.input[0] in quantized and node.input[1] in shapes
-        if is_float or node.name in layers:
+        is_wide = node.op_type in _CHANNELS and len(node.input) == 3 and node.name in layers
+        if is_float or is_wide:
             emission = Emission(f"{node.name}.bias")
             count = _channels(node, shapes[node.input[1]]) if is_float else shapes[node.input[2]][0]
             zeros = emission.codes("zeros", torch.zeros(count), INT32)

@@ -19,7 +19,7 @@ from quantizer.export import Refusal, check
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.float32 import in_float32
-from quantizer.export.onnx_biases import as_run, sum_biases, sum_steps
+from quantizer.export.onnx_biases import as_run, overflowing, sum_biases, sum_steps
 from quantizer.export.onnx_files import stored
 from quantizer.export.onnx_gates import quantize_gates
 from quantizer.export.onnx_lowering import DOMAIN, lower
@@ -61,9 +61,9 @@ def export(deployment: Deployment, path: Path) -> Verification:
     network = wide.network()
     model = translate(wide, network, wanted, opset)
     floating = float_model(model)
-    steps = sum_steps(wide.graph, solution)
-    biases = sum_biases(network, steps)
-    lower(model, network, wanted, biases, opset, packed=is_fast, in_float=steps.keys() - biases.keys())
+    biases = sum_biases(network, sum_steps(wide.graph, solution))
+    in_float = overflowing(network, solution) - biases.keys()
+    lower(model, network, wanted, biases, opset, packed=is_fast, in_float=in_float)
     if is_fast:
         quantize_gates(model)
     _clean(model, deployment.graph)

@@ -151,9 +151,9 @@ def onnx(
     got = torch.cat([torch.from_numpy(session.run(None, {name: batch.numpy()})[0]).flatten() for batch in batches])
     ours, theirs = (torch.cat([each.flatten() for each in part]) for part in (quantized, floating))
     near, far = sqnr_db(ours, got), sqnr_db(theirs, ours)
-    return (
-        [] if near > min(CLOSE_DB, far + 6) else [f"onnx: {near:.1f} dB from test mode, which is {far:.1f} from float"]
-    )
+    # In a network of a few channels one code of 4 bits that falls on the other side of a tie is half of this distance.
+    is_near = near > min(CLOSE_DB, far + 3)
+    return [] if is_near else [f"onnx: {near:.1f} dB from test mode, which is {far:.1f} from float"]
 
 
 def main() -> None:
