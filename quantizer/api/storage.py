@@ -17,7 +17,7 @@ from quantizer.config.wording import a_kind
 from quantizer.engine.module_attach import put
 from quantizer.engine.result_files import write_json, write_tensors
 from quantizer.engine.result_set import replaced_set, settle
-from quantizer.errors import ModelError, ResultError
+from quantizer.errors import ModelError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
 from quantizer.nn.inplace import InPlace, add_bias, check_float, insert_before, keep_layers_called, rectify_output
 from quantizer.nn.quantizer import TensorQuantizer
@@ -72,12 +72,9 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         "rectified": [path for path, module in layers.items() if module.rectifies_output],
         "inserted": {path: inserted for path, module in layers.items() if (inserted := _inserted(module))},
     }
-    try:
-        with replaced_set(place) as new:
-            described["tensors"] = write_tensors(new / TENSORS, kept)
-            write_json(new / DESCRIPTION, described | {"checksum": checksum(described)})
-    except ResultError as error:
-        raise ResultError(error.message, help="choose another folder or free some space") from error
+    with replaced_set(place) as new:
+        described["tensors"] = write_tensors(new / TENSORS, kept)
+        write_json(new / DESCRIPTION, described | {"checksum": checksum(described)})
 
 
 def load(model: nn.Module, folder: str | os.PathLike[str]) -> None:

@@ -1,5 +1,6 @@
 """A calibrated network beside the float one: fresh from the pipeline, or from a result folder. What test mode runs."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,6 +34,8 @@ from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
 from quantizer.sources.models import materialize, try_first_batch
 from quantizer.sources.module_state import left_alone
+
+logger = logging.getLogger(__name__)
 
 Shapes = Sequence[Sequence[int | None] | None]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -105,6 +108,7 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
             said = f"calibrated with inputs of the shapes {shapes}, which the model cannot take: {error.message}"
             raise ResultError(said, help="calibrate again") from error
     results.check_model(info, calibrated)
+    _say_other_torch(info)
     solution = info.solution if original.is_deferred else info.solution.in_memory()
     check_insertions(solution.insertions, calibrated, info.path)
     graph = inserted(run_passes(calibrated, info.settings), solution.insertions)
@@ -112,6 +116,17 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
     if calibrated is not original:
         check_sizes(calibrated, original, info.solution)
     return Calibrated(original, info.settings, solution)
+
+
+def _say_other_torch(info: QuantInfo) -> None:
+    """Warn of a calibration by another version of torch; whether it was built for GPUs makes no difference."""
+    then, now = (str(version).partition("+")[0] for version in (info.header.get("torch"), torch.__version__))
+    if then != now:
+        logger.warning(
+            "calibrated with torch %s, and this is %s: outputs may differ in their last bits, codes by a step",
+            then,
+            now,
+        )
 
 
 def stored_config(folder: Path) -> Config:

@@ -1,8 +1,10 @@
 """Files of a result folder, JSON and safetensors, each whole or not there."""
 
+import errno
 import hashlib
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from quantizer.atomic import replace_file
 from quantizer.errors import ResultError
+from quantizer.memory import in_words
 from quantizer.numerics.deferred import DeferredTensor, bytes_of
 from quantizer.sources.deferred_file import STORED, deferred_file
 
@@ -34,10 +37,17 @@ def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, counted())
     except OSError as error:
-        raise ResultError(
-            f"cannot write {path}: {error.strerror or error}", help="choose another --output_dir or free some space"
-        ) from error
+        raise cannot_write(path, error) from error
     return digest.hexdigest()
+
+
+def cannot_write(path: Path, error: OSError) -> ResultError:
+    """What to say of a file or folder that the system refused to write; of a full disk, how much of it is free."""
+    free, help_ = "", "choose another place"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = next(each for each in path.absolute().parents if each.exists())
+        free, help_ = f", {in_words(shutil.disk_usage(place).free)} are free", "choose another place or free some space"
+    return ResultError(f"cannot write {path}: {error.strerror or error}{free}", help=help_)
 
 
 def write_text(path: Path, text: str) -> str:

@@ -7,19 +7,22 @@ there is the old set or the new one, though the disk be full.
 import contextlib
 import fcntl
 import os
+import platform
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from quantizer.atomic import remove_left_over
-from quantizer.engine.result_files import read_json, write_json
+from quantizer.engine.result_files import cannot_write, read_json, write_json
 from quantizer.errors import ResultError
 
 ASIDE = ".quantizer-new"
 """The folder beside the files, for those that are to replace them."""
 MOVES = "moves.json"
 """The last file written there; from then on the new set is the one that counts."""
+OWNER = 100
+"""Bytes that a lock may have, which say whose it is."""
 
 
 @contextmanager
@@ -41,8 +44,7 @@ def replaced_set(folder: Path, gone: Collection[str] = ()) -> Iterator[Path]:
     except BaseException as error:
         _forget(folder)
         if isinstance(error, OSError):
-            help_ = "choose another folder or free some space"
-            raise ResultError(f"cannot write {folder}: {error.strerror or error}", help=help_) from error
+            raise cannot_write(folder, error) from error
         raise
     settle(folder)
 
@@ -157,4 +159,8 @@ def _take(handle: int, folder: Path) -> None:
     except OSError:
         owned = False
     if not owned:
-        raise ResultError(f"{folder} is in use by another run", help="wait for it or choose another --output_dir")
+        owner = os.pread(handle, OWNER, 0).decode(errors="replace")
+        said = f", {owner}" if owner.isprintable() and owner else ""
+        raise ResultError(f"{folder} is in use by another run{said}", help="wait for it or choose another --output_dir")
+    os.ftruncate(handle, 0)
+    os.write(handle, f"process {os.getpid()} on {platform.node()}".encode()[:OWNER])

@@ -10,7 +10,7 @@ from torch import nn
 
 from quantizer.atomic import replaced_folder
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.result_files import read_json
+from quantizer.engine.result_files import cannot_write, read_json
 from quantizer.errors import ResultError, UsageError
 from quantizer.export import Refusal, check
 from quantizer.export.agreement import Verification
@@ -73,7 +73,7 @@ def write_verified(
             remarks = write_folder(folder, model, checkpoint.stored(), checkpoint.quantization_config())
             found = verify_folder(folder, checkpoint, calls, sqnr_db, path.name)
     except OSError as error:
-        raise ResultError(f"cannot write {path}: {error.strerror or error}", help="choose another folder") from error
+        raise cannot_write(path, error) from error
     return replace(found, remarks=(*found.remarks, *remarks))
 
 

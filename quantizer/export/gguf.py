@@ -8,8 +8,9 @@ import torch
 
 from quantizer.atomic import replaced_file
 from quantizer.config.model import QuantizationSpec
+from quantizer.engine.result_files import cannot_write
 from quantizer.engine.solution import Solution, encoded
-from quantizer.errors import ResultError, UsageError
+from quantizer.errors import UsageError
 from quantizer.export import Refusal, check, gguf_architectures, gguf_template
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
@@ -73,7 +74,7 @@ def export(deployment: Deployment, path: Path) -> Verification:
             by_template = given.choice("gguf_template") != ""
             found = verify_file(file, outline, decoded, calls, by_template=by_template)
     except OSError as error:
-        raise ResultError(f"cannot write {path}: {error.strerror or error}", help="choose another folder") from error
+        raise cannot_write(path, error) from error
     is_rounded = any(
         tensor.scale is not given.solution.tensors[key].scale for key, tensor in deployment.solution.tensors.items()
     )

@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 import onnx
 from onnx import ModelProto
 
-from quantizer.engine.result_files import write_bytes
-from quantizer.errors import ResultError, VerificationError
+from quantizer.engine.result_files import cannot_write, write_bytes
+from quantizer.errors import VerificationError
 
 HELP = "the pt2 target writes the same network for torch"
 LARGEST = 2**31 - 2**20
@@ -38,9 +38,7 @@ def stored(model: ModelProto, path: Path) -> Iterator[bytes | str]:
     try:
         yield from _beside(model, path, data)
     except OSError as error:
-        raise ResultError(
-            f"cannot write {path}: {error.strerror or error}", help="choose another --output_dir or free some space"
-        ) from error
+        raise cannot_write(path, error) from error
 
 
 def _check(model: ModelProto | str, name: str) -> None:

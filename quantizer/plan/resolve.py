@@ -235,7 +235,8 @@ class _Resolver:
             return None
         values = merged([row.rule.fields.get(role, {}) for row in rules], role)
         spec = with_finest_position(QuantizationSpec.of(values), self.config.settings.target_device)
-        return (dataclasses.replace(spec, statistic=POOLED) if spec.method == AUTO else spec), values
+        is_pooled = spec.method == AUTO and not is_parameter(role)  # of a parameter there is one batch, with all values
+        return (dataclasses.replace(spec, statistic=POOLED) if is_pooled else spec), values
 
 
 def merged(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
 import resource
 import signal
 import subprocess
@@ -14,12 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from runs import DIGITS, EXAMPLE, calibrate, check
 from torch import Tensor
 
 import quantizer
 from quantizer import atomic
 from quantizer.cli.main import run_command
+from quantizer.engine.result_set import locked
 
 Toy = Callable[..., str]
 Capture = pytest.CaptureFixture[str]
@@ -181,6 +184,19 @@ def test_an_edited_number_in_quant_info(calibrated: Path, capsys: Capture) -> No
     assert check(calibrated) == 5
 
 
+def test_another_version_of_torch_is_told(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    model = toy()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "__version__", "2.9.1+cu128")
+        assert calibrate(tmp_path / "out", model=model, config=None) == 0
+    capsys.readouterr()
+    assert check(tmp_path / "out", model=model) == 0
+    now = torch.__version__.partition("+")[0]
+    assert f"calibrated with torch 2.9.1, and this is {now}:" in capsys.readouterr().err
+
+
 def test_other_weights_are_refused_by_name(calibrated: Path, tmp_path: Path, capsys: Capture) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -211,11 +227,20 @@ def test_another_config_is_refused_by_layer(calibrated: Path, tmp_path: Path, ca
 def test_a_second_run_in_one_folder_waits_its_turn(tmp_path: Path, capsys: Capture) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
-    with open(folder / ".lock", "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with locked(folder):
         assert calibrate(folder) == 5
-        assert "in use by another run" in one_sentence(capsys)
+        owner = f"process {os.getpid()} on {platform.node()}"
+        assert f"out is in use by another run, {owner}\n" in one_sentence(capsys)
         assert calibrate(folder) == 5, "the refused run must not free the folder"
+
+
+@pytest.mark.parametrize("text", [b"", b"\x1b[2J", b"\xff\n" * 1000])
+def test_what_a_lock_holds_is_not_shown_if_it_is_no_line(text: bytes, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / ".lock").write_bytes(text)
+    with open(tmp_path / ".lock") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert calibrate(tmp_path) == 5
+        assert "is in use by another run\n" in one_sentence(capsys)
 
 
 def test_the_output_folder_is_a_file(tmp_path: Path, capsys: Capture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -28,10 +29,10 @@ def observed(batches: list[Tensor], **words: Any) -> tuple[QuantizationSpec, QPa
     return spec, observer.qparams()
 
 
-def error(batches: list[Tensor], **words: Any) -> float:
-    """The error of all values under the range that is found, as the method weighs it."""
+def error(batches: list[Tensor], values: Tensor | None = None, **words: Any) -> float:
+    """The error of all values, or of others, under the range that is found, as the method weighs it."""
     spec, qparams = observed(batches, **words)
-    values = torch.cat([batch.flatten() for batch in batches])
+    values = torch.cat([batch.flatten() for batch in batches]) if values is None else values
     return float((place(values, spec, qparams.scale, qparams.zero_point) - values).abs().pow(2.2).sum())
 
 
@@ -53,10 +54,32 @@ def drawn(seed: int, shape: str) -> list[Tensor]:
 @settings(max_examples=8)
 @given(seed=st.integers(0, 10_000))
 def test_no_other_method_has_a_smaller_error(bit_width: int, shape: str, seed: int) -> None:
-    """Up to a few percent: bins are wide beside most values if one is far away, and the ends are tried in steps."""
-    batches = drawn(seed, shape)
-    least = min(error(batches, method=name, percentage=share, bit_width=bit_width) for name, share in OTHERS)
-    assert error(batches, bit_width=bit_width) <= 1.1 * least
+    """Where all values are known, as a weight's are; up to a few percent, for bins are wide beside most values if one
+    is far away, and the ends are tried in steps.
+    """
+    whole = [torch.cat(drawn(seed, shape))]
+    words: dict[str, Any] = {"bit_width": bit_width, "statistic": "max"}
+    least = min(error(whole, method=name, percentage=share, **words) for name, share in OTHERS)
+    assert error(whole, **words) <= 1.1 * least
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_of_few_values_the_range_is_as_wide_as_others_need(symmetric: bool) -> None:
+    """What a network gives for 200 samples: the values of 200 others go beyond the extremes, and cutting them off costs
+    more than wider steps."""
+    samples = torch.randn(100, 200, generator=torch.Generator().manual_seed(0)).unbind()
+    words = {"symmetric": symmetric, "signed": symmetric}
+    auto, maxmin = (
+        sum(error([one], other, method=method, **words) for one, other in pairwise(samples))
+        for method in (AUTO, "maxmin")
+    )
+    assert auto < 0.5 * maxmin
+
+
+def test_where_values_lie_close_at_the_ends_nothing_is_left_beyond() -> None:
+    values = torch.rand(500, generator=torch.Generator().manual_seed(0)) - 0.5
+    _, found = observed([values])
+    assert 255 * float(found.scale) == pytest.approx(1, abs=0.05)
 
 
 def test_it_cuts_one_end_alone() -> None:
