@@ -51,6 +51,11 @@ class ChannelMean:
         now, more = self._now, other._now
         self._now = self._before = now[0] + more[0], now[1] + more[1], now[2] + more[2]
 
+    @property
+    def batches(self) -> int:
+        """How many it has taken in."""
+        return self._now[0]
+
     def mean(self) -> Tensor:
         """float64 [channels]; NaN if no value was observed."""
         _, count, total = self._now
@@ -67,8 +72,15 @@ class ChannelMean:
         return {"batches": torch.tensor(batches), "count": torch.tensor(count), "sum": total}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace what was seen by a state of `state_dict`."""
-        self._now = self._before = int(state["batches"]), int(state["count"]), state["sum"].double()
+        """Replace what was seen by a state of `state_dict`.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        batches, count, total = int(state["batches"]), int(state["count"]), state["sum"].double()
+        if min(batches, count) < 0 or bool(batches) != bool(count) or total.dim() != 1 or not total.isfinite().all():
+            raise ValueError(f"the sum of {count} outputs in {batches} batches is no sum of finite values")
+        self._now = self._before = batches, count, total
 
 
 def correct_biases(

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -78,24 +78,33 @@ def _misfit(where: str, found: dict[Any, Any], keys: Any, values: Any) -> tuple[
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value is of an annotated type; True and False are no numbers, an int is a float.
 
-    >>> fits(1, float), fits(True, int), fits(["a"], list[str]), fits(None, int | None)
-    (True, False, True, True)
+    >>> fits(1, float), fits(True, int), fits(["a"], list[str]), fits(None, int | None), fits((1, "a"), tuple[int, ...])
+    (True, False, True, True, False)
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, argument) for argument in arguments)
     if origin is type:
         return isinstance(value, type) and issubclass(value, arguments[0])
-    if origin is dict:
+    if origin in (dict, Mapping):
         keys, values = arguments
         return isinstance(value, dict) and all(fits(k, keys) and fits(v, values) for k, v in value.items())
     if origin is list:
         return isinstance(value, list) and all(fits(item, arguments[0]) for item in value)
+    if origin is tuple:  # of any length
+        return isinstance(value, tuple) and all(fits(item, arguments[0]) for item in value)
     if origin is Literal:
         return value in arguments
     if hint in (int, float):
         return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return isinstance(value, hint) and all(fits(getattr(value, name), own) for name, own in _hints(hint).items())
     return hint is Any or isinstance(value, hint)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _expected(hint: Any) -> str:

@@ -75,7 +75,11 @@ class Calibration:
         for where, tensors in parts.items():
             found, shape = known[where], self._shape_of(where)
             found.load_state_dict(tensors)
-            if isinstance(found, Observer) and shape is not None:
+            if isinstance(found, ChannelMean):
+                own = self.plan.graph.by_name[where[0]].shape
+                if own and found.batches and len(tensors["sum"]) != own[found.ch_axis]:
+                    raise ResultError(f"the checkpoint has other channels of {where[0]}", help="run without --resume")
+            elif shape is not None:
                 found.expect(shape)
 
     def merge(self, other: Calibration) -> None:

@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from quantizer.config.typed_fields import fits
 from quantizer.distributed import Ranks
 from quantizer.engine.events import Events, Snapshot, Stage
 from quantizer.engine.result_files import deferred_tensors, read_json, sha256, write_json, write_tensors
@@ -24,6 +25,7 @@ from quantizer.numerics.deferred import DeferredTensor, out_of_memory
 EVERY_S = 30.0  # seconds of work that a kill may cost
 FORMAT = 5  # 3: which values were out of memory; 4: files by digest, a checksum; 5: histograms of samples have weights
 AGAIN = "run without --resume"
+T = TypeVar("T")
 
 
 class Checkpoint:
@@ -81,6 +83,8 @@ class Checkpoint:
             if not path.is_file() or sha256(path) != digest:
                 raise ResultError(f"{path} is damaged", help=AGAIN)
             parts[digest] = deferred_tensors(path)
+        if not isinstance(info["state"], dict):
+            raise ValueError("its state is no object")
         tensors: dict[str, Tensor] = {}
         found: dict[tuple[str, str], Tensor] = {}
         for name, (digest, stored, *where) in info["tensors"].items():
@@ -101,7 +105,9 @@ def _whereabouts(tensor: Tensor) -> tuple[str, bool]:
 
 def _placed(stored: DeferredTensor, device: str, is_deferred: bool) -> Tensor:
     """A stored tensor where it was; one out of memory is in another file, as the checkpoint goes before it does."""
-    tensor = stored.load().to(device)
+    if not isinstance(device, str):
+        raise ValueError(f"{device!r} is no device")
+    tensor = stored.load().to(torch.device(device))
     return out_of_memory(tensor) if is_deferred else tensor
 
 
@@ -188,8 +194,8 @@ def shared(snapshot: Snapshot, ranks: Ranks, place: str) -> Snapshot:
     return Snapshot({name: ranks.broadcast(own[name], f"{place}, {name}") for name in names}, state)
 
 
-def value_of(snapshot: Snapshot) -> Any:
-    """The inverse of `snapshot_of`.
+def value_of(snapshot: Snapshot, kind: type[T]) -> T:
+    """The inverse of `snapshot_of`, for a value that is annotated as a `kind`.
 
     Raises:
         ResultError: it is of something else.
@@ -201,7 +207,10 @@ def value_of(snapshot: Snapshot) -> Any:
             raise ValueError("it lacks tensors, or has others")
         if strange := sorted({*filter(None, _types(json.loads(structure)[1]))} - {*_CONTAINERS, *_registered}):
             raise ValueError(f"it holds a {strange[0]}")  # torch imports the module that some types name
-        return pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))
+        value = pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))
+        if not fits(value, kind):
+            raise ValueError("its values are of other kinds")
+        return cast("T", value)
 
 
 @contextmanager

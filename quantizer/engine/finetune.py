@@ -50,9 +50,7 @@ def finetune_weights(job: Job) -> None:
     digest = fingerprint.tensor_digest
     scales = fingerprint.digest([[*key, digest(t.scale), digest(t.zero_point)] for key, t in found.tensors.items()])
     restored = job.restored("finetune", mode=mode, data=data, scales=scales)
-    layers: Mapping[str, FinetunedLayer] = value_of(restored) if restored else {}
-    if not isinstance(layers, dict) or not all(isinstance(each, FinetunedLayer) for each in layers.values()):
-        raise other_run("it is not of finetuning")
+    layers: Mapping[str, FinetunedLayer] = value_of(restored, dict[str, FinetunedLayer]) if restored else {}
     for name, layer in layers.items():
         check_weight(graph, name, layer.weight, "the checkpoint of finetuning")
         tensor = found.tensors.get((name, "weights"))

@@ -102,8 +102,8 @@ def _restored(job: Job) -> Progress:
             pass
         if job.batches.fingerprint != data:
             raise other_run("the data differ")
-    start, names = value_of(snapshot), [each.name for each in job.config.algorithms]
-    if not isinstance(start, Progress) or not 0 <= start.index <= len(names) or start.done < 0:
+    start, names = value_of(snapshot, Progress), [each.name for each in job.config.algorithms]
+    if not 0 <= start.index <= len(names) or start.done < 0:
         raise other_run("it is not of these algorithms")
     name = [*names, "the last one"][start.index]
     where = f"{start.done} groups of {name}" if start.done else f"{start.index} of {len(names)}"
@@ -146,8 +146,7 @@ def _agreed(job: Job, found: Adjustment) -> Adjustment:
     digests = job.ranks.gather(fingerprint.digest([tensors, snapshot.state]), "the end of an algorithm")
     if len(set(digests)) == 1:
         return found
-    agreed: Adjustment = value_of(shared(snapshot, job.ranks, "what an algorithm has found"))
-    return agreed
+    return value_of(shared(snapshot, job.ranks, "what an algorithm has found"), Adjustment)
 
 
 def load_run(name: str) -> Run:

@@ -14,7 +14,7 @@ from torch import Tensor
 from quantizer.config.form import Form
 from quantizer.config.model import ROLES, QuantizationSpec, Settings
 from quantizer.config.resources import load_resource
-from quantizer.config.roles import base_role
+from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.rules import conflicts
 from quantizer.config.typed_fields import fits
 from quantizer.config.wording import shortened
@@ -131,6 +131,11 @@ def spec_fault(words: Mapping[str, Any], role: str) -> str | None:
         return f"there is no number format {spec.dtype!r}"
     if spec.dtype == "int" and not 2 <= spec.bit_width <= 32:
         return f"there are no integers of {spec.bit_width} bits"
+    grouped = ("per_group", "per_tensor") if is_parameter(role) else ("per_group",)  # experts have a scale each
+    if spec.group_size is not None and (spec.group_size < 1 or spec.qscheme not in grouped):
+        return f"{spec.qscheme} has no groups of {spec.group_size}"
+    if spec.qscheme in ("per_channel", "per_group") and spec.ch_axis is None:
+        return f"{spec.qscheme} has an axis"
     if (base := base_role(role)) not in ROLES:
         return f"there is no role {role!r}"
     broken = [{each.code: each for each in conflicts(spec, base, "CPU", form)} for form in get_args(Form)]
