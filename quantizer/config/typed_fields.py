@@ -75,36 +75,40 @@ def _misfit(where: str, found: dict[Any, Any], keys: Any, values: Any) -> tuple[
     raise AssertionError("all of it fits")
 
 
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type; True and False are no numbers, an int is a float.
+def fits(value: Any, hint: Any, *, within: bool = False) -> bool:
+    """Whether a value is of an annotated type, and `within` dataclasses their fields; True and False are no numbers, an
+    int is a float.
 
     >>> fits(1, float), fits(True, int), fits(["a"], list[str]), fits(None, int | None), fits((1, "a"), tuple[int, ...])
     (True, False, True, True, False)
     """
+    inner = functools.partial(fits, within=within)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return any(fits(value, argument) for argument in arguments)
+        return any(inner(value, argument) for argument in arguments)
     if origin is type:
         return isinstance(value, type) and issubclass(value, arguments[0])
     if origin in (dict, Mapping):
         keys, values = arguments
-        return isinstance(value, dict) and all(fits(k, keys) and fits(v, values) for k, v in value.items())
+        return isinstance(value, dict) and all(inner(k, keys) and inner(v, values) for k, v in value.items())
     if origin is list:
-        return isinstance(value, list) and all(fits(item, arguments[0]) for item in value)
+        return isinstance(value, list) and all(inner(item, arguments[0]) for item in value)
     if origin is tuple:  # of any length
-        return isinstance(value, tuple) and all(fits(item, arguments[0]) for item in value)
+        return isinstance(value, tuple) and all(inner(item, arguments[0]) for item in value)
     if origin is Literal:
         return value in arguments
     if hint in (int, float):
         return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return isinstance(value, hint) and all(fits(getattr(value, name), own) for name, own in _hints(hint).items())
-    return hint is Any or isinstance(value, hint)
+    if within and isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return isinstance(value, hint) and all(inner(getattr(value, name), own) for name, own in _fields(hint).items())
+    return hint is Any or isinstance(value, origin or hint)
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _fields(kind: type) -> dict[str, Any]:
+    """The fields of a dataclass, and what they are annotated with."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def _expected(hint: Any) -> str:

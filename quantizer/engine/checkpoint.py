@@ -208,7 +208,7 @@ def value_of(snapshot: Snapshot, kind: type[T]) -> T:
         if strange := sorted({*filter(None, _types(json.loads(structure)[1]))} - {*_CONTAINERS, *_registered}):
             raise ValueError(f"it holds a {strange[0]}")  # torch imports the module that some types name
         value = pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))
-        if not fits(value, kind):
+        if not fits(value, kind, within=True):
             raise ValueError("its values are of other kinds")
         return cast("T", value)
 

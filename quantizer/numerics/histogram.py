@@ -104,4 +104,6 @@ class Histogram:
             raise ValueError(
                 f"A histogram's tensors are counts (R, {2 * BINS}), exponent, low, high (R,), not {shapes}."
             )
+        if bool((tensors["counts"].sum(1) <= 0).any()):
+            raise ValueError("A histogram has a row without values.")
         return cls(**tensors)

@@ -136,6 +136,20 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         Checkpoint(tmp_path, "stage", KEY | {"seed": 1}).restore()
 
 
+@pytest.mark.parametrize("change", [{"state": 3}, {"tensors": {"a": ["DIGEST", "a", True, False]}}])
+def test_a_snapshot_that_none_can_be_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    """Though its checksum is right."""
+    Checkpoint(tmp_path, "stage", KEY).save(Snapshot({"a": torch.ones(2)}, {}))
+    path = tmp_path / "checkpoint.stage.json"
+    content = json.loads(path.read_text())
+    ((digest, *_),) = content["tensors"].values()
+    content |= json.loads(json.dumps(change).replace("DIGEST", digest))
+    rest = {key: content[key] for key in ("key", "state", "tensors")}
+    path.write_text(json.dumps(content | {"checksum": checkpoint._checksum(rest)}))
+    with pytest.raises(ResultError, match="is damaged"):
+        Checkpoint(tmp_path, "stage", KEY).restore()
+
+
 def test_a_checkpoint_of_an_older_version_is_refused(tmp_path: Path) -> None:
     Checkpoint(tmp_path, "stage", KEY).save(snapshots()[0])
     path = tmp_path / "checkpoint.stage.json"
@@ -146,12 +160,16 @@ def test_a_checkpoint_of_an_older_version_is_refused(tmp_path: Path) -> None:
         Checkpoint(tmp_path, "stage", KEY).restore()
 
 
-@pytest.mark.parametrize("change", [{"structure": "no JSON"}, {"structure": None}, {"values": [1]}, {"values": 3}])
+@pytest.mark.parametrize(
+    "change",
+    [{"structure": "no JSON"}, {"structure": None}, {"values": [1]}, {"values": 3}, {"values": [None, "1", 2]}],
+)
 def test_a_damaged_value_is_refused(change: dict[str, Any]) -> None:
-    given = checkpoint.snapshot_of({"a": torch.ones(2), "b": (1, "x")})
-    assert checkpoint.value_of(given)["b"] == (1, "x")
+    given = checkpoint.snapshot_of({"a": torch.ones(2), "b": (1, 2)})
+    kind = dict[str, Tensor | tuple[int, ...]]
+    assert checkpoint.value_of(given, kind)["b"] == (1, 2)
     with pytest.raises(ResultError, match="the checkpoint is damaged"):
-        checkpoint.value_of(Snapshot(given.tensors, {**given.state, **change}))
+        checkpoint.value_of(Snapshot(given.tensors, {**given.state, **change}), kind)
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def onnx(
     ours, theirs = (torch.cat([each.flatten() for each in part]) for part in (quantized, floating))
     near, far = sqnr_db(ours, got), sqnr_db(theirs, ours)
     # In a network of a few channels one code of 4 bits that falls on the other side of a tie is half of this distance.
-    is_near = near > min(CLOSE_DB, far + 3)
+    is_near = near > min(CLOSE_DB, far + 3) or float((ours == got).float().mean()) > 0.9
     return [] if is_near else [f"onnx: {near:.1f} dB from test mode, which is {far:.1f} from float"]
 
 

@@ -1,0 +1,47 @@
+"""What nobody can have written is refused before a value of it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from quantizer.algorithms.bias_correction import ChannelMean
+from quantizer.config.model import QuantizationSpec
+from quantizer.engine.stored_checks import spec_fault
+from quantizer.numerics.histogram import Histogram
+
+
+@pytest.mark.parametrize(
+    ("change", "role", "reason"),
+    [
+        ({"group_size": 0}, "weights", "per_tensor has no groups of 0"),
+        ({"group_size": 1}, "input", "per_tensor has no groups of 1"),
+        ({"qscheme": "per_channel", "ch_axis": 0, "group_size": 4}, "weights", "per_channel has no groups of 4"),
+        ({"qscheme": "per_channel"}, "activation", "per_channel has an axis"),
+        ({"qscheme": "per_group", "group_size": 4}, "weights", "per_group has an axis"),
+        ({"bit_width": True}, "weights", "True is no bit_width"),
+        ({}, "weight", "there is no role 'weight'"),
+    ],
+)
+def test_a_spec_that_says_nothing_is_refused_with_the_reason(change: dict[str, Any], role: str, reason: str) -> None:
+    words = QuantizationSpec().to_json()
+    assert spec_fault(words, "weights") is None
+    assert spec_fault(words | change, role) == reason
+
+
+@pytest.mark.parametrize(
+    "change", [{"count": torch.tensor(0)}, {"sum": torch.tensor([1.0, torch.inf])}, {"batches": torch.tensor(-1)}]
+)
+def test_means_of_nothing_are_refused(change: dict[str, torch.Tensor]) -> None:
+    mean = ChannelMean(ch_axis=-1)
+    mean.observe(torch.ones(3, 2))
+    with pytest.raises(ValueError, match="is no sum of finite values"):
+        mean.load_state_dict(mean.state_dict() | change)
+
+
+def test_a_histogram_without_values_is_refused() -> None:
+    tensors = Histogram.of(torch.ones(1, 3), torch.ones(1), torch.ones(1)).to_tensors()
+    with pytest.raises(ValueError, match="a row without values"):
+        Histogram.from_tensors(tensors | {"counts": torch.zeros_like(tensors["counts"])})
