@@ -31,6 +31,11 @@ def test_a_spec_that_says_nothing_is_refused_with_the_reason(change: dict[str, A
     assert spec_fault(words | change, role) == reason
 
 
+def test_a_group_may_be_all_of_a_row() -> None:
+    words = {"qscheme": "per_group", "ch_axis": -1, "group_size": -1}
+    assert spec_fault(QuantizationSpec().to_json() | words, "weights") is None
+
+
 @pytest.mark.parametrize(
     "change", [{"count": torch.tensor(0)}, {"sum": torch.tensor([1.0, torch.inf])}, {"batches": torch.tensor(-1)}]
 )
