@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import random
 import shutil
 import sys
 import tempfile
-import time
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch
 from crashes import killed_at_each
 from fuzz.edits import edit_tensors, edited
 from fuzz.results import CONFIGS, MODEL, quietly
+from fuzz.search import search
 
 from quantizer.engine import checkpoint
 
@@ -85,26 +82,17 @@ def one(seed: int, runs: dict[str, tuple[list[str], Path, bytes]], place: Path) 
 
 
 def main() -> None:
-    """Run until the time is over; the exit code is 1 if anything was found."""
-    torch.set_num_threads(1)
+    """Edited checkpoints, for so many seconds."""
     checkpoint.EVERY_S = 0.0
-    seconds, first = float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    codes, findings = Counter[int](), 0
     with tempfile.TemporaryDirectory() as folder:
         runs = prepared(Path(folder))
-        until = time.monotonic() + seconds
-        for seed in itertools.count(first):
-            if time.monotonic() > until:
-                break
+
+        def ended(seed: int) -> tuple[str, list[str]]:
             done, code, said, is_right = one(seed, runs, Path(folder))
-            codes[code] += 1
-            if code not in (0, 5) or not is_right:
-                findings += 1
-                print(
-                    f"seed {seed}: exit {code}, {'right' if is_right else 'other results'}: {done}\n    {said[-300:]}"
-                )
-    print(f"seeds {first} to {seed - 1}: exit codes {dict(sorted(codes.items()))}, {findings} findings")
-    sys.exit(bool(findings))
+            found = f"exit {code}, {'right' if is_right else 'other results'}: {done}\n    {said[-300:]}"
+            return f"exit {code}", [] if code in (0, 5) and is_right else [found]
+
+        search(ended)
 
 
 if __name__ == "__main__":

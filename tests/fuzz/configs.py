@@ -11,15 +11,14 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import drawn_configs
-import torch
 from fuzz.edits import HOSTILE, edited
 from fuzz.results import quietly
+from fuzz.search import search
 
 MODEL = """
 from toys import built
@@ -82,25 +81,17 @@ def one(seed: int, model: Path) -> tuple[str, int, str, str]:
 
 
 def main() -> None:
-    """Run until the time is over; the exit code is 1 if anything was found."""
-    torch.set_num_threads(1)
-    seconds, first = float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    until, codes, findings, seed = time.monotonic() + seconds, Counter[int](), 0, first
+    """Edited configs, for so many seconds."""
     with tempfile.TemporaryDirectory() as folder:
         model = prepared(Path(folder))
-        while time.monotonic() < until:
+
+        def ended(seed: int) -> tuple[str, list[str]]:
             began = time.monotonic()
-            try:
-                done, code, said, command = one(seed, model)
-            except Exception as error:  # noqa: BLE001 - it is what is looked for
-                done, code, said, command = "?", 70, repr(error), "?"
-            codes[code] += 1
-            if code not in ALLOWED or time.monotonic() - began > 10 or "Traceback" in said:
-                findings += 1
-                print(f"seed {seed}: {command}, exit {code}: {done}\n    {said.strip()[-400:]}", flush=True)
-            seed += 1
-    print(f"seeds {first} to {seed - 1}: exit codes {dict(sorted(codes.items()))}, {findings} findings")
-    sys.exit(bool(findings))
+            done, code, said, command = one(seed, model)
+            is_right = code in ALLOWED and time.monotonic() - began <= 10 and "Traceback" not in said
+            return f"exit {code}", [] if is_right else [f"{command}, exit {code}: {done}\n    {said.strip()[-400:]}"]
+
+        search(ended)
 
 
 if __name__ == "__main__":

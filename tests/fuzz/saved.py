@@ -13,14 +13,13 @@ import random
 import shutil
 import sys
 import tempfile
-import time
-from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from fuzz.edits import edit_tensors, edited
+from fuzz.search import search
 from torch import nn
 
 from quantizer import Config, ModelQuantizer
@@ -83,20 +82,15 @@ def one(seed: int, folders: dict[str, Path], place: Path) -> tuple[str, str, str
 
 
 def main() -> None:
-    """Run until the time is over; the exit code is 1 if anything was found."""
-    torch.set_num_threads(1)
-    seconds, seed = float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    first, until, ends = seed, time.monotonic() + seconds, Counter[str]()
+    """Edited models, for so many seconds."""
     with tempfile.TemporaryDirectory() as folder:
         folders = prepared(Path(folder))
-        while time.monotonic() < until:
+
+        def ended(seed: int) -> tuple[str, list[str]]:
             done, end, said = one(seed, folders, Path(folder))
-            ends[end] += 1
-            if end == "broken":
-                print(f"seed {seed}: {done}\n    {said[:300]}", flush=True)
-            seed += 1
-    print(f"seeds {first} to {seed - 1}: {dict(sorted(ends.items()))}")
-    sys.exit(bool(ends["broken"]))
+            return end, [f"{done}\n    {said[:300]}"] if end == "broken" else []
+
+        search(ended)
 
 
 if __name__ == "__main__":

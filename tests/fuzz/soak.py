@@ -13,8 +13,6 @@ import random
 import shutil
 import sys
 import tempfile
-import time
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from crashes import killed_at
 from drawn_configs import hierarchical, layered
 from fuzz.graphs import model_file
 from fuzz.results import quietly
+from fuzz.search import search
 from generated import imported
 from torch import Tensor, nn
 
@@ -157,25 +156,11 @@ def onnx(
 
 
 def main() -> None:
-    """Run until the time is over; the exit code is 1 if anything was found."""
+    """Random networks, for so many seconds."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
     checkpoint.EVERY_S = 0.0
-    seconds, first = float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    until, ends, findings, seed = time.monotonic() + seconds, Counter[str](), 0, first
     with tempfile.TemporaryDirectory() as folder:
-        while time.monotonic() < until:
-            try:
-                end, found = one(seed, Path(folder) / "seed")
-            except Exception as error:  # noqa: BLE001 - it is what is looked for
-                end, found = "ok", [f"{type(error).__name__}: {error}"]
-            ends[end] += 1
-            findings += len(found)
-            for each in found:
-                print(f"seed {seed}: {each}", flush=True)
-            seed += 1
-    print(f"seeds {first} to {seed - 1}: {dict(ends)}, {findings} findings")
-    sys.exit(bool(findings))
+        search(lambda seed: one(seed, Path(folder) / "seed"))
 
 
 if __name__ == "__main__":
