@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deploy") / "out"
     assert calibrate(folder) == 0
     return folder
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """The results in another place, without what was exported."""
+    copied = shutil.copytree(folder, tmp_path / "out", ignore=shutil.ignore_patterns("export"))
+    capsys.readouterr()
+    return Path(copied)
 
 
 @pytest.mark.slow
@@ -65,8 +74,7 @@ def test_an_unknown_target_is_a_usage_error(tmp_path: Path, capsys: pytest.Captu
     assert "'onnx', 'pt2', 'pt2_float', 'safetensors'" in capsys.readouterr().err
 
 
-def test_a_linked_folder_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "out", ignore=shutil.ignore_patterns("export")))
+def test_a_linked_folder_is_refused(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "elsewhere").mkdir()
     (copy / "export").symlink_to(tmp_path / "elsewhere")
     assert check(copy, "--deploy", "safetensors") == 5
@@ -74,16 +82,18 @@ def test_a_linked_folder_is_refused(folder: Path, tmp_path: Path, capsys: pytest
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+def raising(error: Exception) -> Callable[..., None]:
+    def export(*_: object) -> None:
+        raise error
+
+    return export
+
+
 def test_a_refused_target_does_not_keep_the_others_away(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "out", ignore=shutil.ignore_patterns("export")))
-
-    def refused(*_: object) -> None:
-        raise UsageError("--deploy pt2 cannot express this")
-
+    refused = raising(UsageError("--deploy pt2 cannot express this"))
     monkeypatch.setattr("quantizer.export.torch_pt2.export", refused)
-    capsys.readouterr()
     assert check(copy, "--deploy", "pt2") == 2
     assert not (copy / "export").exists()
     assert check(copy, "--deploy", "pt2", "--deploy", "safetensors") == 2
@@ -96,23 +106,16 @@ def test_a_refused_target_does_not_keep_the_others_away(
 
 
 def test_what_was_measured_is_shown_whatever_happens_then(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "out", ignore=shutil.ignore_patterns("export")))
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("no such thing")
-
-    monkeypatch.setattr("quantizer.export.torch_pt2.export", broken)
-    capsys.readouterr()
+    monkeypatch.setattr("quantizer.export.torch_pt2.export", raising(RuntimeError("no such thing")))
     assert check(copy, "--deploy", "pt2", "--deploy", "safetensors") == 70
     said = capsys.readouterr()
     assert "internal error: RuntimeError: no such thing" in said.err
     assert "sqnr_db" in said.out and "deployed: " in said.out
 
 
-def test_a_failed_gate_deploys_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "out", ignore=shutil.ignore_patterns("export")))
+def test_a_failed_gate_deploys_nothing(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert check(copy, "--deploy", "safetensors", "--gate", "sqnr_db>=99") == 1
     said = capsys.readouterr()
@@ -124,9 +127,8 @@ def test_a_failed_gate_deploys_nothing(folder: Path, tmp_path: Path, capsys: pyt
 
 
 def test_a_file_that_fails_its_verification_is_exit_1_and_leaves_none_of_an_earlier_run(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "out", ignore=shutil.ignore_patterns("export")))
     assert check(copy, "--deploy", "safetensors") == 0
 
     def refused(*_: object) -> None:
