@@ -105,5 +105,5 @@ def test_nearly_all_codes_are_test_modes(deployed: Deployed) -> None:
     assert found["first_differing"] is None
     for row in found["layers"]:
         assert row["codes"] % len(deployed.labels) == 0
-        assert row["differing"] <= 1e-4 * row["codes"]
+        assert row["differing"] <= 2e-4 * row["codes"]  # a pair of codes that is frequent may add up to a tie
         assert row["most_steps"] <= 1
