@@ -32,9 +32,15 @@ DYNAMIC = {"weight": WEIGHT, "input_tensors": {"dtype": "int8", "qscheme": "per_
 CONFIGS: dict[str, dict[str, Any]] = {
     "`configs/cpu_int8.json`": json.loads((PRESETS / "cpu_int8.json").read_text("utf-8")),
     "hierarchical, static, maxmin": {"global_quant_config": STATIC},
-    "the same with SmoothQuant": {"global_quant_config": STATIC, "pre_quant_opt_config": {"name": "smoothquant"}},
+    "hierarchical, static, maxmin, SmoothQuant": {
+        "global_quant_config": STATIC,
+        "pre_quant_opt_config": {"name": "smoothquant"},
+    },
     "hierarchical, dynamic per token": {"global_quant_config": DYNAMIC},
-    "the same with SmoothQuant ": {"global_quant_config": DYNAMIC, "pre_quant_opt_config": {"name": "smoothquant"}},
+    "hierarchical, dynamic per token, SmoothQuant": {
+        "global_quant_config": DYNAMIC,
+        "pre_quant_opt_config": {"name": "smoothquant"},
+    },
 }
 
 
@@ -59,7 +65,7 @@ def main() -> None:
         found = quantizer.calibrate(case.model, config, case.calibration)
         figure = found.test(case.held_out).to_json()["metrics"]["sqnr_db"]
         print(
-            f"| {name.strip()} | {figure:.1f} dB | {mean_reciprocal_rank(found.network, case.held_out):.3f} |",
+            f"| {name} | {figure:.1f} dB | {mean_reciprocal_rank(found.network, case.held_out):.3f} |",
             flush=True,
         )
 

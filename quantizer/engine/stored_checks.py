@@ -136,7 +136,7 @@ def spec_fault(words: Mapping[str, Any], role: str) -> str | None:
     if spec.group_size is not None and not is_whole and (spec.group_size < 1 or spec.qscheme not in grouped):
         return f"{spec.qscheme} has no groups of {spec.group_size}"
     if spec.qscheme in ("per_channel", "per_group") and spec.ch_axis is None:
-        return f"{spec.qscheme} has an axis"
+        return f"{spec.qscheme} has no ch_axis"
     if (base := base_role(role)) not in ROLES:
         return f"there is no role {role!r}"
     broken = [{each.code: each for each in conflicts(spec, base, "CPU", form)} for form in get_args(Form)]
