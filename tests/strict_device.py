@@ -43,14 +43,15 @@ class StrictTensor(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor) -> StrictTensor:
-        made = Tensor._make_wrapper_subclass(
-            cls,
-            values.shape,
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=values.dtype,
-            device=torch.device("strict:0"),
-        )
+        with torch.inference_mode(False):  # which knows no views of wrapped tensors
+            made = Tensor._make_wrapper_subclass(
+                cls,
+                values.shape,
+                strides=values.stride(),
+                storage_offset=values.storage_offset(),
+                dtype=values.dtype,
+                device=torch.device("strict:0"),
+            )
         made.values = values
         return made
 

@@ -6,39 +6,34 @@ diagonal is also the measure of a channel: the root mean square, where the paper
 Source: Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", 2023.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
-from quantizer.algorithms.column_scales import group_size
+from quantizer.algorithms.clip_search import ClipSearch, candidates, few_candidates, is_by_row
 from quantizer.algorithms.fold import admissible, factored_apart, folded, parameter, shared_folds
 from quantizer.algorithms.gram import DEEPEST, UNREACHED, GroupSums, deepest, quantized_layers, zero_channels
-from quantizer.algorithms.patches import matrix_weight, weight_matrix
-from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, nearest_qparams, output_error, sampled_rows
+from quantizer.algorithms.patches import weight_matrix
+from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, output_error, sampled_rows
 from quantizer.algorithms.sequential_runner import SequentialRunner, watching
 from quantizer.config.algorithms import AWQConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.edits import rescaled
+from quantizer.graph.ir import Node
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
-from quantizer.numerics.granularity import scale_shape, to_rows
-from quantizer.numerics.qparams import POWERS_OF_TWO, SMALLEST_SCALE, QParams, uncut
-from quantizer.numerics.two_level import beside
-from quantizer.observers import code_range_of
+from quantizer.numerics.qparams import QParams
 
 LEAST_FACTOR = 1e-4
-SHRUNK = tuple(1 - step / 20 for step in range(11))
-"""Candidates for a range, as shares of the full one (Lin et al. 2023, "AWQ", and its authors' code)."""
-SHRUNK_POWERS = (1.0, 0.5)
-"""The same where scales are powers of two."""
-COARSE = (1.0, 0.85, 0.7, 0.55)
-"""Fewer candidates, to estimate what a weight would lose once it is clipped."""
 TOO_DEEP = f"it sums over more than {DEEPEST} inputs, too many for their Gram matrix; it stays at round-to-nearest"
 
 
@@ -115,15 +110,16 @@ class _Search:
         if group.tied or group.is_fixed or not self.settings.scale_search:
             return ones
 
+        samples, foldable = self._samples(sums), admissible(self.task.graph, group, self.found)
+
         def factors(step: int) -> Tensor:
-            return admissible(
-                self.task.graph, group, _factors(size, step / self.settings.grid, group.channels), self.found
-            )
+            return foldable(_factors(size, step / self.settings.grid, group.channels))
 
         def loss(step: int) -> float:
-            found = self._loss(sums, factors(step), clip=self.settings.clip_search)
-            if step == 0 and self.settings.clip_search:  # where scales lie across rows, clipping may do harm
-                found = min(found, self._loss(sums, ones, clip=False))
+            clip, tried = self.settings.clip_search, factors(step)
+            found = sum(sample.loss(sums, tried, clip=clip) for sample in samples)
+            if step == 0 and clip and not all(sample.is_exact for sample in samples):  # so that clipping may do harm
+                found = min(found, sum(sample.loss(sums, ones, clip=False) for sample in samples))
             return found
 
         found = factors(least_step(loss, self.settings.grid))
@@ -131,20 +127,21 @@ class _Search:
             self.found = folded(self.task.graph, group, found, self.found)
         return found
 
-    def _loss(self, sums: GroupSums, factors: Tensor, *, clip: bool) -> float:
-        """Squared error of the group's outputs if the weights' columns are multiplied with these factors."""
-        graph, total = self.task.graph, 0.0
-        rows = sum(len(parameter(graph, self.found, name)) for name in sums.layers)
+    def _samples(self, sums: GroupSums) -> list[_Sample]:
+        """Rows of the weights of the group's layers, of layers that are alike together: calls cost more than rows."""
+        graph, alike = self.task.graph, dict[Any, list[str]]()
+        weights = {name: parameter(graph, self.found, name) for name in sums.layers}
         for name in sums.layers:
-            node, spec = graph.by_name[name], self.task.specs[name, "weights"]
-            weight, share = sampled_rows(parameter(graph, self.found, name), spec, node, rows)
-            scaled, layer = rescaled(node, weight.float(), inputs=factors), self.runner.network.layers[name]
-            if clip:
-                qparams = clipped_qparams(layer, spec, scaled, sums.divided(name, factors), COARSE)
-            else:
-                qparams = layer_qparams(name, spec, scaled)
-            total += share * self._error(sums, name, scaled, qparams, 1 / factors)
-        return total
+            spec = self.task.specs[name, "weights"]
+            alone = spec.scale_type == "e4m3" or not is_by_row(self.runner.network.layers[name], spec)
+            alike.setdefault(name if alone else spec, []).append(name)
+        total, found = sum(map(len, weights.values())), []
+        for names in alike.values():
+            node, spec = graph.by_name[names[0]], self.task.specs[names[0], "weights"]
+            parts = [sampled_rows(weights[name], spec, node, total)[0].float() for name in names]
+            weight, all_rows = torch.cat(parts), sum(len(weights[name]) for name in names)
+            found.append(_Sample(node, self.runner.network.layers[names[0]], spec, weight, all_rows / len(weight)))
+        return found
 
     def _error(self, sums: GroupSums, name: str, weight: Tensor, qparams: QParams, back: Tensor | None = None) -> float:
         """Squared error of a layer's outputs if this weight is rounded, and its columns then multiplied by `back`."""
@@ -172,7 +169,7 @@ class _Search:
         qparams = layer_qparams(name, spec, weight)
         plain = error = self._error(sums, name, weight, qparams)
         if self.settings.clip_search:
-            clipped = clipped_qparams(layer, spec, weight, sums.alive(name))
+            clipped = ClipSearch(layer, spec, weight, sums.alive(name), candidates(spec)).qparams
             if (cut := self._error(sums, name, weight, clipped)) < error:
                 qparams, error = clipped, cut
         if not bool((factors == 1).all()):  # what round-to-nearest would lose without the factors
@@ -183,6 +180,31 @@ class _Search:
 
     def _remark(self, names: Sequence[str], text: str) -> None:
         self.found = self.found.with_remarks(*(Remark(name, text) for name in names))
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Rows of the weights of layers like `layer`, each of which stands for `share` of them."""
+
+    node: Node
+    layer: nn.Module
+    spec: QuantizationSpec
+    weight: Tensor
+    share: float
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the errors of scales, each by itself, tell the error of the outputs."""
+        return is_by_row(self.layer, self.spec)
+
+    def loss(self, sums: GroupSums, factors: Tensor, *, clip: bool) -> float:
+        """Squared error of the outputs if the columns are multiplied with these factors."""
+        scaled, gram = rescaled(self.node, self.weight, inputs=factors), sums.divided(self.node.name, factors)
+        found = ClipSearch(self.layer, self.spec, scaled, gram, few_candidates(self.spec) if clip else (1.0,))
+        if self.is_exact:  # what groups of columns have in common is as often less as more
+            return self.share * float(found.errors.sum())
+        lost = nearest(scaled, self.spec, found.qparams).sub_(scaled)
+        return self.share * output_error(gram, weight_matrix(self.layer, lost))
 
 
 def _factors(size: Tensor, ratio: float, channels: int) -> Tensor:
@@ -212,62 +234,3 @@ def least_step(loss: Callable[[int], float], steps: int) -> int:
             return best
         stride = (stride + 1) // 2 if stride > 2 else 1
         near = [best - stride, best + stride]
-
-
-def clipped_qparams(
-    layer: nn.Module, spec: QuantizationSpec, weight: Tensor, gram: Tensor, shares: Sequence[float] = SHRUNK
-) -> QParams:
-    """Scale and zero point of each row or group, shrunk so that the error of the layer's outputs is least.
-
-    Where the rule of the spec cuts something off, the scale that does not is tried as well.
-
-    The error of a group of columns is that of its own inputs, without those of other groups, so that each scale is
-    chosen by itself. The zero point of a range that shrinks at both ends stays.
-
-    Args:
-        layer: for its kind and sizes.
-        weight: as the layer stores it, float32.
-        gram: of the layer's inputs, [groups, depth, depth].
-        shares: of the full range, the candidates where scales are not powers of two.
-    """
-    full = nearest_qparams(spec, weight)
-    best = torch.full_like(full.scale, float("inf"))
-    scale = full.scale
-    powers = spec.scale_type in POWERS_OF_TWO
-    for share in SHRUNK_POWERS if powers else dict.fromkeys((*shares, uncut(code_range_of(spec)))):
-        smaller = (full.scale * share).clamp_min(SMALLEST_SCALE)
-        tried = QParams(beside(smaller, full.scale, spec.scale_type), full.zero_point)
-        error = scale_errors(layer, spec, nearest(weight, spec, tried).sub_(weight), gram).to(best)
-        if spec.scales_per_group > 1:  # they share an exponent, so that they shrink together
-            blocks = error.reshape(-1, spec.scales_per_group)
-            error = blocks.sum(1, keepdim=True).expand_as(blocks).reshape(error.shape)
-        scale = torch.where(error < best, tried.scale, scale)
-        best = torch.minimum(best, error)
-    return QParams(scale, full.zero_point)
-
-
-def scale_errors(layer: nn.Module, spec: QuantizationSpec, difference: Tensor, gram: Tensor) -> Tensor:
-    """The squared error of outputs that the weights of each scale make by themselves, of `scale_shape`.
-
-    Exact for scales of rows, of parts of rows, and of a whole tensor; for scales that lie across rows, inputs count as
-    uncorrelated.
-    """
-    matrix = weight_matrix(layer, difference)
-    whole_groups = spec.qscheme == "per_group" and spec.scales_per_group == 1
-    if whole_groups and difference.dim() == 2 and spec.ch_axis in (1, -1):
-        size = group_size(spec, matrix.shape[2])
-        if short := -matrix.shape[2] % size:
-            matrix, gram = nn.functional.pad(matrix, (0, short)), nn.functional.pad(gram, (0, short, 0, short))
-        groups, rows, count = *matrix.shape[:2], matrix.shape[2] // size
-        runs = matrix.view(groups, rows, count, size).transpose(1, 2)
-        within = gram.view(groups, count, size, count, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
-        return (runs @ within).mul_(runs).sum(3).transpose(1, 2).reshape(groups * rows, count)
-    shape = scale_shape(tuple(difference.shape), *spec.cut)
-    channels = 1 if getattr(layer, "transposed", False) else 0
-    if spec.qscheme == "per_channel" and spec.ch_axis == channels and len(matrix) * matrix.shape[1] == shape[0]:
-        return (matrix @ gram).mul_(matrix).sum(2).flatten()
-    if spec.qscheme == "per_tensor":
-        errors = (matrix @ gram).mul_(matrix)
-        return errors.sum((1, 2)).view(shape) if shape else errors.sum()
-    alone = matrix_weight(layer, matrix.square() * gram.diagonal(dim1=1, dim2=2)[:, None])
-    return to_rows(alone, *spec.cut).sum(1).view(shape)

@@ -46,23 +46,27 @@ def factored_apart(graph: Graph, group: InputGroup) -> bool:
     return group.fold is not None and all(node.row.experts for node in nodes) and len(routes) == 1
 
 
-def admissible(graph: Graph, group: InputGroup, factors: Tensor, found: Adjustment) -> Tensor:
-    """The factors nearest to `factors` that can be folded: equal where channels are, and nothing overflows.
+def admissible(graph: Graph, group: InputGroup, found: Adjustment) -> Callable[[Tensor], Tensor]:
+    """What makes of any factors the nearest that can be folded: equal where channels are, and nothing overflows.
 
     Parameters of 16 bits would be rounded by other factors than powers of two, so those are taken there.
     """
-    factors, fold = tied(group, factors), _fold(group, found)
+    fold = _fold(group, found)
     columns = [parameter(graph, found, layer) for layer in (*group.layers, *(fold.extra if fold else ()))]
     rows = _parameters(graph, fold, found) if fold else {}
-    if any(tensor.element_size() < 4 for tensor in (*columns, *rows.values())):
-        factors = powers_of_two(factors)
+    is_narrow = any(tensor.element_size() < 4 for tensor in (*columns, *rows.values()))
     most, least = 2.0**126, 2.0**-126
     for tensor in columns:
         most = min(most, torch.finfo(tensor.dtype).max / max(_largest(tensor), 1e-30))
     for tensor in rows.values():
         least = max(least, _largest(tensor) / torch.finfo(tensor.dtype).max)
-    inside = factors.clamp(least, most)
-    return inside if torch.equal(inside, factors) else powers_of_two(inside.clamp(2 * least, most / 2))
+
+    def within(factors: Tensor) -> Tensor:
+        even = powers_of_two(tied(group, factors)) if is_narrow else tied(group, factors)
+        inside = even.clamp(least, most)
+        return inside if torch.equal(inside, even) else powers_of_two(inside.clamp(2 * least, most / 2))
+
+    return within
 
 
 def tied(group: InputGroup, factors: Tensor) -> Tensor:

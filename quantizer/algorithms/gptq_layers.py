@@ -163,21 +163,18 @@ def _judge(member: Member, solution: GptqSolution, gram: Tensor, optimism: float
     """Take the solution if it promises to be better than round-to-nearest, else that."""
     before = output_error(gram, solution.target - member.plain)
     weight, error, qparams = member.stored(solution.weight), solution.error, solution.qparams
-    if torch.equal(solution.weight, member.plain):
-        error = before
-    else:
-        better = error * optimism < before and bool(weight.isfinite().all())
-        if better and not torch.equal(nearest(weight, member.spec, qparams), weight):
-            rounded.remarks.append(Remark(member.name, UNSTABLE))
-            return
-        if not better:
-            weight, error, qparams = member.stored(member.plain), before, member.qparams
-            if math.isfinite(solution.error) and solution.error:
-                rounded.remarks.append(Remark(member.name, NO_GAIN, is_warning=False))
+    is_plain = torch.equal(solution.weight, member.plain)
+    is_better = not is_plain and error * optimism < before and bool(weight.isfinite().all())
+    if not is_better:
+        weight, error, qparams = member.stored(member.plain), before, member.qparams
+        if not is_plain and math.isfinite(solution.error) and solution.error:
+            rounded.remarks.append(Remark(member.name, NO_GAIN, is_warning=False))
     if torch.equal(nearest(weight, member.spec, qparams), weight):
         energy = output_error(gram, member.weight) or 1.0
         found = Rounded(weight, qparams, before / energy, max(error, 0.0) / energy)
         rounded.layers[member.name] = found.beside(member.layer.get_parameter("weight"))
+    elif is_better:
+        rounded.remarks.append(Remark(member.name, UNSTABLE))
 
 
 def _search(

@@ -62,10 +62,8 @@ def smoothquant(task: Task, settings: SmoothQuantConfig, found: Adjustment) -> A
         layers = (*group.layers, *(name for name in others if (name, "weights") in task.specs))
         tables = (by_channel(task.graph.by_name[name], parameter(task.graph, found, name)) for name in layers)
         columns = torch.stack([_largest(table, group.channels) for table in tables]).amax(0)  # max|W_j|
-        choices = [
-            admissible(task.graph, group, _factors(seen.size, columns, alpha, settings.scale_clamp_min), found)
-            for alpha in alphas
-        ]
+        foldable, least = admissible(task.graph, group, found), settings.scale_clamp_min
+        choices = [foldable(_factors(seen.size, columns, alpha, least)) for alpha in alphas]
         best = choices[0]
         if len(choices) > 1:
             best = min(choices, key=lambda factors: smoothing_loss(task, group, seen, found, factors))

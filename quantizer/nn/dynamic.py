@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.blocks import BLOCK, fill
-from quantizer.numerics.fake_quantize import work_dtype
+from quantizer.numerics.codes import work_dtype_of
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import CodeRange, IntegerRange, QParams, qparams_from_range
 from quantizer.observers import NegativeValuesError, ObservationError, code_range_of, kernel_of
@@ -45,8 +45,7 @@ def quantize_rows(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) -> Ten
     """
     code_range, kernel = code_range_of(spec), kernel_of(spec)
     out = rows if inplace else torch.empty_like(rows)
-    needed = work_dtype(spec.quant_min, spec.quant_max) if spec.dtype == "int" else torch.float32
-    work = torch.promote_types(rows.dtype, needed)
+    work = work_dtype_of(spec, rows.dtype)
     height = max(1, ROUND // max(1, rows.shape[1]))
     broken, least = 0, 0.0
     for start in range(0, len(rows), height):

@@ -13,8 +13,8 @@ BLOCK_OF_GPU = 1 << 24  # there each operation is started by itself, which few v
 FEW = 1 << 15  # scales per step: float64 of more is memory that the system may hand out anew for every operation
 _kept = threading.local()  # the memory that `scratch` keeps for a thread
 
-Kernel = Callable[[Tensor, "int | Tensor"], Tensor]
-"""Takes x / scale, which it may overwrite, and the zero point; returns code - zero_point as floating point."""
+Kernel = Callable[["int | Tensor"], Callable[[Tensor], Tensor]]
+"""Takes the zero point; returns what puts code - zero_point, as floating point, in the place of x / scale."""
 
 
 def memory_order(x: Tensor) -> list[int]:
@@ -51,7 +51,7 @@ def workspace(x: Tensor, least: torch.dtype = torch.float32) -> Tensor:
 
 
 def fill(out: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, kernel: Kernel, ch_axis: int | None) -> Tensor:
-    """Write kernel(x / scale) * scale to `out`, of the layout of `x`, which may be `x` itself, and return `out`.
+    """Write codes, less the zero point, times scale to `out`, of the layout of `x`, which may be `x`; return `out`.
 
     Powers of two are divided by with a product, which is as exact and costs half.
 
@@ -69,7 +69,7 @@ def fill(out: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, kernel: Kern
     for (source, s, z), target in zip(blocks(x, scale, zero_point, ch_axis), targets, strict=False):
         to = source if target is None else target
         divided = torch.mul(source, s.reciprocal(), out=to) if exact else torch.div(source, s, out=to)
-        kernel(divided, z).mul_(s)
+        kernel(z)(divided).mul_(s)
     return out
 
 

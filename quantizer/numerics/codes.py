@@ -50,11 +50,14 @@ def encode(value: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor) -> Tens
         codes = value.to(storage)
         return codes if torch.equal(codes.to(value.dtype), value) else None
     cut = spec.cut
-    rows, each = workspace(to_rows(value, *cut), _work(spec, value.dtype)), (scale.reshape(-1), zero_point.reshape(-1))
+    rows, each = (
+        workspace(to_rows(value, *cut), work_dtype_of(spec, value.dtype)),
+        (scale.reshape(-1), zero_point.reshape(-1)),
+    )
     codes, factor = torch.empty_like(rows, dtype=storage), _factor(spec)
     kernel = float_kernel(spec.dtype) if factor else integer_kernel(spec.quant_min, spec.quant_max, "half_even")
     for (x, s, z), (part, _, _) in zip(blocks(rows, *each, ch_axis=0), blocks(codes, *each, ch_axis=0), strict=True):
-        code = kernel(x / s, z)
+        code = kernel(z)(x / s)
         part.copy_(code.mul_(factor) if factor else code.add_(z))
         restored = part.to(x.dtype).div_(factor) if factor else part.to(x.dtype).sub_(z)
         if not torch.equal(restored.mul_(s).to(value.dtype), x.to(value.dtype)):
@@ -67,7 +70,7 @@ def decode(codes: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor, dtype: 
     if not spec.is_scaled:
         return codes.to(dtype)
     cut = spec.cut
-    work, factor = _work(spec, dtype), _factor(spec)
+    work, factor = work_dtype_of(spec, dtype), _factor(spec)
     rows = to_rows(codes.to(work), *cut)
     rows = rows.div_(factor) if factor else rows.sub_(zero_point.reshape(-1, 1))
     return from_rows(rows.mul_(scale.reshape(-1, 1).to(work)), tuple(codes.shape), *cut).to(dtype).contiguous()
@@ -163,8 +166,8 @@ def code_dtype(quant_min: int, quant_max: int) -> torch.dtype:
     return torch.int64
 
 
-def _work(spec: Spec, dtype: torch.dtype) -> torch.dtype:
-    """What a quantizer computes in."""
+def work_dtype_of(spec: Spec, dtype: torch.dtype) -> torch.dtype:
+    """Return what a quantizer of `spec` computes in, for a tensor of `dtype`."""
     wide = spec.dtype == "int" and work_dtype(spec.quant_min, spec.quant_max) == torch.float64
     return torch.float64 if wide or dtype == torch.float64 else torch.float32
 

@@ -61,7 +61,7 @@ def kernel_of(spec: QuantizationSpec) -> Kernel:
     """Return what makes codes of `spec` of x / scale.
 
     >>> import torch
-    >>> kernel_of(QuantizationSpec(bit_width=4))(torch.tensor([-9.0, 0.6]), 0).tolist()
+    >>> kernel_of(QuantizationSpec(bit_width=4))(0)(torch.tensor([-9.0, 0.6])).tolist()
     [-8.0, 1.0]
     """
     if spec.dtype == "int":

@@ -14,7 +14,8 @@ from rescaling import A8, CASES, FAMILIES, W4, Outliers, built, difference, quan
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
-from quantizer.algorithms.awq import awq, clipped_qparams, least_step, scale_errors
+from quantizer.algorithms.awq import awq, least_step
+from quantizer.algorithms.clip_search import ClipSearch, candidates, scale_errors
 from quantizer.algorithms.gram import Gram
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.algorithms.smoothquant import smoothquant
@@ -296,7 +297,8 @@ def test_a_clipped_grid_is_the_best_of_its_candidates() -> None:
     gram = Gram(layer)
     gram.add(x)
     weight = layer.weight.detach()
-    found, qparams = clipped_qparams(layer, INT4, weight, gram.matrix), nearest_qparams(INT4, weight)
+    found = ClipSearch(layer, INT4, weight, gram.matrix, candidates(INT4)).qparams
+    qparams = nearest_qparams(INT4, weight)
     best = torch.full((6,), float("inf"))
     for step in range(11):
         tried = nearest(weight, INT4, QParams(qparams.scale * (1 - step / 20), qparams.zero_point))
@@ -309,7 +311,7 @@ def test_a_clipped_grid_knows_the_scale_that_cuts_nothing_off() -> None:
     """Weights on the grid of quant_max stay as they are, whatever the rule of the config."""
     half = replace(INT4, symmetric=True, symmetric_scale="half_range")
     layer, weight = nn.Linear(16, 2), torch.tensor([7.0, -7.0, 3.0, 1.0] * 4).repeat(2, 1)
-    found = clipped_qparams(layer, half, weight, torch.eye(16)[None])
+    found = ClipSearch(layer, half, weight, torch.eye(16)[None], candidates(half)).qparams
     assert torch.equal(nearest(weight, half, found), weight)
 
 

@@ -233,7 +233,7 @@ def test_repeated_heads_have_one_factor() -> None:
     group = next(each for each in task.structure.groups if each.layers[0].endswith("Linear[o_proj]/linear"))
     assert group.fold is not None
     assert group.fold.channels is not None
-    factors = admissible(task.graph, group, torch.rand(32) + 0.1, Adjustment())
+    factors = admissible(task.graph, group, Adjustment())(torch.rand(32) + 0.1)
     found = folded(task.graph, group, factors, Adjustment())
     assert difference(task, found, inputs) < 1e-5
     assert len(factors.unique()) <= 16, "four heads read the channels of two"

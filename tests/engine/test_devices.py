@@ -143,6 +143,7 @@ GIVE_TO_THE_CPU = {
     "algorithms/bias_correction.py:_correct",
     "algorithms/bias_correction.py:observe",
     "algorithms/fast_finetune.py:solve",
+    "algorithms/optimal_rounding.py:optimal_rounding",
     "graph/passes/equalization.py:__init__",
     "nn/quantized_tensor.py:at",
     "nn/quantized_tensor.py:encoded",
@@ -150,7 +151,8 @@ GIVE_TO_THE_CPU = {
     "observers/observed_batch.py:histogram",
     "observers/observed_batch.py:<genexpr>",
 }
-"""What moves more than single numbers: ranges, histograms, means and scales; and weights, once, for their codes."""
+"""What moves more than single numbers: ranges, histograms, means and scales; which scale a column has, once
+for a layer; and weights, once, for their codes."""
 
 
 def same(config: Any, model: str, dtype: torch.dtype, finetune: str | None = None) -> None:
