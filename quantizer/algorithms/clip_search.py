@@ -6,6 +6,7 @@ authors' code.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -24,9 +25,10 @@ from quantizer.observers import code_range_of, kernel_of
 
 SHARES = tuple(1 - step / 20 for step in range(11))
 """Candidates for a range, as shares of the full one."""
-FEW_OF_A_GROUP = (1.0, 0.75)
+FEW = ((32, (1.0, 0.9)), (1024, (1.0, 0.75)))
+"""Fewer of them, to estimate what a weight would lose once it is clipped, for groups of up to so many values."""
 FEW_OF_A_CHANNEL = (1.0, 0.85, 0.7, 0.55)
-"""Fewer of them, to estimate what a weight would lose once it is clipped; the longer a range, the further it is cut."""
+"""For longer ranges: the more values, the further the outermost lie, and the more is cut."""
 _POWERS = (1.0, 0.5)
 _ROWS_APART = (("per_channel", 0), ("per_group", 1), ("per_group", -1))
 
@@ -49,7 +51,8 @@ def candidates(spec: QuantizationSpec, shares: Sequence[float] = SHARES) -> Iter
 
 def few_candidates(spec: QuantizationSpec) -> Iterable[float]:
     """Few of them, for the groups of `spec` or for its whole channels."""
-    return candidates(spec, FEW_OF_A_GROUP if spec.qscheme == "per_group" else FEW_OF_A_CHANNEL)
+    length = group_size(spec, sys.maxsize)
+    return candidates(spec, next((few for most, few in FEW if length <= most), FEW_OF_A_CHANNEL))
 
 
 class ClipSearch:
