@@ -17,7 +17,11 @@ import quantizer
 from quantizer import Config, ModelQuantizer, QuantizationConfig, QuantizationSpec
 from quantizer.errors import DataError, UsageError
 
-X = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+# Images with their channels last, as traced networks hold them: both convolve by one kernel, on every processor.
+X = [
+    torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(n)).to(memory_format=torch.channels_last)
+    for n in range(3)
+]
 
 
 def head() -> tuple[nn.Module, ...]:
