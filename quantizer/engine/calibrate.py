@@ -22,7 +22,7 @@ from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.deferred import beside
 from quantizer.numerics.formats import format_named
-from quantizer.observers import NegativeValuesError, NonFiniteError, ObservationError, Observer
+from quantizer.observers import NegativeValuesError, NonFiniteError, ObservationError, Observer, find_ranges
 from quantizer.plan.model import Key, Plan, TensorPlan
 from quantizer.sources.batches import Batch
 
@@ -203,6 +203,7 @@ def run(calibration: Calibration, network: Observable, batches: Iterable[Batch])
     for batch in batches:
         try:
             network.observe(batch.args, batch.kwargs, watching)
+            find_ranges(calibration.calibrated.values())
             calibration.batches += 1
         except BaseException as error:
             calibration.forget_after(calibration.batches)

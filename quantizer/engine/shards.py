@@ -11,6 +11,7 @@ from quantizer.algorithms.bias_correction import ChannelMean
 from quantizer.distributed import Ranks, in_turn
 from quantizer.engine.calibrate import Calibration, Observable, watchers
 from quantizer.nn.execution import Watchers
+from quantizer.observers import find_ranges
 from quantizer.sources.batches import Batch, naming_batch
 
 APART_S = 15.0
@@ -50,6 +51,7 @@ class _Shard:
     def observe(self, network: Observable, batch: Batch) -> None:
         """One batch of this rank's share."""
         network.observe(batch.args, batch.kwargs, self._watchers)
+        find_ranges(self._own.calibrated.values())
         self._means.append(self._own.means)
         self._means_of_one_batch()
 

@@ -9,7 +9,7 @@ width is 1/2048 to 1/1024 of the largest magnitude, which is how far an edge rea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,8 +32,11 @@ class Histogram:
     high: Tensor
 
     @classmethod
-    def of(cls, values: Tensor, low: Tensor, high: Tensor) -> Histogram:
-        """Count `values` (R, N), float32 or float64 and finite; `low` and `high` (R,) enclose them.
+    def of(
+        cls, values: Tensor, low: Tensor, high: Tensor, *, weight: int = 1, beside: Tensor | None = None
+    ) -> Histogram:
+        """Count each of `values` (R, N), float32 or float64 and finite, `weight` times, and each of those `beside`
+        (R, M) once; `low` and `high` (R,) enclose them.
 
         >>> histogram = Histogram.of(torch.tensor([[-1.0, 0.5, 3.0]]), torch.tensor([-1.0]), torch.tensor([3.0]))
         >>> histogram.width.item(), histogram.counts.nonzero()[:, 1].tolist()
@@ -43,24 +46,16 @@ class Histogram:
         amax = torch.maximum(-low, high)
         exponent = (torch.frexp(amax).exponent - (BINS.bit_length() - 1)).clamp_(min=LEAST_EXPONENT)
         exponent = torch.where(amax == 0, LEAST_EXPONENT, exponent).to(torch.int32)
-        integers, shift = _BITS[values.dtype]
-        scale = torch.ldexp(torch.ones_like(amax), -exponent).to(values)  # a power of two: the product is exact
-        index = values.mul(scale[:, None]).to(torch.int32)
-        index += (values.view(integers) >> shift).to(torch.int32)  # the sign alone: a product may be as small as -0.0
-        index += (
-            BINS + torch.arange(0, len(values) * 2 * BINS, 2 * BINS, dtype=torch.int32, device=index.device)[:, None]
-        )
-        counts = torch.bincount(index.view(-1), minlength=len(values) * 2 * BINS)
-        return cls(counts.view(len(values), 2 * BINS).cpu(), exponent, low, high)
+        scale = torch.ldexp(torch.ones_like(amax), -exponent)  # a power of two: the product is exact
+        counts = _counts(values, scale)
+        counts = counts if weight == 1 else counts.mul_(weight)
+        counts = counts if beside is None else counts.add_(_counts(beside, scale))
+        return cls(counts.cpu(), exponent, low, high)
 
     @property
     def width(self) -> Tensor:
         """The width of a bin, (R,) float64."""
         return torch.ldexp(torch.ones(len(self.exponent), dtype=torch.float64), self.exponent)
-
-    def times(self, weight: int) -> Histogram:
-        """Return the histogram with each value counted so often."""
-        return replace(self, counts=self.counts * weight)
 
     def merge(self, other: Histogram) -> Histogram:
         """Return the histogram of the values of both.
@@ -107,3 +102,12 @@ class Histogram:
         if bool((tensors["counts"].sum(1) <= 0).any()):
             raise ValueError("A histogram has a row without values.")
         return cls(**tensors)
+
+
+def _counts(values: Tensor, scale: Tensor) -> Tensor:
+    """How many of each row of values (R, N), times its scale (R,), fall into each bin, (R, 2 * BINS) int64."""
+    rows, (integers, shift) = len(values), _BITS[values.dtype]
+    index = values.mul(scale.to(values)[:, None]).to(torch.int32)
+    index += (values.view(integers) >> shift).to(torch.int32)  # the sign alone: a product may be as small as -0.0
+    index += BINS + torch.arange(0, rows * 2 * BINS, 2 * BINS, dtype=torch.int32, device=index.device)[:, None]
+    return torch.bincount(index.view(-1), minlength=rows * 2 * BINS).view(rows, 2 * BINS)

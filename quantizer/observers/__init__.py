@@ -8,6 +8,7 @@ from quantizer.observers.observer import (
     ObservationError,
     Observer,
     UnobservedError,
+    find_ranges,
 )
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "UnobservedError",
     "axis_of",
     "code_range_of",
+    "find_ranges",
     "kernel_of",
 ]

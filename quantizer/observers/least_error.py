@@ -13,7 +13,7 @@ from quantizer.numerics.qparams import POWERS_OF_TWO, SHARED, qparams_from_range
 from quantizer.numerics.registry import register
 from quantizer.numerics.rounding import NEAREST
 from quantizer.observers.methods import CENTRES, METHODS, code_range_of, kernel_of
-from quantizer.observers.observed_batch import Distribution, ObservedBatch, PooledBatches, Range
+from quantizer.observers.observed_batch import Distribution, PooledBatches, Range
 
 MSE_STEPS_PER_OCTAVE = 16
 AUTO_STEPS = torch.arange(12) / 2, torch.arange(-3, 4) / 8, torch.arange(-1, 2) / 16
@@ -170,7 +170,7 @@ def _least_power(values: Distribution, spec: QuantizationSpec) -> Range:
 
 def _errors(values: Distribution, codes: QuantizationSpec) -> Tensor:
     """The squared error of each row under every clip, up to a factor of the row, (R, clips)."""
-    if isinstance(values, ObservedBatch):  # amax is where the bins end
+    if not isinstance(values, PooledBatches):  # amax is where the bins end
         return values.histogram @ _squared_errors(codes).T
     found = []
     for counts, stretch in zip(values.histogram, values.width * BINS / values.amax.clamp(min=1e-300), strict=True):

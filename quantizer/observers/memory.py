@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,10 +13,12 @@ from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.distributed import in_turn
 from quantizer.numerics.histogram import Histogram
 from quantizer.numerics.registry import lookup
-from quantizer.observers.methods import METHODS
-from quantizer.observers.observed_batch import Distribution, ObservedBatch, PooledBatches, Range, slices
+from quantizer.observers.methods import METHODS, OF_VALUES
+from quantizer.observers.observed_batch import CountedBatches, Distribution, ObservedBatch, PooledBatches, Range, slices
 
 ROWS_AT_ONCE = 1 << 12  # histograms of 4096 bins of each take 128 MB
+FEW_ROWS = 16
+"""Rows of which ranges can wait until the batch is through."""
 ROOM = 16
 """Batches that there is room for at first."""
 
@@ -97,25 +99,42 @@ class RangeMemory(Memory):
     def __init__(self, spec: QuantizationSpec) -> None:
         super().__init__(spec)
         self._kept, self._count = torch.empty(0, 4, 0, dtype=torch.float64), 0
+        self._open: CountedBatches | None = None
+        self._counts: Tensor | None = None
 
     @property
     def is_empty(self) -> bool:
         return not self._count
 
     def add(self, x: Tensor, batch: ObservedBatch) -> None:
-        if self.spec.method == "maxmin":  # reads no histogram, so all rows at once
-            low, high = ranges(batch, self.spec)
-        else:
-            parts = [ranges(part, self.spec) for part in batch.split(ROWS_AT_ONCE)]
-            low, high = (torch.cat(ends) for ends in zip(*parts, strict=True))
-        ends = (low, high, batch.low, batch.high)
+        find_ranges([self])
+        rows = len(batch.low)
         if self._count == len(self._kept):
-            room = max(self._count, ROOM if len(low) < ROWS_AT_ONCE else 1)
-            more = torch.empty(room, 4, len(low), dtype=torch.float64)
+            room = max(self._count, ROOM if rows < ROWS_AT_ONCE else 1)
+            more = torch.empty(room, 4, rows, dtype=torch.float64)
             self._kept = torch.cat([self._seen, more]) if self._count else more
-        for at, end in enumerate(ends):
-            self._kept[self._count, at] = end
+        self._kept[self._count, 2], self._kept[self._count, 3] = batch.low, batch.high
         self._count += 1
+        if rows <= FEW_ROWS and self.spec.method not in OF_VALUES:
+            self._open = self._counted(batch)
+            return
+        # maxmin reads no histogram, so it takes all rows at once
+        parts = [batch] if self.spec.method == "maxmin" else batch.split(ROWS_AT_ONCE)
+        found = [ranges(part, self.spec) for part in parts]
+        self._found(*(torch.cat(ends) for ends in zip(*found, strict=True)))
+
+    def _counted(self, batch: ObservedBatch) -> CountedBatches:
+        """The batch without its values; its counts stay in one place, as small tensors of each batch would be in the
+        way of large ones."""
+        found = batch.counted()
+        if self._counts is None or self._counts.shape != found.counts.shape:
+            self._counts = torch.empty_like(found.counts)
+        return replace(found, counts=self._counts.copy_(found.counts))
+
+    def _found(self, low: Tensor, high: Tensor) -> None:
+        """What the range of the last batch is."""
+        self._open = None
+        self._kept[self._count - 1, 0], self._kept[self._count - 1, 1] = low, high
 
     def ranges(self) -> Range:
         return self._seen[:, 0], self._seen[:, 1]
@@ -124,7 +143,8 @@ class RangeMemory(Memory):
         return self._seen[:, 2].amin(0), self._seen[:, 3].amax(0)
 
     def forget_after(self, batches: int) -> None:
-        self._count = min(self._count, batches)
+        if self._count > batches:
+            self._count, self._open = batches, None
 
     def merge(self, *others: Memory) -> None:
         batches = in_turn([*other._seen] for other in others if isinstance(other, RangeMemory))
@@ -162,10 +182,28 @@ class RangeMemory(Memory):
     @property
     def _seen(self) -> Tensor:
         """What is kept of the batches so far, (B, 4, R) float64."""
+        find_ranges([self])
         return self._kept[: self._count]
 
     def _hold(self, batches: Tensor) -> None:
-        self._kept, self._count = batches, len(batches)
+        self._kept, self._count, self._open = batches, len(batches), None
+
+
+def find_ranges(memories: Iterable[Memory]) -> None:
+    """Find the ranges of the last batches that are still open, all of one spec in one go.
+
+    Whoever asks for anything finds them; of many tensors at once it takes a fraction of the time.
+    """
+    by_spec: dict[QuantizationSpec, list[RangeMemory]] = {}
+    for memory in memories:
+        if isinstance(memory, RangeMemory) and memory._open is not None:
+            by_spec.setdefault(memory.spec, []).append(memory)
+    for spec, alike in by_spec.items():
+        opened = [memory._open for memory in alike if memory._open is not None]
+        found = ranges(CountedBatches.stacked(opened), spec)
+        rows = [len(each.low) for each in opened]
+        for memory, *ends in zip(alike, *(torch.split(end, rows) for end in found), strict=True):
+            memory._found(*ends)
 
 
 class PooledMemory(Memory):
@@ -183,9 +221,9 @@ class PooledMemory(Memory):
 
     def add(self, x: Tensor, batch: ObservedBatch) -> None:
         rows, weight = slices(x) if self.spec.has_one_scale else (batch.rows, 1)
-        last = Histogram.of(_wide(rows), batch.low, batch.high)
-        if batch.outermost is not None and weight > 1:  # a value far away may be one that is left out, and matters most
-            last = last.times(weight).merge(Histogram.of(_wide(batch.outermost), batch.low, batch.high))
+        # A value far away may be one that is left out, and matters most.
+        outermost = None if batch.outermost is None or weight == 1 else _wide(batch.outermost).to(rows.device)
+        last = Histogram.of(_wide(rows), batch.low, batch.high, weight=weight, beside=outermost)
         self._pool, self._last = self._all(), last
         self._batches += 1
 

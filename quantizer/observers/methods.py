@@ -26,6 +26,8 @@ METHODS: dict[str, RangeMethod] = {}
 MICROEXPONENT_GROUP = PAIRS * PAIR
 INTEGER_ONLY = frozenset({"entropy", "diffs"})
 """Methods that are about integer codes: levels to merge bins into, positions of a binary point."""
+OF_VALUES = frozenset({"maxmin", "diffs"})
+"""Methods that read no histogram; all others need nothing else of a batch, so they can do many in one go."""
 CENTRES = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
 DIFFS_SAMPLE = 1 << 15  # every value is quantized five times, and the candidates lie far apart
 DIFFS_CANDIDATES = 5  # the scale that cuts nothing off, and its half, quarter, ...: five in all, as in pytorch_nndct
@@ -111,13 +113,15 @@ def percentile(values: Distribution, spec: QuantizationSpec) -> Range:
 def diffs(values: Distribution, spec: QuantizationSpec) -> Range:
     """Return the range halved as often (0 to 4 times) as the squared error falls; of equal errors the widest range."""
     assert isinstance(values, ObservedBatch)  # an observer of all batches together refuses the method
-    code_range, kernel, sample, errors = code_range_of(spec), kernel_of(spec), values.sample(DIFFS_SAMPLE), []
+    code_range, sample = code_range_of(spec), values.sample(DIFFS_SAMPLE)
     factors = 0.5 ** torch.arange(DIFFS_CANDIDATES, dtype=torch.float64)
-    qparams = qparams_from_range(values.low * factors[:, None], values.high * factors[:, None], code_range)
-    for scale, zero_point in zip(qparams.scale.to(sample), qparams.zero_point.to(sample.device), strict=True):
-        rounded = fill(torch.empty_like(sample), sample, scale, zero_point, kernel, 0)
-        errors.append(rounded.sub_(sample).square_().sum(1, dtype=torch.float64))
-    best = factors[torch.stack(errors).argmin(0).cpu()]
+    low, high = ((end * factors[:, None]).view(-1) for end in (values.low, values.high))
+    qparams = qparams_from_range(low, high, code_range)
+    scale, zero_point = qparams.scale.to(sample), qparams.zero_point.to(sample.device)
+    tried = sample.new_empty(DIFFS_CANDIDATES, *sample.shape).copy_(sample)
+    fill(tried.view(-1, sample.shape[1]), tried.view(-1, sample.shape[1]), scale, zero_point, kernel_of(spec), 0)
+    errors = tried.sub_(sample).square_().sum(2, dtype=torch.float64)
+    best = factors[errors.argmin(0).cpu()]
     return values.low * best, values.high * best
 
 

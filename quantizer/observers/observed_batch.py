@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,6 +25,7 @@ SAMPLE = 1 << 17
 SLICE = 1 << 13  # values of one index of the first axis, where all batches are counted together
 SAMPLE_PER_ROW = 1 << 12
 NARROW = 16
+ALONE = 1 << 17  # values of a row that are read by themselves, by all threads
 READ = 2 * BLOCK  # values per step where nothing is written, so that as much again stays in the cache
 
 Range = tuple[Tensor, Tensor]
@@ -53,13 +54,14 @@ def as_rows(
 def extremes(rows: Tensor) -> Range:
     """Return the least and the greatest value of each row, in its dtype; of a row with NaN at least the least is NaN.
 
-    Two reductions of a block in the cache are many times faster than the one of `aminmax` along a dimension. Values
-    that are not negative come in the order of their bits: those are compared, read as integers, three times as fast
-    again, as none of them is NaN (one whose sign is set may go unseen). Rows without such a value are read once more.
+    Long rows are read by `aminmax`, one by one. Along a dimension two reductions of a block in the cache are many times
+    faster. Values that are not negative come in the order of their bits: those are compared, read as integers, three
+    times as fast again, as none of them is NaN (one whose sign is set may go unseen). Rows without such a value are
+    read once more.
     """
-    if len(rows) == 1:
-        low, high = rows.aminmax()
-        return low.view(1), high.view(1)
+    if len(rows) == 1 or (rows.is_cpu and rows.shape[1] >= ALONE):
+        lows, highs = zip(*(row.aminmax() for row in rows), strict=True)
+        return torch.stack(lows), torch.stack(highs)
     wide = rows.dtype if rows.dtype in _BITS else torch.float32  # torch reduces narrow dtypes slowly
     low, high = (rows.new_empty(len(rows), dtype=wide) for _ in range(2))
     height = max(1, READ // max(1, rows.shape[1]))
@@ -181,6 +183,34 @@ class PooledBatches(Distribution):
 
 
 @dataclass(frozen=True)
+class CountedBatches(Distribution):
+    """What is left of the rows of batches, of one tensor or of several, once they are counted: `counts` (R, 2 * BINS).
+
+    `low` and `high` are (R,).
+    """
+
+    low: Tensor
+    high: Tensor
+    counts: Tensor
+
+    @classmethod
+    def stacked(cls, batches: Sequence[CountedBatches]) -> CountedBatches:
+        """Return all their rows, one below the other."""
+        fields = zip(*((each.low, each.high, each.counts) for each in batches), strict=True)
+        return cls(*map(torch.cat, fields))
+
+    @cached_property
+    def histogram(self) -> Tensor:
+        """As above."""
+        return self.counts.double()
+
+    @property
+    def width(self) -> Tensor:
+        """As above: the bins cover [-amax, amax]."""
+        return self.amax / BINS
+
+
+@dataclass(frozen=True)
 class ObservedBatch(Distribution):
     """One batch's values as `rows` (R, N), with the exact extremes `low` and `high` (R,), in its dtype, on the CPU.
 
@@ -203,8 +233,13 @@ class ObservedBatch(Distribution):
 
     @property
     def width(self) -> Tensor:
-        """As above: the bins cover [-amax, amax]."""
+        """As for counted ones."""
         return self.amax / BINS
+
+    @cached_property
+    def histogram(self) -> Tensor:
+        """Counts of the sample."""
+        return self.counted().histogram
 
     def split(self, rows: int) -> list[ObservedBatch]:
         """Return the batch in parts of about equal height, each of at most `rows` rows."""
@@ -220,12 +255,12 @@ class ObservedBatch(Distribution):
         per_row = max(limit // len(self.rows), SAMPLE_PER_ROW)
         return self.rows[:, :: stride_for(self.rows.shape[1], per_row)].to(dtype).contiguous()
 
-    @cached_property
-    def histogram(self) -> Tensor:
-        """Counts of the sample over [-amax, amax] in 2 * BINS equal bins, (R, 2 * BINS) float64 on the CPU."""
+    def counted(self) -> CountedBatches:
+        """Return the counts of the sample over [-amax, amax] in 2 * BINS equal bins, of each row int64 on the CPU."""
         sample, count, width = self.sample(), len(self.rows), 2 * BINS
         amax = torch.where(self.amax == 0, 1.0, self.amax).to(sample)
         index = (sample / amax[:, None]).mul_(BINS).add_(BINS).clamp_(0, width - 1).to(torch.int32)
         if count > 1:
             index += torch.arange(0, count * width, width, dtype=torch.int32, device=index.device)[:, None]
-        return torch.bincount(index.view(-1), minlength=count * width).view(count, width).double().cpu()
+        counts = torch.bincount(index.view(-1), minlength=count * width).view(count, width)
+        return CountedBatches(self.low, self.high, counts.cpu())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import IntegerRange, QParams, qparams_from_range, qparams_from_step, step_from_range
 from quantizer.numerics.registry import lookup
+from quantizer.observers import memory
 from quantizer.observers.memory import Memory, memory_of
 from quantizer.observers.methods import INTEGER_ONLY, METHODS, STATISTICS, axis_of, code_range_of, reduce_batches
 from quantizer.observers.observed_batch import ObservedBatch
@@ -210,6 +211,11 @@ class Observer:
 
     def _shaped(self, row: Tensor) -> Tensor:
         return row if self._shape is None else row.view(self._shape)
+
+
+def find_ranges(observers: Iterable[Observer]) -> None:
+    """Find the ranges of the batch that all have seen, which together takes a fraction of what it takes one by one."""
+    memory.find_ranges(observer._memory for observer in observers)
 
 
 def _restored(spec: QuantizationSpec, shape: tuple[int, ...] | None, state: Mapping[str, Tensor]) -> Observer:

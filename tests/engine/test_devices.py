@@ -148,7 +148,7 @@ GIVE_TO_THE_CPU = {
     "nn/quantized_tensor.py:at",
     "nn/quantized_tensor.py:encoded",
     "numerics/histogram.py:of",
-    "observers/observed_batch.py:histogram",
+    "observers/observed_batch.py:counted",
     "observers/observed_batch.py:<genexpr>",
 }
 """What moves more than single numbers: ranges, histograms, means and scales; which scale a column has, once
