@@ -7,7 +7,9 @@ data. All else is overhead, which is to be at most 15 %; but for the search of a
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -38,6 +40,16 @@ JOBS = {
 }
 
 
+CLOCKS = (
+    ("quantizer.cli.session", "open_data", "make the model and the data"),
+    ("quantizer.cli.session", "open_model", "make the model and the data"),
+    ("quantizer.cli.session", "traced", "trace"),
+    ("quantizer.engine.results", "write_results", "write"),
+    ("quantizer.cli.run", "write_report", "report"),
+)
+"""Functions that the steps do not call, where the command finds them, and the part that their time is added to."""
+
+
 def main() -> None:
     """Measure and print."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
@@ -62,8 +74,14 @@ def child(which: str, job: Job) -> tuple[float, dict[str, float]]:
         parts = Path(folder) / "parts.json"
         command = [sys.executable, __file__, "--child", which, str(parts), json.dumps(astuple(job))]
         started = time.perf_counter()
-        subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        subprocess.run(command, check=True, cwd=folder, env=environment(), **quiet)
         return time.perf_counter() - started, json.loads(parts.read_text())
+
+
+def environment() -> dict[str, str]:
+    """This one, with sources compiled once, as they are after an installation."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 class Parts(dict[str, float]):
@@ -96,9 +114,9 @@ def run_floor(parts: Parts, job: Job) -> None:
 
 
 def export(torch: Any, model: Any, batch: Any) -> None:
-    """torch's own, with an open batch."""
-    named = batch if isinstance(batch, dict) else {}
-    args = () if named else (batch,)
+    """torch's own, with an open batch, which takes two samples: a size of one is fixed."""
+    named = {key: torch.cat([value, value]) for key, value in batch.items()} if isinstance(batch, dict) else {}
+    args = () if named else (torch.cat([batch, batch]),)
     open_ = {0: torch.export.Dim.AUTO}
     with torch.no_grad():
         shapes = dict.fromkeys(named, open_) if named else (open_,)
@@ -107,19 +125,19 @@ def export(torch: Any, model: Any, batch: Any) -> None:
 
 def run_quantizer(parts: Parts, job: Job) -> None:
     """The command line, with a clock at its parts."""
-    parts.timed("import torch", __import__)("torch")
-    began = time.perf_counter()
-    from quantizer.cli import session  # the time of imports is measured
-    from quantizer.cli.main import main as command_line
-    from quantizer.engine import pipeline, results
+    main: Any = importlib.import_module("quantizer.cli.main")
+    load = parts.timed("import torch and quantizer", main._load)
 
-    __import__("quantizer.cli.run")
-    parts["import quantizer"] = time.perf_counter() - began
-    session.open_data = parts.timed("make the model and the data", session.open_data)
-    session.open_model = parts.timed("make the model and the data", session.open_model)
-    session.trace_model = parts.timed("trace", session.trace_model)
-    results.write_results = parts.timed("write", results.write_results)
-    pipeline.STEPS = tuple(replace(step, run=parts.timed(step.run.__name__, step.run)) for step in pipeline.STEPS)
+    def loaded(target: str) -> Any:
+        command = load(target)
+        for place, name, part in CLOCKS:
+            module = importlib.import_module(place)  # by now the command has imported all of them
+            setattr(module, name, parts.timed(part, getattr(module, name)))
+        pipeline: Any = importlib.import_module("quantizer.engine.pipeline")
+        pipeline.STEPS = tuple(replace(step, run=parts.timed(step.run.__name__, step.run)) for step in pipeline.STEPS)
+        return command
+
+    main._load = loaded
     file, _, _ = job.file.partition(":")
     arguments = ["--quant_mode", "calib", "--model", str(ROOT / job.file), "--data", f"{ROOT / file}:{job.data}"]
     config = json.loads((ROOT / "configs" / f"{job.config}.json").read_text())
@@ -128,7 +146,7 @@ def run_quantizer(parts: Parts, job: Job) -> None:
     Path("config.json").write_text(json.dumps(config))
     sys.argv = ["quantizer", *arguments, "--config_file", "config.json"]
     try:
-        command_line()
+        main.main()
     except SystemExit as ended:
         if ended.code:
             raise

@@ -11,6 +11,7 @@ indented, so the numbers depend a little on Python's version.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import math
 from collections.abc import Iterator
@@ -124,9 +125,15 @@ def evaluation_data(count: int = WINDOWS) -> Iterator[dict[str, Tensor]]:
 
 def windows(chosen: slice) -> Iterator[dict[str, Tensor]]:
     """Windows of the text by their numbers, one a batch."""
-    ids = torch.tensor(tokenizer().encode(help_topics()[:CHARACTERS]).ids)
+    ids = token_ids()
     for window in ids[: len(ids) // SEQ_LEN * SEQ_LEN].view(-1, 1, SEQ_LEN)[chosen]:
         yield {"input_ids": window, "labels": window}
+
+
+@functools.cache
+def token_ids() -> Tensor:
+    """The beginning of the text; each pass over the data asks for it."""
+    return torch.tensor(tokenizer().encode(help_topics()[:CHARACTERS]).ids)
 
 
 def help_topics() -> str:

@@ -1,6 +1,7 @@
 """Memory of this process and of the machine, in bytes; None where the system does not say. Imports no torch."""
 
 import contextlib
+import gc
 import mmap
 import sys
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,32 @@ def resident() -> int | None:
             return int(file.read().split()[1]) * _PAGE
     except (OSError, ValueError, IndexError):
         return None
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Python's search for cycles waits. What imports and traces make is kept: to look through all of it again and again
+    takes a fifth of their time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def importing(module: str) -> Iterator[None]:
+    """If `module` is imported here, no later search for cycles looks at what there is by then. For the command line: in
+    a process of somebody else, garbage would stay as well.
+    """
+    is_new = module not in sys.modules
+    with uncollected():
+        yield
+        if is_new:
+            gc.freeze()
 
 
 def available() -> int | None:

@@ -147,7 +147,7 @@ def _traced(model: nn.Module, batches: Batches, *, compared: bool = False) -> tu
     """The model's graph, perhaps compared with the model, whose weights are finite, and the batch it was traced on."""
     if compared:
         check_finite(model)
-    batch = next(iter(batches))
+    batch = batches.first()
     device = next((parameter.device for parameter in model.parameters()), None)
     batch = batch if device is None else batch.to(device)
     with evaluating(model), without_cache(model):

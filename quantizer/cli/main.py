@@ -204,7 +204,7 @@ def _call(arguments: list[str]) -> Any:
 
 def _load(target: str) -> Any:
     module, _, name = target.partition(":")
-    with interrupts.at_once():
+    with interrupts.at_once(), memory.importing(module):
         return getattr(importlib.import_module(module), name)
 
 

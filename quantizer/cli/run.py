@@ -173,7 +173,7 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
     with _opened(folder, options, ranks) as noted:
         original = session.trace_model(options, loaded, batches)
         noted["data"] = batches.filled and batches.filled.to_json()
-        calibrated = reopened(loaded.module, next(iter(session.on_device(options, batches))), original, info)
+        calibrated = reopened(loaded.module, batches.first().to(session.device_of(options)), original, info)
         info = replace(info, solution=calibrated.solution)
         graph = calibrated.graph
         if read is not None:

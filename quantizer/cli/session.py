@@ -14,6 +14,7 @@ import torch
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from quantizer import memory
 from quantizer.cli.options import Options
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import ConfigError, Diagnostic, pointing_into
@@ -180,7 +181,9 @@ def missing_data() -> UsageError:
 
 def trace_model(options: Options, loaded: LoadedModel, batches: Batches, *, compared: bool = False) -> Graph:
     """The model's graph, traced on the first batch, and perhaps compared with the model on it."""
-    return traced(loaded.module, next(iter(batches)).to(device_of(options)), compared=compared)
+    first = batches.first().to(device_of(options))
+    with memory.importing("torch._dynamo"):  # which torch does to export
+        return traced(loaded.module, first, compared=compared)
 
 
 def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False, graph: Graph | None = None) -> Plan:

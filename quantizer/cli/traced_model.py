@@ -94,7 +94,7 @@ def _test_size(options: Options, loaded: LoadedModel, size: int) -> int:
     if options.data or loaded.evaluation_data in (None, loaded.calibration_data):
         return size
     batches = session.open_data(options, loaded, evaluation=True)
-    next(iter(batches))
+    batches.first()
     return session.batch_size(options, batches)
 
 

@@ -128,7 +128,7 @@ class Job:
         Raises:
             DataError: there is none.
         """
-        return next(iter(self.batches)).to(self.target.original.device)
+        return self.batches.first().to(self.target.original.device)
 
     def read(self) -> Iterator[Batch]:
         """A pass over the calibration data, on the target's device."""

@@ -111,7 +111,7 @@ def encoded(graph: Graph, solution: Solution) -> Solution:
 
     Those of deferred parameters are out of memory.
     """
-    graph = with_weights(graph, solution.parameters())
+    graph = with_weights(graph, solution.weights)
     tensors = dict(solution.tensors)
     weights = {name: dict(own) for name, own in solution.weights.items()}
     for (name, role), tensor in solution.tensors.items():

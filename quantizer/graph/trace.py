@@ -23,6 +23,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.lengths import excludes_single_batches, length_axes, open_lengths, shortened
 from quantizer.graph.names import check_names
 from quantizer.graph.parameters import without_values
+from quantizer.memory import uncollected
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ def _export(
         named = (
             dict(inspect.signature(module.forward).bind(*spec[0], **spec[1]).arguments) if batch is not None else None
         )
-        with quiet(), torch.no_grad(), marked(module), _left_as_it_was(module), _without_stack_traces():
+        with quiet(), uncollected(), torch.no_grad(), marked(module), _left_as_it_was(module), _without_stack_traces():
             program = torch.export.export(module, args, kwargs, dynamic_shapes=named)
             return functionalize(program, type(module).__name__)
     except ModelError:

@@ -181,7 +181,7 @@ def _distributed(seen: Mapping[str, Tensor], own: Mapping[str, Tensor], spec: Qu
         "clipped": values.clipped(qparams),
         "step": float(qparams.scale),
         "histogram": values.drawn(),
-        "methods": values.others(),
+        "methods": values.methods(qparams),
     }
     if spec.dtype == "int" and spec.bit_width <= MOST_BITS:
         row["codes_used"] = values.codes_used(qparams)

@@ -69,8 +69,8 @@ class Distribution:
         covering.index_add_(0, begins, torch.ones_like(begins)).index_add_(0, stops + 1, -torch.ones_like(stops))
         return float((covering.cumsum(0)[:-1] > 0).double().mean())
 
-    def others(self) -> dict[str, tuple[float, float]]:
-        """Where the other range methods that suit the spec would have cut, given all values at once, by name."""
+    def methods(self, qparams: QParams) -> dict[str, tuple[float, float]]:
+        """Where the range methods that suit the spec cut, given all values at once, by name; its own has `qparams`."""
         found = {}
         for name in METHODS:
             for percentage in PERCENTAGES if name == "percentile" else (self.spec.percentage,):
@@ -79,6 +79,9 @@ class Distribution:
                 try:
                     observer = Observer(replace(self.spec, **words))
                 except ValueError:  # the method has no range for such a spec
+                    continue
+                if observer.spec == self.spec:
+                    found[label] = self.limits(qparams)
                     continue
                 observer.load_state_dict({"batches": torch.tensor(1), **self.histogram.to_tensors()})
                 found[label] = self.limits(observer.qparams())

@@ -63,6 +63,7 @@ class Batches:
     given: Arguments = UNKNOWN
     filled: Filled | None = None
     _seen: Fingerprint = field(default_factory=Fingerprint, repr=False)
+    _first: Batch | None = field(default=None, repr=False)
 
     @property
     def seen(self) -> Mapping[str, Any]:
@@ -77,6 +78,16 @@ class Batches:
         asked = math.ceil(self.subset_len / self.first_size) if self.subset_len and self.first_size else None
         known = [count for count in (self.length, asked) if count is not None]
         return min(known, default=None)
+
+    def first(self) -> Batch:
+        """The first batch, which stays: asking for it again may make users read a tokenizer or a data set again.
+
+        Raises:
+            DataError: there is none, or it cannot be used.
+        """
+        if self._first is None:
+            self._first = next(iter(self))
+        return self._first
 
     def require_same(self, ranks: Ranks) -> None:
         """Refuse ranks that have read other batches than rank 0, once a pass is complete.
