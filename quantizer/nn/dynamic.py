@@ -52,8 +52,9 @@ def quantize_rows(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) -> Ten
         here = slice(start, start + height)
         wide = rows[here].to(work)
         found = extremes(wide)
-        broken += _broken(found)
-        least = min(least, float(found[0].min()))
+        low, high = float(found[0].min()), float(found[1].max())
+        broken += 0 if math.isfinite(low) and math.isfinite(high) else _broken(found)
+        least = min(least, low)
         qparams = qparams_from_range(*found, code_range)
         target = wide if inplace or out.dtype != work else out[here]
         fill(target, wide, qparams.scale, qparams.zero_point, kernel, 0)
@@ -80,8 +81,6 @@ def once(x: Tensor, spec: QuantizationSpec, quantize: Callable[[], Tensor]) -> T
 def _broken(found: Range) -> int:
     """How many of the ranges have an end that is not finite."""
     low, high = found
-    if math.isfinite(low.min()) and math.isfinite(high.max()):
-        return 0
     return int((~(low.isfinite() & high.isfinite())).sum())
 
 

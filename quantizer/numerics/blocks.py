@@ -3,13 +3,14 @@
 import math
 import threading
 from collections.abc import Callable, Iterator
-from itertools import product, repeat
+from itertools import product
 
 import torch
 from torch import Tensor
 
 BLOCK = 1 << 19  # values per step: 2 MB of float32 stay in the cache for all operations of the step
 BLOCK_OF_GPU = 1 << 24  # there each operation is started by itself, which few values do not pay for
+MANTISSA = 0x7FFFFF
 FEW = 1 << 15  # scales per step: float64 of more is memory that the system may hand out anew for every operation
 _kept = threading.local()  # the memory that `scratch` keeps for a thread
 
@@ -65,9 +66,7 @@ def fill(out: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, kernel: Kern
             f"{shape}, not {tuple(scale.shape)} and {tuple(zero_point.shape)}."
         )
     exact = _is_read(x) and _has_exact_inverse(scale)
-    targets = repeat(None) if out is x else (block for block, _, _ in blocks(out, scale, zero_point, ch_axis))
-    for (source, s, z), target in zip(blocks(x, scale, zero_point, ch_axis), targets, strict=False):
-        to = source if target is None else target
+    for source, to, s, z in blocks(x, out, scale, zero_point, ch_axis):
         divided = torch.mul(source, s.reciprocal(), out=to) if exact else torch.div(source, s, out=to)
         kernel(z)(divided).mul_(s)
     return out
@@ -82,8 +81,10 @@ def _has_exact_inverse(scale: Tensor) -> bool:
     """Whether 1 / scale loses no bit: of float32 powers of two, the numbers without a mantissa."""
     if scale.dtype != torch.float32:
         return False
-    parts = torch.split(scale.view(torch.int32).reshape(-1), FEW)
-    return not any(bits.bitwise_and(0x7FFFFF).max() for bits in parts if len(bits))
+    bits = scale.view(torch.int32).reshape(-1)
+    if len(bits) and int(bits[0]) & MANTISSA:  # as nearly all others have
+        return False
+    return not any(part.bitwise_and(MANTISSA).max() for part in torch.split(bits, FEW) if len(part))
 
 
 def scratch(x: Tensor) -> Tensor | None:
@@ -102,21 +103,25 @@ def scratch(x: Tensor) -> Tensor | None:
 
 
 def blocks(
-    x: Tensor, scale: Tensor, zero_point: Tensor, ch_axis: int | None
-) -> Iterator[tuple[Tensor, Tensor, int | Tensor]]:
-    """Yield views of about BLOCK values (BLOCK_OF_GPU) that cover `x`, each with the scale and zero point for it.
+    x: Tensor, twin: Tensor, scale: Tensor, zero_point: Tensor, ch_axis: int | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, int | Tensor]]:
+    """Yield views of about BLOCK values (BLOCK_OF_GPU) that cover `x`, each with that of `twin`, a tensor of its shape
+    and layout, and with the scale and zero point for it.
 
     The last in memory comes first: who found the scales has read `x` from its beginning, so its end is in the cache.
     """
     scale, order, size = scale.to(x), memory_order(x), BLOCK if _is_read(x) else BLOCK_OF_GPU
     if ch_axis is None:
-        z, flat = int(zero_point) if _is_read(x) else zero_point.to(x), x.permute(order).view(-1)
-        yield from ((flat[start : start + size], scale, z) for start in reversed(range(0, flat.numel(), size)))
+        z = int(zero_point) if _is_read(x) else zero_point.to(x)
+        flat, other = (each.permute(order).view(-1) for each in (x, twin))
+        for start in reversed(range(0, len(flat), size)):
+            yield flat[start : start + size], other[start : start + size], scale, z
         return
     axis = order.index(ch_axis % x.ndim)
     ordered = x.permute(order)
     channels, inner = ordered.shape[axis], math.prod(ordered.shape[axis + 1 :])
-    rows = ordered.view(math.prod(ordered.shape[:axis]), channels, inner)
+    shape = math.prod(ordered.shape[:axis]), channels, inner
+    rows, others = ordered.view(shape), twin.permute(order).view(shape)
     # The two ends are found many times as fast as `any`.
     is_zero = zero_point.numel() == 0 or (_is_read(x) and all(int(end) == 0 for end in zero_point.aminmax()))
     zero_points = None if is_zero else zero_point.to(x).view(1, -1, 1)
@@ -124,5 +129,6 @@ def blocks(
     wide = max(1, min(channels, size // max(1, inner)))
     tall = max(1, size // max(1, wide * inner))
     for start, c in product(reversed(range(0, len(rows), tall)), reversed(range(0, channels, wide))):
-        here = slice(c, c + wide)
-        yield rows[start : start + tall, here], scales[:, here], 0 if zero_points is None else zero_points[:, here]
+        here, those = slice(c, c + wide), slice(start, start + tall)
+        z = 0 if zero_points is None else zero_points[:, here]
+        yield rows[those, here], others[those, here], scales[:, here], z

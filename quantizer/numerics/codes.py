@@ -56,7 +56,7 @@ def encode(value: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor) -> Tens
     )
     codes, factor = torch.empty_like(rows, dtype=storage), _factor(spec)
     kernel = float_kernel(spec.dtype) if factor else integer_kernel(spec.quant_min, spec.quant_max, "half_even")
-    for (x, s, z), (part, _, _) in zip(blocks(rows, *each, ch_axis=0), blocks(codes, *each, ch_axis=0), strict=True):
+    for x, part, s, z in blocks(rows, codes, *each, ch_axis=0):
         code = kernel(z)(x / s)
         part.copy_(code.mul_(factor) if factor else code.add_(z))
         restored = part.to(x.dtype).div_(factor) if factor else part.to(x.dtype).sub_(z)
