@@ -28,11 +28,11 @@ def llama(**settings: Any) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | settings)).eval()
 
 
-def saved(folder: Path, model: Any) -> Path:
+def saved(folder: Path, model: Any, **settings: Any) -> Path:
     """The folder that the model is saved in."""
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.disable_progress_bar()
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, **settings)
     return folder
 
 

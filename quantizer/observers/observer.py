@@ -13,8 +13,8 @@ from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import IntegerRange, QParams, qparams_from_range, qparams_from_step, step_from_range
 from quantizer.numerics.registry import lookup
-from quantizer.observers import memory
 from quantizer.observers.memory import Memory, memory_of
+from quantizer.observers.memory import find_ranges as find_in_memories
 from quantizer.observers.methods import INTEGER_ONLY, METHODS, STATISTICS, axis_of, code_range_of, reduce_batches
 from quantizer.observers.observed_batch import ObservedBatch
 
@@ -215,7 +215,7 @@ class Observer:
 
 def find_ranges(observers: Iterable[Observer]) -> None:
     """Find the ranges of the batch that all have seen, which together takes a fraction of what it takes one by one."""
-    memory.find_ranges(observer._memory for observer in observers)
+    find_in_memories(observer._memory for observer in observers)
 
 
 def _restored(spec: QuantizationSpec, shape: tuple[int, ...] | None, state: Mapping[str, Tensor]) -> Observer:

@@ -19,6 +19,8 @@ from forked import run_ranks
 
 from configs import document, layer
 from quantizer.cli.main import run_command
+from quantizer.engine.checkpoint import Checkpoints
+from quantizer.engine.events import Stage
 from quantizer.observers import Observer
 
 MODEL = """
@@ -59,6 +61,19 @@ def overflowing():
     data[5][0][0] = 3e38
     return data
 
+class Rooted(Net):
+    def forward(self, x):
+        return super().forward(torch.sqrt(x + 100))
+
+def rooted():
+    torch.manual_seed(0)
+    return Rooted()
+
+def below():
+    data = calibration_data()
+    data[5][0][0] = -101
+    return data
+
 def other_for_each_rank():
     import os
     return calibration_data()[int(os.environ.get("RANK", 0)) :]
@@ -95,12 +110,12 @@ def config_file(tmp_path: Path, kind: str) -> str:
         last = {"method": "percentile", "symmetry": False, "signed": False, "calib_statistic_method": "mean"}
         head = layer("Net::Net/Linear[head]/linear", tensor={"activation": last})
         content = document(conv, head, tensor={"activation": {"method": "mse"}, "input": first})
-    if kind == "dpu":
+    if kind == "dpu":  # diffs, and the modal statistic
         content = json.loads((Path(__file__).parents[2] / "configs" / "dpu.json").read_text("utf-8"))
         content |= {"include_bias_corr": False}
     if kind == "weights":
         content = {"global_quant_config": {"weight": spec}}
-    if kind in ("gptq", "awq", "gptaq"):
+    if kind in ("gptq", "awq", "gptaq", "smoothquant", "rotation"):
         content |= {"algorithms": [{"name": kind} | ({"true_sequential": False} if kind == "gptaq" else {})]}
     path = tmp_path / f"{kind.replace(' ', '_')}.json"
     path.write_text(json.dumps(content))
@@ -137,12 +152,21 @@ def stopping(number: int, batches: int, act: Callable[[], Any]) -> Callable[[int
     return before
 
 
-@pytest.mark.parametrize("kind", ["statistics", "hierarchical", "bias correction"])
-def test_any_number_of_ranks_writes_the_same_bytes(kind: str, net: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [
+        *((kind, (2, 3)) for kind in ("statistics", "hierarchical", "bias correction")),
+        *((kind, (3,)) for kind in ("dpu", "smoothquant", "rotation", "adaround", "adaquant")),
+    ],
+)
+def test_any_number_of_ranks_writes_the_same_bytes(
+    kind: str, counts: tuple[int, ...], net: str, tmp_path: Path
+) -> None:
     config = config_file(tmp_path, kind)
-    assert run_command(calib(net, config, tmp_path / "one", "-q")) == 0
-    for count in (2, 3):
-        found = run_ranks(count, calib(net, config, tmp_path / str(count)), tmp_path / "ranks")
+    more = ["--fast_finetune", kind] if kind.startswith("ada") else []
+    assert run_command(calib(net, config, tmp_path / "one", "-q", *more)) == 0
+    for count in counts:
+        found = run_ranks(count, calib(net, config, tmp_path / str(count), *more), tmp_path / "ranks")
         assert [rank.code for rank in found] == [0] * count, found[0].err
         assert differing(tmp_path / "one", tmp_path / str(count)) == set()
         assert "calibrated on 7 batches" in found[0].out
@@ -165,15 +189,45 @@ def test_sums_over_tokens_are_the_same_in_every_run_and_near_those_of_one_proces
 ) -> None:
     config = config_file(tmp_path, kind)
     assert run_command(calib(net, config, tmp_path / "one", "-q")) == 0
-    for name in ("first", "second") if kind == "gptq" else ("first",):
+    for name in ("first", "second"):
         found = run_ranks(3, calib(net, config, tmp_path / name), tmp_path / "ranks")
         assert [rank.code for rank in found] == [0] * 3, found[0].err
-    if kind == "gptq":
-        assert differing(tmp_path / "first", tmp_path / "second") == set()
-    one, three = (json.loads((tmp_path / name / "algorithms.json").read_text()) for name in ("one", "first"))
-    assert one["rounded"].keys() == three["rounded"].keys()
-    for name, errors in one["rounded"].items():
-        assert three["rounded"][name]["error"] == pytest.approx(errors["error"], rel=1e-3)
+    assert differing(tmp_path / "first", tmp_path / "second") == set()
+    assert_near(tmp_path / "one", tmp_path / "first")
+
+
+def assert_near(one: Path, other: Path) -> None:
+    """That the errors of rounded layers are those of sums in another order."""
+    expected, found = (json.loads((folder / "algorithms.json").read_text())["rounded"] for folder in (one, other))
+    assert expected.keys() == found.keys()
+    for name, errors in expected.items():
+        assert found[name]["error"] == pytest.approx(errors["error"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 3)])
+def test_a_stopped_algorithm_goes_on_with_another_number_of_ranks(
+    before: int, after: int, net: str, tmp_path: Path
+) -> None:
+    config = config_file(tmp_path, "gptq")
+    assert run_command(calib(net, config, tmp_path / "whole", "-q")) == 0
+
+    def stop(rank: int) -> None:
+        plain = Checkpoints.advanced
+
+        def advanced(self: Checkpoints, stage: Stage) -> None:
+            plain(self, stage)
+            if stage.name == "gptq" and stage.done > 1:
+                raise KeyboardInterrupt
+
+        Checkpoints.advanced = advanced  # type: ignore[method-assign]
+
+    command = calib(net, config, tmp_path / "q")
+    found = run_ranks(before, command, tmp_path / "ranks", before=stop)
+    assert [rank.code for rank in found] == [130, *[40] * (before - 1)], "only the first rank writes checkpoints"
+    found = run_ranks(after, [*command, "--resume"], tmp_path / "ranks")
+    assert [rank.code for rank in found] == [0] * after, found[0].err
+    assert "the algorithms go on after 2 groups of gptq" in found[0].err
+    assert_near(tmp_path / "whole", tmp_path / "q")
 
 
 def test_test_mode_finds_the_same_and_the_users_metric_sees_all_data(net: str, tmp_path: Path) -> None:
@@ -191,15 +245,23 @@ def test_test_mode_finds_the_same_and_the_users_metric_sees_all_data(net: str, t
     assert run_ranks(2, [*command, "--gate", "seen>=29"], tmp_path / "ranks")[0].code == 1
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    ("count", "model", "data", "said"),
+    [
+        (2, "model", "overflowing", "activation of Net::Net/mean: 0 NaN and "),
+        (3, "model", "overflowing", "activation of Net::Net/mean: 0 NaN and "),
+        (2, "rooted", "below", "activation of Rooted::Rooted/sqrt: 108 NaN and 0 infinite"),
+        (3, "rooted", "below", "activation of Rooted::Rooted/sqrt: 108 NaN and 0 infinite"),
+    ],
+)
 def test_one_message_names_rank_batch_and_layer_of_a_value_that_is_not_finite(
-    count: int, net: str, tmp_path: Path
+    count: int, model: str, data: str, said: str, net: str, tmp_path: Path
 ) -> None:
-    command = calib(net, config_file(tmp_path, "maxmin"), tmp_path / "q", "--data", f"{net}:overflowing", "-q")
+    command = calib(f"{net}:{model}", config_file(tmp_path, "maxmin"), tmp_path / "q", "--data", f"{net}:{data}", "-q")
     found = run_ranks(count, [*command, "--rank_timeout", "5"], tmp_path / "ranks")
     assert [rank.code for rank in found] == [4] * count
     assert f"error: rank {5 % count}: batch 5: " in found[0].err
-    assert "activation of Net::Net/mean: 0 NaN and " in found[0].err
+    assert said in found[0].err
     assert found[0].err.count("error:") == 1
     assert {(rank.out, rank.err) for rank in found[1:]} == {("", "")}
     assert not (tmp_path / "q" / "quant_info.json").exists()

@@ -59,6 +59,11 @@ def test_fast_finetuning_is_as_good(mode: str) -> None:
     assert ours.scores.metrics["sqnr_db"] == pytest.approx(theirs.scores.metrics["sqnr_db"], abs=0.5)
 
 
+def test_activations_beyond_the_budget_change_nothing() -> None:
+    kept, spilled = (run("language_model", torch.float32, CUDA, HIERARCHICAL["gptq"], memory=m) for m in (None, 1))
+    assert all(torch.equal(value, spilled.found[key]) for key, value in kept.found.items())
+
+
 @pytest.mark.parametrize("name", [*HIERARCHICAL])
 def test_bfloat16_runs(name: str) -> None:
     found = run("language_model", torch.bfloat16, CUDA, HIERARCHICAL[name])

@@ -51,7 +51,8 @@ def data():
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    saved(tmp_path / "model", llama())
+    saved(tmp_path / "model", llama(), max_shard_size="20KB")
+    assert len([*(tmp_path / "model").glob("*.safetensors")]) > 3
     (tmp_path / "in_memory.py").write_text(IN_MEMORY, encoding="utf-8")
     (tmp_path / "data.py").write_text(DATA, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -102,6 +103,22 @@ def test_results_are_those_in_memory(name: str, folder: Path) -> None:
         made[model] = {file.name: file.read_bytes() for file in files if not file.name.startswith("run.")}
     assert made["model"].keys() == made["in_memory.py"].keys()
     assert [name for name, content in made["model"].items() if content != made["in_memory.py"][name]] == []
+
+
+def test_results_in_four_bits_are_an_eighth_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a scale of float32 for each 128 weights; what describes them does not grow with them."""
+    saved(tmp_path / "model", llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=3))
+    groups = GROUPS | {"group_size": 128}
+    (tmp_path / "data.py").write_text(DATA, encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps({"global_quant_config": {"weight": groups}}))
+    monkeypatch.chdir(tmp_path)
+    command = ["--quant_mode", "calib", "--config_file", "config.json", "--model", "model", "--data", "data.py:data"]
+    assert run_command([*command, "-q"]) == 0
+    model, results = (
+        sum(file.stat().st_size for file in (tmp_path / name).glob("*.safetensors"))
+        for name in ("model", "quantize_result")
+    )
+    assert results < model * (4 + 32 / 128) / 32 * 1.02
 
 
 @pytest.fixture

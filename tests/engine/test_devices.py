@@ -84,11 +84,18 @@ class Run:
     transfers: list[Transfer]
 
 
-def run(model: str, dtype: torch.dtype, device: torch.device, config: Any, finetune: str | None = None) -> Run:
+def run(
+    model: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: Any,
+    finetune: str | None = None,
+    memory: int | None = None,
+) -> Run:
     module, batches, graph = graph_of(model, dtype, device)
     config = read_config(config).require()
     with recorded() as transfers:
-        job = Job(TracedTarget(graph), config, batches, Events(), fast_finetune=finetune)
+        job = Job(TracedTarget(graph), config, batches, Events(), fast_finetune=finetune, memory=memory)
         solution = pipeline.run(job)
         scores = score(Calibrated(graph, config.settings, solution), module, batches, Events())
     tensors = {
@@ -153,6 +160,8 @@ GIVE_TO_THE_CPU = {
 }
 """What moves more than single numbers: ranges, histograms, means and scales; which scale a column has, once
 for a layer; and weights, once, for their codes."""
+SPILLS = "numerics/deferred.py:bytes_of"
+"""What moves values beyond the budget of an activation store into files."""
 
 
 def same(config: Any, model: str, dtype: torch.dtype, finetune: str | None = None) -> None:
@@ -179,6 +188,17 @@ def test_fast_finetuning(mode: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("name", "dtype"), [*zip(HIERARCHICAL, DTYPES * 4, strict=False)])
 def test_algorithms(name: str, dtype: torch.dtype) -> None:
     same(HIERARCHICAL[name], "language_model", dtype)
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptaq", "smoothquant"])
+def test_activations_beyond_the_budget_come_back_to_their_device(name: str) -> None:
+    ours = run("language_model", torch.bfloat16, STRICT, HIERARCHICAL[name], memory=1)
+    theirs = run("language_model", torch.bfloat16, CPU, HIERARCHICAL[name])
+    assert ours.found.keys() == theirs.found.keys()
+    assert all(torch.equal(value.cpu(), theirs.found[key]) for key, value in ours.found.items())
+    places = {each.place for each in ours.transfers if each.values > 1}
+    assert (SPILLS in places) == (name != "smoothquant"), "one pass over each batch keeps nothing"
+    assert places <= GIVE_TO_THE_CPU | {SPILLS}
 
 
 @pytest.mark.slow
