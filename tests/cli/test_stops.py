@@ -21,10 +21,10 @@ DATA = "return [torch.randn(4, 8, generator=torch.Generator().manual_seed(n)) fo
 STATIC = {"dtype": "int8", "qscheme": "per_tensor"}
 WEIGHT = {"dtype": "int4", "qscheme": "per_channel", "ch_axis": 0}
 CONFIGS: dict[str, tuple[dict[str, Any], list[str], int]] = {
-    "static": ({"global_quant_config": {"weight": WEIGHT, "input_tensors": STATIC}}, [], 3),
-    "gptq": ({"global_quant_config": {"weight": WEIGHT}, "algo_config": {"name": "gptq"}}, [], 5),
-    "awq": ({"global_quant_config": {"weight": WEIGHT}, "algo_config": {"name": "awq"}}, [], 7),
-    "finetuned": ({"global_quant_config": {"weight": WEIGHT, "input_tensors": STATIC}}, ["--fast_finetune"], 7),
+    "static": ({"global_quant_config": {"weight": WEIGHT, "input_tensors": STATIC}}, [], 7),
+    "gptq": ({"global_quant_config": {"weight": WEIGHT}, "algo_config": {"name": "gptq"}}, [], 11),
+    "awq": ({"global_quant_config": {"weight": WEIGHT}, "algo_config": {"name": "awq"}}, [], 13),
+    "finetuned": ({"global_quant_config": {"weight": WEIGHT, "input_tensors": STATIC}}, ["--fast_finetune"], 13),
 }
 RUN_FILES = ("run.json", "run.log")
 

@@ -40,7 +40,7 @@ def test_efficientnet_lite_in_eight_bits(
         content = json.loads((ROOT / "configs" / config).read_text()) | CORRECTIONS
         (tmp_path / config).write_text(json.dumps(content))
         common += ["--config_file", str(tmp_path / config)]
-    assert run_command(["--quant_mode", "calib", *common]) == 0
+    assert run_command(["--quant_mode", "calib", *common, "--subset_len", "24"]) == 0
     capsys.readouterr()
     gate = ["--gate", f"top1_agreement>={photos / 20}"]
     assert run_command(["--quant_mode", "test", *common, "--json", *gate]) == 0
