@@ -90,7 +90,8 @@ def model() -> LlamaForCausalLM:
         network = LlamaForCausalLM(config)
     network = network.to_empty(device="cpu")
     network.model.rotary_emb = type(network.model.rotary_emb)(config)
-    network.load_state_dict(llama_weights(reader, config), strict=False)
+    for name, weight in llama_weights(reader, config):  # one by one: together they are the model again
+        network.get_parameter(name).data.copy_(weight)
     network.tie_weights()  # the head has no weights of its own
     network.requires_grad_(False)
     network.train(False)
@@ -178,20 +179,18 @@ def llama_config(reader: GGUFReader) -> LlamaConfig:
     )
 
 
-def llama_weights(reader: GGUFReader, config: LlamaConfig) -> dict[str, Tensor]:
-    """The file's tensors in float32, under transformers' names."""
+def llama_weights(reader: GGUFReader, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
+    """The file's tensors in float32, with transformers' names."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads or config.num_attention_heads}
-    found = {}
     for tensor in reader.tensors:
         weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
         if tensor.name in OUTSIDE:
-            found[OUTSIDE[tensor.name]] = weight
+            yield OUTSIDE[tensor.name], weight
             continue
         _, block, part, _ = tensor.name.split(".")
         if part in heads:
             weight = halves_apart(weight, heads[part])
-        found[f"model.layers.{block}.{BLOCK[part]}.weight"] = weight
-    return found
+        yield f"model.layers.{block}.{BLOCK[part]}.weight", weight
 
 
 def halves_apart(weight: Tensor, heads: int) -> Tensor:

@@ -175,6 +175,20 @@ def test_any_number_of_ranks_writes_the_same_bytes(
     assert json.loads((tmp_path / "one" / "run.json").read_text())["ranks"] == 1
 
 
+def test_progress_counts_the_batches_of_all_ranks(net: str, tmp_path: Path) -> None:
+    def told(rank: int) -> None:
+        plain = Stage.__exit__
+
+        def leave(self: Stage, *error: Any) -> None:
+            print(f"{self.name}: {self.done} of {self.total}", file=sys.stderr)
+            plain(self, *error)
+
+        Stage.__exit__ = leave  # type: ignore[method-assign,assignment]
+
+    found = run_ranks(3, calib(net, config_file(tmp_path, "maxmin"), tmp_path / "q"), tmp_path / "ranks", before=told)
+    assert "calib: 7 of 7" in found[0].err
+
+
 def test_more_ranks_than_batches(net: str, tmp_path: Path) -> None:
     config = config_file(tmp_path, "bias correction")
     assert run_command(calib(net, config, tmp_path / "one", "-q", "--subset_len", "8")) == 0
