@@ -128,7 +128,7 @@ class RangeMemory(Memory):
         way of large ones."""
         found = batch.counted()
         if self._counts is None or self._counts.shape != found.counts.shape:
-            self._counts = torch.empty_like(found.counts)
+            self._counts = torch.empty_like(found.counts, dtype=torch.int32)  # as many as a sample has
         return replace(found, counts=self._counts.copy_(found.counts))
 
     def _found(self, low: Tensor, high: Tensor) -> None:

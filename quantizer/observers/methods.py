@@ -119,8 +119,9 @@ def diffs(values: Distribution, spec: QuantizationSpec) -> Range:
     qparams = qparams_from_range(low, high, code_range)
     scale, zero_point = qparams.scale.to(sample), qparams.zero_point.to(sample.device)
     tried = sample.new_empty(DIFFS_CANDIDATES, *sample.shape).copy_(sample)
-    fill(tried.view(-1, sample.shape[1]), tried.view(-1, sample.shape[1]), scale, zero_point, kernel_of(spec), 0)
-    errors = tried.sub_(sample).square_().sum(2, dtype=torch.float64)
+    rows = tried.view(-1, sample.shape[1])
+    fill(rows, rows, scale, zero_point, kernel_of(spec), 0)
+    errors = tried.sub_(sample).square_().sum(2)
     best = factors[errors.argmin(0).cpu()]
     return values.low * best, values.high * best
 
