@@ -120,8 +120,9 @@ def inputs(job: str) -> tuple[nn.Module, dict[str, Any]]:
         example = importlib.import_module("efficientnet_lite")
         model = build(job)
         model.load_state_dict(example.model().state_dict())
-        heldout = [x for x, _ in example.evaluation_data()]
-        work = {"data": example.calibration_data(), "heldout": heldout}
+        data = example.calibration_data()
+        photos = torch.split(torch.cat([x for x, _ in example.evaluation_data()]), len(data[0]))
+        work = {"data": data, "heldout": photos[:2]}  # some tools fix the size of a batch
     work["data"], work["heldout"] = ([x.clone() for x in work[key]] for key in ("data", "heldout"))
     return model.eval(), work | {"weights": model.state_dict()}
 
