@@ -10,7 +10,7 @@ from torch import Tensor
 
 BLOCK = 1 << 19  # values per step: 2 MB of float32 stay in the cache for all operations of the step
 BLOCK_OF_GPU = 1 << 24  # there each operation is started by itself, which few values do not pay for
-MANTISSA = 0x7FFFFF
+MANTISSA = 0x7FFFFF  # of the bits of float32
 FEW = 1 << 15  # scales per step: float64 of more is memory that the system may hand out anew for every operation
 _kept = threading.local()  # the memory that `scratch` keeps for a thread
 
