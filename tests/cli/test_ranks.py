@@ -56,6 +56,20 @@ def calibration_data():
     g = torch.Generator().manual_seed(1)
     return [(torch.randn(4, 3, 6, 6, generator=g) * (1 + i), torch.arange(4)) for i in range(7)]
 
+def other_for_each_rank():
+    import os
+    return calibration_data()[int(os.environ.get("RANK", 0)) :]
+
+def shuffled_by_rank():
+    import os
+    data = calibration_data()
+    return data[::-1] if os.environ.get("RANK") == "1" else data
+
+def evaluate(model, data):
+    with torch.no_grad():
+        return {"seen": float(sum(len(x) for x, _ in data))}
+"""
+NOT_FINITE = """
 def overflowing():
     data = calibration_data()
     data[5][0][0] = 3e38
@@ -73,26 +87,14 @@ def below():
     data = calibration_data()
     data[5][0][0] = -101
     return data
-
-def other_for_each_rank():
-    import os
-    return calibration_data()[int(os.environ.get("RANK", 0)) :]
-
-def shuffled_by_rank():
-    import os
-    data = calibration_data()
-    return data[::-1] if os.environ.get("RANK") == "1" else data
-
-def evaluate(model, data):
-    with torch.no_grad():
-        return {"seen": float(sum(len(x) for x, _ in data))}
 """
+"""Data and a model that give infinity and NaN in batch 5."""
 METHODS = ("maxmin", "percentile", "mse")
 
 
 @pytest.fixture
 def net(tmp_path: Path) -> str:
-    (tmp_path / "net.py").write_text(MODEL)
+    (tmp_path / "net.py").write_text(MODEL + NOT_FINITE)
     return str(tmp_path / "net.py")
 
 
