@@ -16,7 +16,7 @@ from quantizer.numerics.registry import lookup
 from quantizer.observers.methods import METHODS, OF_VALUES
 from quantizer.observers.observed_batch import CountedBatches, Distribution, ObservedBatch, PooledBatches, Range, slices
 
-ROWS_AT_ONCE = 1 << 12  # histograms of 4096 bins of each take 128 MB
+ROWS_AT_ONCE = 1 << 10  # histograms of 4096 bins of each take 32 MB, the candidates of diffs 84 MB
 FEW_ROWS = 16
 """Rows of which ranges can wait until the batch is through."""
 ROOM = 16
