@@ -63,7 +63,7 @@ class _Search:
         for name in (name for names in self.own for name in names):
             layer_qparams(name, task.specs[name, "weights"], parameter(task.graph, found, name))
         network = Network(adjusted(task.graph, self.before))
-        self.runner = SequentialRunner(network, task.batches(), ActivationStore(task.memory), task.ranks)
+        self.runner = SequentialRunner(network, task.batches(), ActivationStore(task.memory), task.ranks, together=True)
 
     def run(self) -> Adjustment:
         """All groups, but those that an interrupted run had done."""

@@ -98,7 +98,7 @@ class _SequentialRounding:
                 self._put(name, rounded.weight)
 
     def _runner(self, graph: Graph, store: ActivationStore) -> SequentialRunner:
-        return SequentialRunner(Network(graph), self.task.batches(), store, self.task.ranks)
+        return SequentialRunner(Network(graph), self.task.batches(), store, self.task.ranks, together=True)
 
     def process(self, chunk: Sequence[tuple[int, InputGroup]]) -> None:
         """Round the layers of these groups; those that an interrupted run has rounded get what it found."""

@@ -162,11 +162,12 @@ def _lacks(
 def _judge(member: Member, solution: GptqSolution, gram: Tensor, optimism: float, rounded: RoundedLayers) -> None:
     """Take the solution if it promises to be better than round-to-nearest, else that."""
     before = output_error(gram, solution.target - member.plain)
-    weight, error, qparams = member.stored(solution.weight), solution.error, solution.qparams
-    is_plain = torch.equal(solution.weight, member.plain)
-    is_better = not is_plain and error * optimism < before and bool(weight.isfinite().all())
+    weight, plain = member.stored(solution.weight), member.stored(member.plain)
+    error, qparams = solution.error, solution.qparams
+    is_plain = torch.equal(weight, plain)
+    is_better = not is_plain and error * optimism < before and math.isfinite(weight.sum())
     if not is_better:
-        weight, error, qparams = member.stored(member.plain), before, member.qparams
+        weight, error, qparams = plain, before, member.qparams
         if not is_plain and math.isfinite(solution.error) and solution.error:
             rounded.remarks.append(Remark(member.name, NO_GAIN, is_warning=False))
     if torch.equal(nearest(weight, member.spec, qparams), weight):

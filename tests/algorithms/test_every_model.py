@@ -42,8 +42,10 @@ def test_every_layer_is_rounded_and_none_is_worse_for_it(name: str, model: str) 
 
 @pytest.mark.parametrize("model", ["Llama", "experts", "grouped"])
 @pytest.mark.parametrize("name", ["smoothquant", "awq", *ROUNDING])
-def test_a_layer_runs_once_for_each_batch(name: str, model: str) -> None:
-    """Errors come from sums of products of the inputs, not from running the model with each candidate."""
+def test_a_layer_runs_at_most_once_for_each_batch(name: str, model: str) -> None:
+    """Errors come from sums of products of the inputs, not from running the model with each candidate. Short batches of
+    token ids may run as one.
+    """
     network, inputs = built(model)
     task = task_of(network, inputs, INT4, QuantizationSpec() if name == "smoothquant" else None)
     calls: Counter[nn.Module] = Counter()
@@ -57,4 +59,5 @@ def test_a_layer_runs_once_for_each_batch(name: str, model: str) -> None:
     finally:
         hook.remove()
     assert len(calls) >= len(task.specs)
-    assert max(calls.values()) == len(inputs)
+    short = model == "Llama" and name != "smoothquant"
+    assert max(calls.values()) == (1 if short else len(inputs))

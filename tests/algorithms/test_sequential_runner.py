@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from deployments import deployment
+from torch import nn
 from toys import TOYS, built, leaves_equal, traced
 
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.errors import DataError
+from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.numerics.deferred import DeferredTensor, loaded
 from quantizer.sources.batches import Batch
@@ -70,6 +73,90 @@ def test_what_is_kept_may_be_changed_before_the_next_layer_reads_it() -> None:
     runner.change(kept, lambda value: value.zero_())
     runner.release(kept)
     assert not any(call["input"].any() for call in runner.calls(second))
+
+
+class Tokens(nn.Module):
+    """Of token ids, or of floats, what a linear layer makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.linear = nn.Embedding(50, 8), nn.Linear(8, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(self.embed(ids))
+        return y
+
+
+def of_ids(*shapes: tuple[int, int]) -> list[Batch]:
+    """A batch of ids of each shape; id 7 is in none."""
+    draw = torch.Generator().manual_seed(0)
+    return [Batch.of(torch.randint(8, 50, shape, generator=draw)) for shape in shapes]
+
+
+def joined(model: nn.Module, data: list[Batch], *, together: bool = True) -> tuple[SequentialRunner, str]:
+    """A runner, and the last layer of its network."""
+    network = Network(trace(model.eval(), data[0].args))
+    return SequentialRunner(network, data, together=together), network.graph.nodes[-1].name
+
+
+@pytest.mark.parametrize(
+    ("shapes", "sizes"),
+    [
+        ([(1, 256)] * 6, [4, 2]),
+        ([(3, 200), (2, 200), (1, 200)], [5, 1]),
+        ([(1, 8), (1, 8), (1, 9), (1, 8)], [2, 1, 1]),
+        ([(1, 2000), (1, 2000)], [1, 1]),
+    ],
+    ids=["1024 ids", "samples", "lengths", "long ones"],
+)
+def test_batches_of_few_token_ids_run_as_one(shapes: list[tuple[int, int]], sizes: list[int]) -> None:
+    torch.manual_seed(0)
+    model, data = Tokens(), of_ids(*shapes)
+    runner, last = joined(model, data)
+    runner.advance(last)
+    values = runner.value(last)
+    assert [len(value) for value in values] == sizes
+    alone, _ = joined(model, data, together=False)
+    alone.advance(last)
+    assert [len(value) for value in alone.value(last)] == [shape[0] for shape in shapes]
+    rows = ([row for value in each for row in value] for each in (values, alone.value(last)))
+    for ours, theirs in zip(*rows, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_batches_of_floats_never_do() -> None:
+    data = [Batch.of(torch.ones(1, 8))] * 3
+    runner, last = joined(nn.Sequential(nn.Linear(8, 4)), data)
+    runner.advance(last)
+    assert len(runner.value(last)) == 3
+
+
+def test_of_batches_that_run_as_one_the_one_with_the_error_is_named() -> None:
+    """By what a watcher sees, and where the network cannot run."""
+    model, data = Tokens(), of_ids(*[(1, 16)] * 5)
+    model.embed.weight.data[7] = math.nan
+    data[3].args[0][0, 5] = 7
+    runner, last = joined(model, data)
+
+    def refuse(value: torch.Tensor) -> None:
+        if value.isnan().any():
+            raise DataError("NaN in it")
+
+    with pytest.raises(DataError, match=r"^batch 3: NaN in it"):
+        runner.advance(last, {last: refuse})
+    data[4].args[0][0, 0] = 50
+    runner, last = joined(model, data)
+    with pytest.raises(DataError, match=r"^batch 4: .*cannot run on this input"):
+        runner.advance(last)
+
+
+def test_an_error_that_no_batch_has_alone_is_that_of_them_all() -> None:
+    def refuse(value: torch.Tensor) -> None:
+        raise DataError("too much in all")
+
+    runner, last = joined(Tokens(), of_ids(*[(1, 16)] * 5))
+    with pytest.raises(DataError, match=r"^batches 0 to 4: too much in all"):
+        runner.advance(last, {last: refuse})
 
 
 def test_values_beyond_the_budget_go_to_files_that_vanish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
