@@ -21,6 +21,7 @@ from quantizer.engine.solution import quantized_network
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
+from quantizer.nn.image_layout import weights_last
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
@@ -98,7 +99,7 @@ def plan(graph: Graph, original: Graph, settings: Settings = SETTINGS, **fields:
 
 def calibration(planned: Plan, batches: list[Batch]) -> object:
     """Everything from the float graph to scales."""
-    network = Network(planned.graph)
+    network = weights_last(Network(planned.graph))
     found = calibrate.start(planned)
     calibrate.run(found, network, batches)
     return calibrate.solution(found)
@@ -107,7 +108,7 @@ def calibration(planned: Plan, batches: list[Batch]) -> object:
 def corrected(original: Graph, settings: Settings, batches: list[Batch]) -> None:
     """Everything from the traced graph to scales and bias corrections."""
     planned = plan(run_passes(original, settings), original, settings)
-    network = Network(planned.graph)
+    network = weights_last(Network(planned.graph))
     found = calibrate.start(planned)
     calibrate.run(found, network, batches)
     solution = calibrate.solution(found)
@@ -117,7 +118,7 @@ def corrected(original: Graph, settings: Settings, batches: list[Batch]) -> None
 
 def quantized(planned: Plan, batches: list[Batch]) -> Network:
     """The network of test mode."""
-    network = Network(planned.graph)
+    network = weights_last(Network(planned.graph))
     found = calibrate.start(planned)
     calibrate.run(found, network, batches)
     return quantized_network(planned.graph, calibrate.solution(found))

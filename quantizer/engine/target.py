@@ -13,6 +13,7 @@ from quantizer.engine.solution import Solution, encoded
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.structure import Structure
+from quantizer.nn.image_layout import weights_last
 from quantizer.nn.network import Network
 from quantizer.plan.model import Key, Plan
 from quantizer.plan.remarks import remarks
@@ -97,7 +98,7 @@ class TracedTarget(Target):
         self.graph = adjusted(self.graph, found)
 
     def observed(self) -> AbstractContextManager[Observable]:
-        return nullcontext(Network(self.graph))
+        return nullcontext(weights_last(Network(self.graph)))
 
     def unreached(self) -> Collection[str]:
         """A trace holds nothing that does not run."""

@@ -4,10 +4,14 @@ What they make stays so for as long as layers follow that compute alike on any o
 others get what the model gave them, with the channels first. Exported programs have no say in the order of memory.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from quantizer.numerics.deferred import DeferredTensor
+
+Module = TypeVar("Module", bound=nn.Module)
 
 IMAGES = 4
 """The dimensions of a batch of images: [b, channels, height, width]."""
@@ -20,6 +24,16 @@ def channels_last(x: Tensor) -> Tensor:
     if x.dim() != IMAGES or x.device.type in _FIRST or torch.compiler.is_exporting():
         return x
     return x.contiguous(memory_format=torch.channels_last)
+
+
+def weights_last(network: Module) -> Module:
+    """The network with the weights of its convolutions of images in this order, too, which torch else puts them in at
+    every call: 3 % of a pass. Those of kernels larger than a pixel become copies; deferred ones stay as they are.
+    """
+    for layer in network.modules():
+        if isinstance(layer, nn.Conv2d) and not isinstance(layer.weight, DeferredTensor):
+            layer.weight = nn.Parameter(channels_last(layer.weight.detach()), requires_grad=layer.weight.requires_grad)
+    return network
 
 
 def channels_first(value: Any) -> Any:

@@ -77,6 +77,11 @@ def _is_read(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
+def _is_zero(zero_point: Tensor, x: Tensor) -> bool:
+    """Whether there is none that has to be added; the two ends are found many times as fast as `any`."""
+    return zero_point.numel() == 0 or (_is_read(x) and all(int(end) == 0 for end in zero_point.aminmax()))
+
+
 def _has_exact_inverse(scale: Tensor) -> bool:
     """Whether 1 / scale loses no bit: of float32 powers of two, the numbers without a mantissa."""
     if scale.dtype != torch.float32:
@@ -110,21 +115,28 @@ def blocks(
 
     The last in memory comes first: who found the scales has read `x` from its beginning, so its end is in the cache.
     """
-    scale, order, size = scale.to(x), memory_order(x), BLOCK if _is_read(x) else BLOCK_OF_GPU
+    scale, size = scale.to(x), BLOCK if _is_read(x) else BLOCK_OF_GPU
     if ch_axis is None:
         z = int(zero_point) if _is_read(x) else zero_point.to(x)
+        if x.numel() <= size:
+            yield x, twin, scale, z
+            return
+        order = memory_order(x)
         flat, other = (each.permute(order).view(-1) for each in (x, twin))
         for start in reversed(range(0, len(flat), size)):
             yield flat[start : start + size], other[start : start + size], scale, z
         return
+    if x.numel() <= size:  # the order of so few values does not matter
+        sizes = (-1, *(1,) * (x.ndim - 1 - ch_axis % x.ndim))
+        yield x, twin, scale.view(sizes), 0 if _is_zero(zero_point, x) else zero_point.to(x).view(sizes)
+        return
+    order = memory_order(x)
     axis = order.index(ch_axis % x.ndim)
     ordered = x.permute(order)
     channels, inner = ordered.shape[axis], math.prod(ordered.shape[axis + 1 :])
     shape = math.prod(ordered.shape[:axis]), channels, inner
     rows, others = ordered.view(shape), twin.permute(order).view(shape)
-    # The two ends are found many times as fast as `any`.
-    is_zero = zero_point.numel() == 0 or (_is_read(x) and all(int(end) == 0 for end in zero_point.aminmax()))
-    zero_points = None if is_zero else zero_point.to(x).view(1, -1, 1)
+    zero_points = None if _is_zero(zero_point, x) else zero_point.to(x).view(1, -1, 1)
     scales = scale.view(1, -1, 1)
     wide = max(1, min(channels, size // max(1, inner)))
     tall = max(1, size // max(1, wide * inner))

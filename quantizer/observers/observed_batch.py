@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -59,22 +59,27 @@ def extremes(rows: Tensor) -> Range:
     times as fast again, as none of them is NaN (one whose sign is set may go unseen). Rows without such a value are
     read once more.
     """
-    if len(rows) == 1 or (rows.is_cpu and rows.shape[1] >= ALONE):
+    count, length = rows.shape
+    if count == 1 or (rows.is_cpu and length >= ALONE):
         lows, highs = zip(*(row.aminmax() for row in rows), strict=True)
         return torch.stack(lows), torch.stack(highs)
     wide = rows.dtype if rows.dtype in _BITS else torch.float32  # torch reduces narrow dtypes slowly
-    low, high = (rows.new_empty(len(rows), dtype=wide) for _ in range(2))
-    height = max(1, READ // max(1, rows.shape[1]))
-    parts = [slice(start, start + height) for start in range(0, len(rows), height)]
-    bits = high.view(_BITS[wide])
-    for here in parts:
-        part = rows[here].to(wide)
-        torch.amin(_narrowed(part, torch.minimum), 1, out=low[here])
-        torch.amax(_narrowed(part, torch.maximum).view(bits.dtype), 1, out=bits[here])
-    if bool(bits.min() < 0):
-        for here in parts:
-            torch.amax(rows[here].to(wide), 1, out=high[here])
+    parts = [rows] if rows.numel() <= READ else torch.split(rows, max(1, READ // max(1, length)))
+    low, bits = _joined(_least_and_bits(part.to(wide)) for part in parts)
+    high = bits.view(wide) if count and int(bits.min()) >= 0 else torch.cat([part.to(wide).amax(1) for part in parts])
     return low.to(rows.dtype), high.to(rows.dtype)
+
+
+def _least_and_bits(rows: Tensor) -> Range:
+    """The least value of each row, and the greatest of those that their bits are, read as integers."""
+    greatest = _narrowed(rows, torch.maximum).view(_BITS[rows.dtype])
+    return _narrowed(rows, torch.minimum).amin(1), greatest.amax(1)
+
+
+def _joined(ranges: Iterable[Range]) -> Range:
+    """Those of parts as one."""
+    least, greatest = zip(*ranges, strict=True)
+    return (least[0], greatest[0]) if len(least) == 1 else (torch.cat(least), torch.cat(greatest))
 
 
 def _narrowed(rows: Tensor, pick: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -7,9 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.model import Settings
+from quantizer.graph.parameters import set_parameter
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
+from quantizer.nn.image_layout import weights_last
 from quantizer.nn.network import Network
+from quantizer.numerics.deferred import DeferredTensor, out_of_memory
 
 READERS: dict[str, Callable[[Tensor], Tensor]] = {
     "view": lambda x: x.view(x.shape[0], -1),
@@ -56,3 +59,21 @@ def test_convolutions_and_what_computes_alike_have_their_channels_last() -> None
     )
     assert len(seen) == 3
     assert all(value.is_contiguous(memory_format=torch.channels_last) for value in seen.values())
+
+
+def test_weights_may_have_their_channels_last_too() -> None:
+    """The same bits come out; a kernel of one pixel has both orders, and weights in files stay there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, groups=8)).eval()
+    x = torch.randn(2, 3, 9, 9)
+    graph = run_passes(trace(model, (x,)), Settings())
+    plain, network = Network(graph), Network(graph)
+    assert weights_last(network) is network
+    weights = [layer.get_parameter("weight") for layer in network.layers.values() if hasattr(layer, "weight")]
+    assert [weight.is_contiguous(memory_format=torch.channels_last) for weight in weights] == [True] * 3
+    assert weights[1].data_ptr() == model[1].weight.data_ptr()
+    with torch.no_grad():
+        assert torch.equal(network(x), plain(x))
+    first = next(name for name, layer in plain.layers.items() if hasattr(layer, "weight"))
+    set_parameter(plain.layers[first], "weight", out_of_memory(model[0].weight.detach()))
+    assert isinstance(weights_last(plain).layers[first].get_parameter("weight"), DeferredTensor)
