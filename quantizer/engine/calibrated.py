@@ -28,7 +28,7 @@ from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.edits import inserted, with_weights
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.parameters import placed
-from quantizer.graph.passes import run_passes
+from quantizer.graph.passes import for_device, run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
@@ -52,14 +52,19 @@ class Calibrated:
     @cached_property
     def graph(self) -> Graph:
         """The graph that was planned, with the layers that algorithms inserted; scales of positions fix lengths."""
-        graph = inserted(run_passes(self.original, self.settings), self.solution.insertions)
+        graph = inserted(self._passed, self.solution.insertions)
         return graph.replaced(lengths=()) if _has_scales_of_positions(graph, self.solution) else graph
 
     @cached_property
     def float_graph(self) -> Graph:
         """The float graph that `graph` is compared with, node by node: rescaled as that is."""
-        graph = inserted(run_passes(self.original, self.settings, device=False), self.solution.insertions)
-        return with_weights(graph, self.solution.rescaled)
+        own = run_passes(self.original, self.settings, device=False) if for_device(self.settings) else self._passed
+        return with_weights(inserted(own, self.solution.insertions), self.solution.rescaled)
+
+    @cached_property
+    def _passed(self) -> Graph:
+        """The model's graph after the passes, which both have in common where no pass is for a device alone."""
+        return run_passes(self.original, self.settings)
 
     def network(self) -> Network:
         """The quantized network, a new one."""
@@ -111,11 +116,12 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
     _say_other_torch(info)
     solution = info.solution if original.is_deferred else info.solution.in_memory()
     check_insertions(solution.insertions, calibrated, info.path)
-    graph = inserted(run_passes(calibrated, info.settings), solution.insertions)
-    check_solution(solution, info.entries, graph, info.path)
-    if calibrated is not original:
-        check_sizes(calibrated, original, info.solution)
-    return Calibrated(original, info.settings, solution)
+    found = Calibrated(calibrated, info.settings, solution)
+    check_solution(solution, info.entries, found.graph, info.path)
+    if calibrated is original:
+        return found
+    check_sizes(calibrated, original, info.solution)
+    return replace(found, original=original)
 
 
 def _say_other_torch(info: QuantInfo) -> None:

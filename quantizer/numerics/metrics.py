@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from quantizer.numerics.blocks import flat_view, memory_order
+
 BLOCK = 1 << 18  # values converted to float64 at a time: they stay in the cache
 
 
@@ -14,7 +16,9 @@ def energy(x: Tensor) -> float:
     >>> energy(torch.tensor([3.0, 4.0]))
     25.0
     """
-    return _dot(x, x)
+    flat = flat_view(x)  # in another order than that of memory it would be read many times as slowly
+    parts = torch.split(x.reshape(-1) if flat is None else flat, BLOCK)
+    return math.fsum(float(torch.dot(part, part)) for part in (each.double() for each in parts))
 
 
 def decibel(signal: float, noise: float) -> float:
@@ -76,9 +80,8 @@ def top1_agreement(reference: Tensor, other: Tensor) -> float:
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
-    a, b = a.reshape(-1), b.reshape(-1)
-    parts = (slice(start, start + BLOCK) for start in range(0, a.numel(), BLOCK))
-    return math.fsum(float(torch.dot(a[part].double(), b[part].double())) for part in parts)
+    pairs = (torch.split(each.permute(memory_order(a)).reshape(-1), BLOCK) for each in (a, b))
+    return math.fsum(float(torch.dot(one.double(), other.double())) for one, other in zip(*pairs, strict=True))
 
 
 def _check(reference: Tensor, other: Tensor) -> None:

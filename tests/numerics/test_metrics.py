@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizer.numerics.fake_quantize import fake_quantize
 from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
@@ -20,6 +21,33 @@ def test_energy_adds_up_over_blocks_layouts_and_dtypes():
     x = torch.full((3, BLOCK), 0.5)
     assert energy(x) == energy(x.T) == energy(x.half()) == 0.75 * BLOCK
     assert energy(torch.zeros(0)) == 0
+
+
+class Operators(TorchDispatchMode):
+    """The names of all operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_energy_reads_values_in_the_order_of_memory_without_a_copy_of_all(order):
+    """A copy in another order takes ten times as long as the sum: that was half of test mode for images."""
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).contiguous(memory_format=order)
+    with Operators() as seen:
+        found = energy(x)
+    assert found == pytest.approx(float(x.double().square().sum()), rel=1e-12)
+    assert not {"clone", "copy_", "_reshape_copy", "contiguous"} & seen.names
+
+
+def test_cosine_of_one_tensor_in_two_orders_is_one():
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert cosine(x, x.contiguous(memory_format=torch.channels_last)) == pytest.approx(1, abs=1e-12)
 
 
 def test_sqnr_of_a_tenth_is_twenty_decibel():

@@ -71,6 +71,11 @@ def run_passes(graph: Graph, settings: Settings, *, device: bool = True) -> Grap
     return graph
 
 
+def for_device(settings: Settings) -> bool:
+    """Whether a pass that the settings ask for makes another network of the graph, as a device has it."""
+    return any(row.changes == "device" and _is_wanted(row, settings) for row in PASSES.values())
+
+
 def needs_values(settings: Settings) -> bool:
     """Whether a pass that the settings ask for makes its graph from the values of tensors."""
     return any(row.values and _is_wanted(row, settings) for row in PASSES.values())
