@@ -187,7 +187,7 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         def check(metrics: Collection[str]) -> None:
             require_known(gates, names_in_test(metrics, options))
 
-        calibrated = replace(calibrated, solution=as_run(options.deploy, graph, calibrated.solution))
+        calibrated = calibrated.with_solution(as_run(options.deploy, graph, calibrated.solution))
         more = footprint.comparison_bytes(graph, info.solution.specs, session.batch_size(options, batches))
         footprint.require_room("test mode", more, footprint.remedies(graph))
         follower = Forked(progress(quiet=options.quiet), torchrun.Watched(ranks))

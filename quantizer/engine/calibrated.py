@@ -49,20 +49,26 @@ class Calibrated:
     settings: Settings
     solution: Solution
 
+    def with_solution(self, solution: Solution) -> "Calibrated":
+        """Another solution for the same network, whose weights both have in common."""
+        other = replace(self, solution=solution)
+        vars(other)["passed"] = self.passed
+        return other
+
     @cached_property
     def graph(self) -> Graph:
         """The graph that was planned, with the layers that algorithms inserted; scales of positions fix lengths."""
-        graph = inserted(self._passed, self.solution.insertions)
+        graph = inserted(self.passed, self.solution.insertions)
         return graph.replaced(lengths=()) if _has_scales_of_positions(graph, self.solution) else graph
 
     @cached_property
     def float_graph(self) -> Graph:
         """The float graph that `graph` is compared with, node by node: rescaled as that is."""
-        own = run_passes(self.original, self.settings, device=False) if for_device(self.settings) else self._passed
+        own = run_passes(self.original, self.settings, device=False) if for_device(self.settings) else self.passed
         return with_weights(inserted(own, self.solution.insertions), self.solution.rescaled)
 
     @cached_property
-    def _passed(self) -> Graph:
+    def passed(self) -> Graph:
         """The model's graph after the passes, which both have in common where no pass is for a device alone."""
         return run_passes(self.original, self.settings)
 
@@ -117,7 +123,7 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
     solution = info.solution if original.is_deferred else info.solution.in_memory()
     check_insertions(solution.insertions, calibrated, info.path)
     found = Calibrated(calibrated, info.settings, solution)
-    check_solution(solution, info.entries, found.graph, info.path)
+    check_solution(solution, info.entries, inserted(found.passed, solution.insertions), info.path)
     if calibrated is original:
         return found
     check_sizes(calibrated, original, info.solution)

@@ -30,6 +30,8 @@ the zero point of each value, and a second solution; of all layers with one inpu
 HOLES = 1.65
 """The heap of the C library, with the holes that values of different sizes leave in it within a pass, is so many times
 as large as what is alive, but where large blocks are mapped. Measured on images: 1.5 to 2.5."""
+MAPPED = 32 << 20
+"""Blocks from here on, as logits are, glibc always maps."""
 SURE = 1.2
 """A run is refused only where a prediction that is too high by as much would not fit either."""
 
@@ -67,10 +69,11 @@ def comparison_bytes(graph: Graph, specs: Mapping[Key, QuantizationSpec], size: 
     for node in (each for each in graph.nodes if each.op != "input"):
         during, after = alive[node.name]
         step = after + during + working_bytes(graph, node, size) + _read_bytes(graph, node)
-        subtracted = 3 * value_bytes(graph, node.name, size)  # quantized, and subtracted from the float one
-        most = max(most, step, 2 * after + subtracted)
+        value = value_bytes(graph, node.name, size)
+        subtracted = 2 * after + 3 * value  # quantized, and subtracted from the float one
+        most = max(most, _in_heap(graph, step, value, 2), _in_heap(graph, subtracted, value, 5))
     left = 0 if graph.is_deferred else 5 * _values(graph, rounded)  # codes, and what they stand for
-    return left + max(_weights_bytes(graph, rounded), int(_holes(graph) * most))
+    return left + max(_weights_bytes(graph, rounded), most)
 
 
 class Base(NamedTuple):
@@ -139,8 +142,9 @@ def _pass_bytes(graph: Graph, data: Data, upto: int | None = None) -> int:
     alive, most = alive_bytes(graph, data.size), 0
     for node in graph.nodes[:upto]:
         beside = working_bytes(graph, node, data.size) + _read_bytes(graph, node)
-        most = max(most, alive[node.name][0] + beside)
-    return int(_holes(graph) * most)
+        value = value_bytes(graph, node.name, data.size)
+        most = max(most, _in_heap(graph, alive[node.name][0] + beside, value))
+    return most
 
 
 def _algorithm_bytes(graph: Graph, rounded: Collection[str], algorithm: Algorithm, data: Data) -> int:
@@ -196,5 +200,7 @@ def _read_bytes(graph: Graph, node: Node) -> int:
     return sum(each.nbytes for each in tensors if isinstance(each, DeferredTensor))
 
 
-def _holes(graph: Graph) -> float:
-    return 1 if graph.is_deferred else HOLES
+def _in_heap(graph: Graph, alive: int, value: int, copies: int = 1) -> int:
+    """What is resident for so many bytes alive, among them copies of a value of so many bytes."""
+    mapped = alive if graph.is_deferred else copies * value if value >= MAPPED else 0
+    return mapped + int(HOLES * (alive - mapped))

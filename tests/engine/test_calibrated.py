@@ -23,3 +23,12 @@ def test_folded_weights_are_there_once_where_no_pass_is_for_the_device(device: s
     assert torch.equal(ours, floats)
     assert (ours.data_ptr() == floats.data_ptr()) is shared
     assert not torch.equal(ours, model[0].weight)
+
+
+def test_another_solution_leaves_the_weights_where_they_are() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    calibrated = Calibrated(trace(model, (torch.randn(2, 3, 6, 6),)), Settings(), Solution({}))
+    solution = Solution({})
+    other = calibrated.with_solution(solution)
+    assert other.solution is solution
+    assert other.passed is calibrated.passed
