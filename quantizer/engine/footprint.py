@@ -52,7 +52,7 @@ def calibration_bytes(plan: Plan, config: Config, data: Data, *, finetuned: bool
     graph, algorithms, rounded = plan.graph, config.algorithms, _rounded(plan)
     steps = [_weights_bytes(graph, rounded)]
     if plan.needs_data or finetuned or any(each.needs_data for each in algorithms):
-        steps.append(_pass_bytes(graph, data))
+        steps.append(_reordered_bytes(graph) + _pass_bytes(graph, data))
     steps += [_algorithm_bytes(graph, rounded, each, data) for each in algorithms if each.kind.matrices]
     if finetuned or plan.corrected:
         steps.append(_layer_by_layer_bytes(graph, data, both=finetuned))
@@ -135,6 +135,12 @@ def _weights_bytes(graph: Graph, rounded: Collection[str]) -> int:
     paths = [path for name in rounded for path in graph.by_name[name].params.values()]
     found = COPIES * max((graph.tensors[path].nbytes for path in paths), default=0)
     return max([found, *(each.nbytes for each in graph.tensors.values() if isinstance(each, DeferredTensor))])
+
+
+def _reordered_bytes(graph: Graph) -> int:
+    """Of the weights that `weights_last` copies."""
+    weights = [graph.weight(node) for node in graph.nodes if node.op == "conv2d" and "weight" in node.params]
+    return sum(each.nbytes for each in weights if each.shape[2:].numel() > 1 and not graph.is_deferred)
 
 
 def _pass_bytes(graph: Graph, data: Data, upto: int | None = None) -> int:
