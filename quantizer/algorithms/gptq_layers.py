@@ -165,7 +165,7 @@ def _judge(member: Member, solution: GptqSolution, gram: Tensor, optimism: float
     weight, plain = member.stored(solution.weight), member.stored(member.plain)
     error, qparams = solution.error, solution.qparams
     is_plain = torch.equal(weight, plain)
-    is_better = not is_plain and error * optimism < before and math.isfinite(weight.sum())
+    is_better = not is_plain and error * optimism < before and math.isfinite(weight.sum(dtype=torch.float32))
     if not is_better:
         weight, error, qparams = plain, before, member.qparams
         if not is_plain and math.isfinite(solution.error) and solution.error:
