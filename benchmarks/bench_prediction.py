@@ -39,7 +39,12 @@ NETWORKS: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
     "BERT": ("BertModel", "BertConfig", {"num_hidden_layers": 6}, TOKENS),
     "GPT-2": ("GPT2LMHeadModel", "GPT2Config", {"n_layer": 6, "use_cache": False}, TOKENS),
     "OPT": ("OPTForCausalLM", "OPTConfig", {"num_hidden_layers": 6, "use_cache": False}, TOKENS),
-    "Whisper's encoder": ("models.whisper.modeling_whisper.WhisperEncoder", "WhisperConfig", {"encoder_layers": 4}, SOUND),
+    "Whisper's encoder": (
+        "models.whisper.modeling_whisper.WhisperEncoder",
+        "WhisperConfig",
+        {"encoder_layers": 4},
+        SOUND,
+    ),
 }
 INT4 = {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 64, "symmetric": True}
 CPU_INT8: dict[str, Any] = json.loads((ROOT / "configs" / "cpu_int8.json").read_text(encoding="utf-8"))
