@@ -4,14 +4,13 @@ What they make stays so for as long as layers follow that compute alike on any o
 others get what the model gave them, with the channels first. Exported programs have no say in the order of memory.
 """
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quantizer.graph.parameters import Module
 from quantizer.numerics.deferred import DeferredTensor
-
-Module = TypeVar("Module", bound=nn.Module)
 
 IMAGES = 4
 """The dimensions of a batch of images: [b, channels, height, width]."""

@@ -39,6 +39,12 @@ def flat_view(x: Tensor) -> Tensor | None:
     return ordered.view(-1) if ordered.is_contiguous() else None
 
 
+def flattened(x: Tensor) -> Tensor:
+    """Return the elements of `x` as one vector, in memory order; a copy only where there are gaps in it."""
+    flat = flat_view(x)
+    return x.reshape(-1) if flat is None else flat
+
+
 def workspace(x: Tensor, least: torch.dtype = torch.float32) -> Tensor:
     """Return `x`, or a copy where it is narrower than `least` or its memory has gaps.
 

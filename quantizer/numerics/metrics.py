@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import flat_view, memory_order
+from quantizer.numerics.blocks import flattened, memory_order
 
 BLOCK = 1 << 18  # values converted to float64 at a time: they stay in the cache
 
@@ -16,8 +16,7 @@ def energy(x: Tensor) -> float:
     >>> energy(torch.tensor([3.0, 4.0]))
     25.0
     """
-    flat = flat_view(x)  # in another order than that of memory it would be read many times as slowly
-    parts = torch.split(x.reshape(-1) if flat is None else flat, BLOCK)
+    parts = torch.split(flattened(x), BLOCK)  # in another order than that of memory reading takes many times as long
     return math.fsum(float(torch.dot(part, part)) for part in (each.double() for each in parts))
 
 

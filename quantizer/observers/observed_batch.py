@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import BLOCK, flat_view, memory_order
+from quantizer.numerics.blocks import BLOCK, flattened, memory_order
 from quantizer.numerics.granularity import to_rows
 from quantizer.numerics.histogram import BINS, Histogram
 
@@ -47,8 +47,7 @@ def as_rows(
     """
     if qscheme != "per_tensor" or group_size is not None:
         return to_rows(x, qscheme, ch_axis, group_size, scales_per_group)
-    flat = flat_view(x)
-    return (x.reshape(-1) if flat is None else flat).unsqueeze(0)
+    return flattened(x).unsqueeze(0)
 
 
 def extremes(rows: Tensor) -> Range:
