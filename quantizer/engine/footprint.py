@@ -32,6 +32,8 @@ HOLES = 1.65
 as large as what is alive, but where large blocks are mapped. Measured on images: 1.5 to 2.5."""
 MAPPED = 32 << 20
 """Blocks from here on, as logits are, glibc always maps."""
+PLANE = 2
+"""Axes of the kernel of a convolution of images."""
 SURE = 1.2
 """A run is refused only where a prediction that is too high by as much would not fit either."""
 
@@ -139,8 +141,9 @@ def _weights_bytes(graph: Graph, rounded: Collection[str]) -> int:
 
 def _reordered_bytes(graph: Graph) -> int:
     """Of the weights that `weights_last` copies."""
-    weights = [graph.weight(node) for node in graph.nodes if node.op == "conv2d" and "weight" in node.params]
-    return sum(each.nbytes for each in weights if each.shape[2:].numel() > 1 and not graph.is_deferred)
+    layers = [node for node in graph.nodes if node.row.spatial == PLANE and not node.row.transposed]
+    weights = [graph.weight(node) for node in layers if "weight" in node.params and not graph.is_deferred]
+    return sum(each.nbytes for each in weights if each.shape[2:].numel() > 1)
 
 
 def _pass_bytes(graph: Graph, data: Data, upto: int | None = None) -> int:
