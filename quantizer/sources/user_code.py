@@ -154,11 +154,10 @@ def _importable(folder: Path) -> Iterator[None]:
 def _forget_namesakes(folder: Path) -> None:
     """Two users' files may each have a `helper.py` beside them: drop the one whose folder is no longer importable."""
     importable = {str(folder), *(str(Path(entry or ".").resolve()) for entry in sys.path)}
-    for name, module in [*sys.modules.items()]:
-        origin = None if "." in name else getattr(module, "__file__", None)
-        is_elsewhere = origin is not None and str(Path(origin).resolve().parent) not in importable
-        if is_elsewhere and (folder / f"{name}.py").is_file():
-            del sys.modules[name]
+    for file in folder.glob("*.py"):
+        origin = getattr(sys.modules.get(file.stem), "__file__", None)
+        if origin is not None and str(Path(origin).resolve().parent) not in importable and file.is_file():
+            del sys.modules[file.stem]
 
 
 def _frames(cause: BaseException) -> str:
