@@ -3,7 +3,7 @@ itself, and against the graph of the model that it is for. What calibration cann
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -25,6 +25,9 @@ from quantizer.numerics.formats import FLOAT_FORMATS
 AGAIN = "run --quant_mode calib again"
 LARGEST = 1 << 31
 """Values of an input that a result may ask for."""
+PLAIN: dict[str, set[type]] = {"number": {int, float}, "integer": {int}, "string": {str}}
+"""Types of Python that are of a type of a schema: of a list whose values have no others, none is looked at again."""
+_ONLY_TYPE = [{"type": name} for name in PLAIN]
 
 
 def check_content(content: Any, path: Path) -> None:
@@ -94,7 +97,14 @@ def _validator(schema: str, definition: str | None) -> Any:
     whole = load_resource("schemas", schema)
     used = whole if definition is None else {**whole, "$ref": f"#/definitions/{definition}"}
     checker = Draft7Validator.TYPE_CHECKER.redefine("integer", is_integer)
-    strict: Any = validators.extend(Draft7Validator, type_checker=checker)  # type: ignore[no-untyped-call]
+    every = Draft7Validator.VALIDATORS["items"]
+
+    def items(validator: Any, each: Any, instance: Any, around: Any) -> Iterator[Any]:
+        plain = PLAIN.get(each["type"]) if isinstance(instance, list) and each in _ONLY_TYPE else None
+        if plain is None or not plain.issuperset(map(type, instance)):
+            yield from every(validator, each, instance, around)
+
+    strict: Any = validators.extend(Draft7Validator, {"items": items}, type_checker=checker)  # type: ignore[no-untyped-call]
     return strict(used)
 
 
