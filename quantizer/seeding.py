@@ -9,6 +9,9 @@ import torch
 def seed_everything(seed: int) -> None:
     """Seed Python's, torch's and, if it is loaded, numpy's global generator."""
     random.seed(seed)
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # the same for the CPU; with each call the other keeps a traceback, for devices that might still come
+        torch.default_generator.manual_seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
