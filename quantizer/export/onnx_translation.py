@@ -13,7 +13,7 @@ from quantizer.errors import ModelError
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.onnx_lowering import DOMAIN, Wanted
 from quantizer.export.torch_program import exported
-from quantizer.graph.trace import quiet
+from quantizer.graph.trace import quiet, without_stack_traces
 from quantizer.nn.network import Network
 
 
@@ -75,7 +75,7 @@ def translate(deployment: Deployment, network: Network, wanted: Wanted, opset: i
     tensors = tuple(leaf for leaf in flat.leaves if isinstance(leaf, Tensor))
     program = _translatable(exported(flat, deployment.graph, tensors, {}))
     try:
-        with quiet(), torch.no_grad():
+        with quiet(), torch.no_grad(), without_stack_traces():
             translated = torch.onnx.export(
                 program,
                 input_names=[f"input_{index}" for index in range(len(tensors))],
@@ -124,6 +124,6 @@ def _translatable(program: ExportedProgram) -> ExportedProgram:
     calls = program.graph.find_nodes(op="call_function", target=attention)
     if all(call.args[0].meta["val"].dim() == 4 for call in calls):
         return program  # as every decomposition takes as long as the export
-    with quiet():
+    with quiet(), without_stack_traces():
         translatable: ExportedProgram = program.run_decompositions({attention: with_heads})
     return translatable

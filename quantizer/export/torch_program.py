@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import quiet
+from quantizer.graph.trace import quiet, without_stack_traces
 
 _PLACES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 
@@ -40,7 +40,7 @@ def exported(module: nn.Module, graph: Graph, args: tuple[Any, ...], kwargs: dic
     try:
         if kwargs:
             module.forward = _by_name(module.forward, args, kwargs)
-        with quiet(), torch.no_grad():
+        with quiet(), torch.no_grad(), without_stack_traces():
             program = torch.export.export(module, args, kwargs, dynamic_shapes=_open_sizes(graph, args, kwargs))
     except Exception as error:
         first = str(error).strip().partition("\n")[0]

@@ -155,7 +155,7 @@ def _export(
         named = (
             dict(inspect.signature(module.forward).bind(*spec[0], **spec[1]).arguments) if batch is not None else None
         )
-        with quiet(), uncollected(), torch.no_grad(), marked(module), _left_as_it_was(module), _without_stack_traces():
+        with quiet(), uncollected(), torch.no_grad(), marked(module), _left_as_it_was(module), without_stack_traces():
             program = torch.export.export(module, args, kwargs, dynamic_shapes=named)
             return functionalize(program, type(module).__name__)
     except ModelError:
@@ -180,8 +180,9 @@ _LISTS = ("_flat_weights", "_flat_weight_refs")
 
 
 @contextlib.contextmanager
-def _without_stack_traces() -> Iterator[None]:
-    """torch notes for each node where it was called, a tenth to a quarter of a trace's time; nothing here reads that.
+def without_stack_traces() -> Iterator[None]:
+    """torch notes for each node where it was called, a tenth to a quarter of the time of a trace or an export; nothing
+    here reads that.
 
     Versions that have no such switch ignore it.
     """
