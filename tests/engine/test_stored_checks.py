@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import quantizer
 from quantizer.algorithms.bias_correction import ChannelMean
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.stored_checks import spec_fault
+from quantizer.engine.stored_checks import check_content, spec_fault
+from quantizer.errors import ResultError
 from quantizer.numerics.histogram import Histogram
 
 
@@ -50,3 +54,17 @@ def test_a_histogram_without_values_is_refused() -> None:
     tensors = Histogram.of(torch.ones(1, 3), torch.ones(1), torch.ones(1)).to_tensors()
     with pytest.raises(ValueError, match="a row without values"):
         Histogram.from_tensors(tensors | {"counts": torch.zeros_like(tensors["counts"])})
+
+
+@pytest.mark.parametrize("name", ["scale", "zero_point", "observed_min"])
+@pytest.mark.parametrize("strange", ["0.5", True, None, {}])
+def test_a_list_of_numbers_with_another_value_in_it_is_refused(strange: Any, name: str, tmp_path: Path) -> None:
+    weight = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0, "symmetric": False}
+    config, info = {"global_quant_config": {"weight": weight}}, tmp_path / "quant_info.json"
+    quantizer.calibrate(torch.nn.Linear(3, 2), config, [torch.randn(4, 3)]).save(tmp_path)
+    content = json.loads(info.read_text())
+    check_content(content, info)
+    ((layer, roles),) = content["tensors"].items()
+    roles["weights"][name][-1] = strange
+    with pytest.raises(ResultError, match=f"quant_info.json is damaged: tensors/{layer}/weights/{name}/1: "):
+        check_content(content, info)
