@@ -152,7 +152,7 @@ class _Look:
 def _is_importable(named: Any) -> bool:
     """Whether a function or class is what its module has under its name, for good: a user's file is run for each
     command."""
-    if named.__module__.startswith("user_"):
+    if str(named.__module__).startswith("user_"):
         return False
     found: Any = sys.modules.get(named.__module__)
     for name in named.__qualname__.split("."):

@@ -25,9 +25,12 @@ from quantizer.numerics.formats import FLOAT_FORMATS
 AGAIN = "run --quant_mode calib again"
 LARGEST = 1 << 31
 """Values of an input that a result may ask for."""
-PLAIN: dict[str, set[type]] = {"number": {int, float}, "integer": {int}, "string": {str}}
-"""Types of Python that are of a type of a schema: of a list whose values have no others, none is looked at again."""
-_ONLY_TYPE = [{"type": name} for name in PLAIN]
+_PLAIN: list[tuple[dict[str, str], set[type]]] = [
+    ({"type": "number"}, {int, float}),
+    ({"type": "integer"}, {int}),
+    ({"type": "string"}, {str}),
+]
+"""Schemas, and the types of Python that fit them: a list of no others is not gone through value by value."""
 
 
 def check_content(content: Any, path: Path) -> None:
@@ -100,8 +103,8 @@ def _validator(schema: str, definition: str | None) -> Any:
     every = Draft7Validator.VALIDATORS["items"]
 
     def items(validator: Any, each: Any, instance: Any, around: Any) -> Iterator[Any]:
-        plain = PLAIN.get(each["type"]) if isinstance(instance, list) and each in _ONLY_TYPE else None
-        if plain is None or not plain.issuperset(map(type, instance)):
+        types = next((types for schema, types in _PLAIN if schema == each), set())
+        if not isinstance(instance, list) or not types.issuperset(map(type, instance)):
             yield from every(validator, each, instance, around)
 
     strict: Any = validators.extend(Draft7Validator, {"items": items}, type_checker=checker)  # type: ignore[no-untyped-call]
