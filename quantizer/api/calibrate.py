@@ -19,6 +19,7 @@ from quantizer.engine.finetune import as_asked
 from quantizer.engine.job import Job
 from quantizer.engine.module_target import evaluating
 from quantizer.engine.results import QuantInfo
+from quantizer.engine.same_calibration import check_plan
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import DataError, UsageError
 from quantizer.graph.ir import Graph
@@ -126,7 +127,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = N
         calibrated = reopened(model, batch, original, info)
     rules = stored_config(place)
     plan = resolve(rules, calibrated.graph, original)
-    results.check_plan(info, rules, plan.tensors)
+    check_plan(info, rules, plan.tensors)
     return Result(model, calibrated, plan, batches, follower(), folder=place)
 
 

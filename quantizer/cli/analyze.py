@@ -30,6 +30,7 @@ from quantizer.engine.analyze import Analysis, Budget, Width, width_bits
 from quantizer.engine.events import Stage
 from quantizer.engine.result_files import write_json
 from quantizer.engine.result_set import locked
+from quantizer.engine.same_calibration import check_model, check_plan
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
@@ -198,9 +199,9 @@ def _subject(options: AnalyzeOptions) -> Subject:
     original = session.trace_model(options, loaded, batches)
     if options.report:
         info = results.read_info(Path(options.report))
-        results.check_model(info, original)
+        check_model(info, original)
         if not read.config.algorithms:
-            results.check_plan(info, read.config, session.make_plan(read, original, quiet=True).tensors)
+            check_plan(info, read.config, session.make_plan(read, original, quiet=True).tensors)
     return Subject(options, read, loaded, batches, original)
 
 

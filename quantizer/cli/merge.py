@@ -15,6 +15,7 @@ from quantizer.engine.merge import merged_data, read_infos, require_mergeable, s
 from quantizer.engine.result_files import read_json
 from quantizer.engine.result_set import locked
 from quantizer.engine.results import QuantInfo
+from quantizer.engine.same_calibration import check_model
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import ResultError, UsageError
 from quantizer.report.files import write_report
@@ -60,7 +61,7 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
     batch = example_batch(infos[0].header)
     with locked(folder), runlog.recorded(folder, options):
         original = traced(loaded.module, batch)
-        results.check_model(infos[0], original)
+        check_model(infos[0], original)
         results.check_owner(folder, original.model, overwrite=options.overwrite)
         job = Job(
             TracedTarget(original),

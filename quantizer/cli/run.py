@@ -30,6 +30,7 @@ from quantizer.engine.finetune import check_checkpoint, require_asked
 from quantizer.engine.job import Job
 from quantizer.engine.result_files import write_text
 from quantizer.engine.result_set import locked
+from quantizer.engine.same_calibration import check_plan
 from quantizer.engine.scores import Scores, measure, score
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import GateError, UsageError
@@ -177,7 +178,7 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         info = replace(info, solution=calibrated.solution)
         graph = calibrated.graph
         if read is not None:
-            results.check_plan(info, read.config, session.make_plan(read, original, quiet=True, graph=graph).tensors)
+            check_plan(info, read.config, session.make_plan(read, original, quiet=True, graph=graph).tensors)
         require_one(options, graph, info)
         if options.exact:
             require_wide(graph, info.solution)

@@ -17,12 +17,12 @@ from quantizer.config.load import check_document, default_config
 from quantizer.config.model import Config, Settings
 from quantizer.config.resolved import resolved_document
 from quantizer.config.roles import is_parameter
-from quantizer.engine import results
 from quantizer.engine.faithful import compare_with_model
 from quantizer.engine.fingerprint import input_shapes
 from quantizer.engine.fits_model import check_insertions, check_solution
 from quantizer.engine.result_files import read_json
 from quantizer.engine.results import QuantInfo
+from quantizer.engine.same_calibration import check_model
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.edits import inserted, with_weights
@@ -107,7 +107,7 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
     shapes = info.header["inputs"]
     ranks = [leaf.dim() for _, leaf in batch.tensors()]
     if len(ranks) == len(shapes) and ranks != [len(shape or ()) for shape in shapes]:
-        results.check_model(info, original)  # another model is said to be that
+        check_model(info, original)  # another model is said to be that
         raise ResultError(f"calibrated with inputs of the shapes {shapes}", help="give data of that shape")
     call = call_of_shapes(batch.args, batch.kwargs, shapes) if shapes != input_shapes(original) else None
     calibrated = original
@@ -115,10 +115,10 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
         try:
             calibrated = traced(module, replace(batch, args=call[0], kwargs=call[1]))
         except (ModelError, DataError) as error:
-            results.check_model(info, original)
+            check_model(info, original)
             said = f"calibrated with inputs of the shapes {shapes}, which the model cannot take: {error.message}"
             raise ResultError(said, help="calibrate again") from error
-    results.check_model(info, calibrated)
+    check_model(info, calibrated)
     _say_other_torch(info)
     solution = info.solution if original.is_deferred else info.solution.in_memory()
     check_insertions(solution.insertions, calibrated, info.path)

@@ -17,9 +17,10 @@ from quantizer.config.read import parse_document
 from quantizer.config.resolved import resolved_document
 from quantizer.config.roles import is_parameter
 from quantizer.engine import fingerprint, results
-from quantizer.engine.result_files import deferred_tensors, read_json, read_tensors, write_json, write_tensors
+from quantizer.engine.result_files import read_json, read_tensors, write_json, write_tensors
 from quantizer.engine.results import INFO, ORIGINS, STATISTICS
 from quantizer.engine.stored_checks import checked_json, checked_statistics
+from quantizer.engine.tensor_shards import deferred_shards, left_files, write_shards
 from quantizer.errors import ResultError
 from quantizer.nn.load import WEIGHTS
 from quantizer.plan.model import Key
@@ -109,7 +110,7 @@ class CalibratedFolder:
         there stays until all is written.
         """
         header = {**self.header, "files": dict(self.header["files"])}
-        tensors: dict[str, Tensor] = dict(deferred_tensors(self.place / WEIGHTS))
+        tensors: dict[str, Tensor] = dict(deferred_shards(self.place / WEIGHTS, header["files"]))
         info: dict[str, dict[str, Json]] = {layer: dict(roles) for layer, roles in self.entries.items()}
         for (layer, role), entry in entries.items():
             info[layer][role] = entry
@@ -131,12 +132,11 @@ class CalibratedFolder:
         plan = {name: value for name, value in self.plan.items() if name != "rules"}  # whom they reach, the model says
         plan["config"] = {"name": Path(config.source).name, "text": config.text}
         with results.replaced_results(place) as new:
-            for name in {*header["files"]} - {WEIGHTS, STATISTICS}:
+            written = {**write_shards(new / WEIGHTS, tensors), STATISTICS: write_tensors(new / STATISTICS, flat)}
+            others = header["files"].keys() - {*left_files(self.place / WEIGHTS), *written}
+            for name in others:
                 shutil.copyfile(self.place / name, new / name)
-            header["files"] |= {
-                WEIGHTS: write_tensors(new / WEIGHTS, tensors),
-                STATISTICS: write_tensors(new / STATISTICS, flat),
-            }
+            header["files"] = {name: header["files"][name] for name in others} | written
             write_json(new / ORIGINS[0], plan)
             write_json(new / ORIGINS[1], resolved_document(config))
             results.write_info(new, header, info)

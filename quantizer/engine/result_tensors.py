@@ -9,8 +9,8 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_name
-from quantizer.engine.result_files import deferred_tensors
 from quantizer.engine.solution import Solution
+from quantizer.engine.tensor_shards import deferred_shards
 from quantizer.graph.edits import Insertion
 from quantizer.nn.load import CORRECTIONS, GROUP_SCALES, WEIGHTS, quantized_tensor
 from quantizer.nn.network import Network
@@ -80,7 +80,7 @@ def solution_of(folder: Path, header: Mapping[str, Any], entries: Mapping[str, A
     Raises:
         KeyError, TypeError, ValueError: something is not there.
     """
-    files = {name: deferred_tensors(folder / name) if name in header["files"] else {} for name in TENSORS}
+    files = {name: deferred_shards(folder / name, header["files"]) for name in TENSORS}
     stored = files[WEIGHTS]
 
     def replaced(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 import quantizer
-from quantizer.config.algorithm_words import written
 from quantizer.config.model import Config, Settings
 from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
@@ -23,6 +22,7 @@ from quantizer.engine.result_set import finish, replaced_set
 from quantizer.engine.result_tensors import TENSORS, header_of, solution_of, tensors_of
 from quantizer.engine.solution import Solution, encoded, writes_inplace
 from quantizer.engine.stored_checks import check_content
+from quantizer.engine.tensor_shards import left_files, write_shards
 from quantizer.errors import ResultError
 from quantizer.graph.edits import with_weights
 from quantizer.graph.emit import emit, is_emitted
@@ -111,8 +111,9 @@ def _write(
     run: Mapping[str, Any],
 ) -> None:
     plan, graph = calibration.plan, calibration.plan.graph
-    tensors = {**tensors_of(network, found), STATISTICS: calibration.state_dict()}
-    files = {name: write_tensors(folder / name, own) for name, own in tensors.items()}
+    files = {STATISTICS: write_tensors(folder / STATISTICS, calibration.state_dict())}
+    for name, tensors in tensors_of(network, found).items():
+        files |= write_shards(folder / name, tensors)
     files[f"{graph.model}.py"] = write_bytes(folder / f"{graph.model}.py", emit(graph).encode())
     if found.algorithms:
         files[ALGORITHMS] = write_json(folder / ALGORITHMS, found.algorithms)
@@ -154,7 +155,8 @@ def replaced_results(folder: Path) -> Iterator[Path]:
     Raises:
         ResultError: they cannot be written; then the other is as it was.
     """
-    with replaced_set(folder, (INFO, *TENSORS, STATISTICS, ALGORITHMS, *ORIGINS, *TESTED, *_generated(folder))) as new:
+    tensors = [name for each in TENSORS for name in left_files(folder / each)]
+    with replaced_set(folder, (INFO, *tensors, STATISTICS, ALGORITHMS, *ORIGINS, *TESTED, *_generated(folder))) as new:
         yield new
 
 
@@ -252,49 +254,3 @@ def _useless(what: str) -> ResultError:
 def _checksum(content: Mapping[str, Any]) -> str:
     """A digest of quant_info.json's content, whatever its layout."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def check_model(info: QuantInfo, original: Graph) -> None:
-    """Refuse a model that is not the calibrated one.
-
-    Raises:
-        ResultError: naming the first layer or tensor that differs.
-    """
-    layer = fingerprint.first_difference(info.header["layers"], fingerprint.layers(original))
-    if layer is not None:
-        raise ResultError(
-            f"the model is not the calibrated one: layer {layer} differs", help="calibrate this model first"
-        )
-    path = fingerprint.first_difference(info.header["weights"], fingerprint.weights(original))
-    if path is not None:
-        owner = next((node.name for node in original.nodes if path in node.params.values()), path)
-        raise ResultError(
-            f"the weights are not those that were calibrated: {path} of layer {owner} differs",
-            help="calibrate again, or pass the same --weights",
-        )
-
-
-def check_plan(info: QuantInfo, config: Config, planned: Mapping[tuple[str, str], Any]) -> None:
-    """Refuse a config that would have planned something else; `planned` is its plan's tensors.
-
-    Raises:
-        ResultError: naming the first setting or layer that differs.
-    """
-    for what in _differences(info, config, planned):
-        raise ResultError(
-            f"the config is not the calibrated one: {what}",
-            help="calibrate with this config first, or leave out --config_file",
-        )
-
-
-def _differences(info: QuantInfo, config: Config, planned: Mapping[tuple[str, str], Any]) -> Iterator[str]:
-    for name in (f.name for f in fields(Settings) if f.name != "places"):
-        mine, stored = getattr(config.settings, name), getattr(info.settings, name)
-        if mine != stored:
-            yield f"{name} is {mine!r}, calibrated with {stored!r}"
-    if [written(each.settings) for each in config.algorithms] != info.header["algorithms"]:
-        yield "its algorithms differ"
-    known = info.solution.tensors
-    for key in [*planned, *known]:
-        if key not in planned or key not in known or planned[key].spec != known[key].spec:
-            yield f"{key[1]} of layer {key[0]} differs"

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from quantizer.config.wording import a_kind
-from quantizer.engine.result_files import read_json, write_json, write_tensors
+from quantizer.engine.result_files import read_json, write_json
+from quantizer.engine.tensor_shards import write_shards
 from quantizer.errors import UsageError
+from quantizer.sources.deferred_checkpoint import WEIGHTS
 from quantizer.sources.hugging_face import CONFIG
 
-SHARD = 5 * 10**9
-"""Bytes of a shard at most; a tensor is never cut."""
 QUANTIZATION = "quantization_config"
 BESIDE = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
@@ -22,7 +22,6 @@ BESIDE = (
     *("preprocessor_config.json", "processor_config.json", "generation_config.json"),
 )
 """The files that are copied: no code, and no weights."""
-_METADATA = {"format": "pt"}
 
 
 def source_of(model: nn.Module) -> Path | None:
@@ -72,7 +71,7 @@ def write_folder(
         ResultError: the folder cannot be written.
     """
     write_json(folder / CONFIG, described(model) | {QUANTIZATION: quantization})
-    _write_shards(folder, tensors, SHARD)
+    write_shards(folder / WEIGHTS, tensors, {"format": "pt"})
     source = source_of(model)
     if source is not None:
         for name in BESIDE:
@@ -82,25 +81,3 @@ def write_folder(
     if settings is not None and not (folder / "generation_config.json").exists():
         write_json(folder / "generation_config.json", json.loads(settings.to_json_string()))
     return [] if source else ["no tokenizer is copied: the model does not come from a folder"]
-
-
-def _write_shards(folder: Path, tensors: Mapping[str, Tensor], limit: int) -> None:
-    """One file, or several and an index."""
-    shards: list[dict[str, Tensor]] = [{}]
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in sorted(tensors.items())}
-    filled = 0
-    for name, size in sizes.items():
-        if shards[-1] and filled + size > limit:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = tensors[name]
-        filled += size
-    if len(shards) == 1:
-        write_tensors(folder / "model.safetensors", shards[0], _METADATA)
-        return
-    files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    for file, shard in zip(files, shards, strict=True):
-        write_tensors(folder / file, shard, _METADATA)
-    index = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-    content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
-    write_json(folder / "model.safetensors.index.json", content)

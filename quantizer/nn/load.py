@@ -1,7 +1,7 @@
 """Fills a generated network from weights.safetensors and quant_info.json beside it. Reads data, never code."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from quantizer.nn.image_layout import channels_first
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.nn.stored import load_tensors
+from quantizer.nn.stored import load_tensors, shards_of
 from quantizer.numerics.codes import packed_shape, storage_dtype, unpack
 from quantizer.numerics.deferred import DeferredTensor
 from quantizer.numerics.two_level import unpack_scales
@@ -38,7 +38,7 @@ def load(network: nn.Module, file: str) -> None:
     try:
         info = json.loads((folder / "quant_info.json").read_text(encoding="utf-8"))
         known = (WEIGHTS, CORRECTIONS, GROUP_SCALES)
-        files = {name: load_tensors(folder / name) if name in info["header"]["files"] else {} for name in known}
+        files = {name: _loaded(folder, shards_of(name, info["header"]["files"])) for name in known}
     except FileNotFoundError as error:
         raise ResultError(f"{error.filename or folder} does not exist", help="run --quant_mode calib first") from None
     weights, entries = files[WEIGHTS], [row for own in info["tensors"].values() for row in own.items()]
@@ -58,6 +58,10 @@ def load(network: nn.Module, file: str) -> None:
         modules[next(iter(info["tensors"][name].values()))["module"]].correct_bias(correction)
     network.register_forward_hook(_hand_out)
     network.eval()
+
+
+def _loaded(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    return {key: tensor for name in names for key, tensor in load_tensors(folder / name).items()}
 
 
 def _hand_out(network: nn.Module, args: Any, output: Any) -> Any:

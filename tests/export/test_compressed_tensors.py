@@ -214,7 +214,7 @@ def test_the_folder_keeps_what_the_model_came_with(tmp_path: Path, monkeypatch: 
     (source / "config.json").write_text(json.dumps(stated | {"quantization_config": None}))
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "modeling.py", "model.bin"):
         (source / name).write_text("{}" if name.endswith("json") else name)
-    monkeypatch.setattr("quantizer.export.hugging_face_folder.SHARD", 20_000)
+    monkeypatch.setattr("quantizer.engine.tensor_shards.SHARD", 20_000)
     model = transformers.LlamaForCausalLM.from_pretrained(source)
     found = calibrated(config(INT4), model).export(TARGET, tmp_path / "out")
     assert (found.max_difference, found.remarks) == (0.0, ())
