@@ -78,13 +78,14 @@ SETTINGS = {
     "fp8_e4m3 weights and inputs, per tensor, static": QuantizationConfig(weight=FP8, input_tensors=FP8),
     "int4 weights, groups of 64": QuantizationConfig(weight=INT4_GROUPS),
 }
+vocabulary: dict[str, Any] = {}  # of the tokenizer, once the file was opened
 # The head is the embedding again, and stays float, as is usual for language models.
 FLOAT = ["lm_head", "model.embed_tokens"]
 
 
 def model() -> LlamaForCausalLM:
     """The float model: 30 blocks of width 576, 9 heads that share 3 keys and values, the head tied to the embedding."""
-    reader = GGUFReader(weights_file())
+    reader = opened()
     config = llama_config(reader)
     with torch.device("meta"):  # nothing is drawn at random only to be replaced
         network = LlamaForCausalLM(config)
@@ -100,10 +101,10 @@ def model() -> LlamaForCausalLM:
 
 def tokenizer() -> Tokenizer:
     """Byte-level pair encoding with each digit a token of its own."""
-    reader = GGUFReader(weights_file())
-    words = contents(reader, "tokenizer.ggml.tokens")
-    kinds = contents(reader, "tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ")) for merge in contents(reader, "tokenizer.ggml.merges")]
+    if not vocabulary:
+        opened()
+    words, kinds = vocabulary["tokens"], vocabulary["token_type"]
+    merges = [tuple(merge.split(" ")) for merge in vocabulary["merges"]]
     found = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=merges))
     found.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -140,6 +141,13 @@ def token_ids() -> Tensor:
 def help_topics() -> str:
     """All topics, each line without its indentation."""
     return "\n".join(line.strip() for line in "\n\n".join(topics.values()).split("\n"))
+
+
+def opened() -> GGUFReader:
+    """The file; its 50,000 words, which take longest to read, are kept for the tokenizer, and the rest can go."""
+    reader = GGUFReader(weights_file())
+    vocabulary.update({key: contents(reader, f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "merges")})
+    return reader
 
 
 def weights_file() -> Path:

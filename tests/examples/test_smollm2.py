@@ -46,6 +46,8 @@ def example() -> Iterator[ModuleType]:
         pytest.skip(f"needs the packages of the language model example (make test installs them): {', '.join(missing)}")
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(ROOT / "examples")
+        package = importlib.import_module("gguf")
+        patched.setattr(package, "GGUFReader", cache(package.GGUFReader))  # 50,000 words, two seconds for each command
         yield importlib.import_module("smollm2_algorithms")
 
 

@@ -23,8 +23,26 @@ READERS: dict[str, Callable[[Tensor], Tensor]] = {
     "halves": lambda x: torch.cat(x.chunk(2, 1)[::-1], 1).flatten(1),
     "pooled": lambda x: nn.functional.max_pool2d(x, 2).mean((2, 3)),
     "padded": lambda x: nn.functional.pad(x, (1, 1, 1, 1)).softmax(-1),
+    "size": lambda x: x.reshape(x.shape[0], -1),
     "as it is": lambda x: x,
 }
+KEEPERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pad": lambda x: nn.functional.pad(x, (1, 2, 1, 2)),
+    "pad of an edge": lambda x: nn.functional.pad(x, (1, 2, 1, 2), mode="reflect"),
+    "pixel_shuffle": lambda x: nn.functional.pixel_shuffle(x, 2),
+    "pixel_unshuffle": lambda x: nn.functional.pixel_unshuffle(x, 2),
+    "channel_shuffle": lambda x: nn.functional.channel_shuffle(x, 4),
+    "group_norm": lambda x: nn.functional.group_norm(x, 2),
+    "glu": lambda x: nn.functional.glu(x, 1),
+    "flip": lambda x: x.flip(3),
+    "roll": lambda x: x.roll(1, 2),
+    "max_pool": lambda x: nn.functional.max_pool2d(x, 2),
+    "norm over channels": lambda x: x - x.pow(2).mean(1, keepdim=True).sqrt(),
+    "extremes": lambda x: x + x.amax((2, 3), keepdim=True) + x.max(1, keepdim=True)[0],
+    "sum": lambda x: x * x.sum((2, 3), keepdim=True),
+    "exp": lambda x: x.exp().log1p(),
+}
+"""What stands between convolutions in real networks, and leaves images of eight channels in the order they have."""
 
 
 class Net(nn.Module):
@@ -50,14 +68,15 @@ def test_what_follows_a_convolution_gives_what_the_model_gives(read: Callable[[T
     assert found.stride() == wanted.contiguous().stride()
 
 
-def test_convolutions_and_what_computes_alike_have_their_channels_last() -> None:
-    model, seen = Net(READERS["pooled"]).eval(), dict[str, Tensor]()
-    network = Network(run_passes(trace(model, (torch.randn(2, 3, 6, 6),)), Settings()))
-    names = [node.name for node in network.graph.nodes if node.op in ("conv2d", "relu", "max_pool2d")]
-    network.observe(
-        (torch.randn(2, 3, 6, 6),), {}, {name: lambda x, name=name: seen.update({name: x}) for name in names}
-    )
-    assert len(seen) == 3
+@pytest.mark.parametrize("keep", KEEPERS.values(), ids=KEEPERS)
+def test_convolutions_and_what_computes_alike_have_their_channels_last(keep: Callable[[Tensor], Tensor]) -> None:
+    model, x, seen = Net(keep).eval(), torch.randn(2, 3, 6, 6), dict[str, Tensor]()
+    network = Network(run_passes(trace(model, (x,)), Settings()))
+    images = [node.name for node in network.graph.nodes if node.op != "input" and len(node.shape or ()) == 4]
+    with torch.no_grad():
+        network.observe((x,), {}, {name: lambda value, name=name: seen.update({name: value}) for name in images})
+        torch.testing.assert_close(network(x), model(x), rtol=1e-5, atol=1e-6)
+    assert len(seen) == len(images) > 2
     assert all(value.is_contiguous(memory_format=torch.channels_last) for value in seen.values())
 
 
