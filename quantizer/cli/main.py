@@ -31,6 +31,7 @@ from quantizer.cli.typed import was_typed
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.wording import closest
 from quantizer.errors import TORCH, OutOfMemoryError, QuantizerError, UsageError, lacks_memory, pip_line
+from quantizer.sources.user_code import imported_once
 
 COMMANDS = {
     "init": ("quantizer.cli.init:init", "Write a config to start from."),
@@ -155,7 +156,7 @@ def main() -> NoReturn:
 
 def run_command(arguments: list[str]) -> int:
     """Run one command line and return its exit code; every error is printed on standard error."""
-    with torchrun.one_voice(arguments):
+    with torchrun.one_voice(arguments), imported_once():
         return _run(arguments)
 
 

@@ -12,6 +12,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,20 @@ logger = logging.getLogger(__name__)
 FORMS = "give FILE.py, FILE.py:factory or package.module:factory"
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = str(Path(__file__).parents[1] / "_")[:-1]
+_IMPORTED: ContextVar[dict[Path, ModuleType] | None] = ContextVar("_IMPORTED", default=None)
+"""The files of a command so far; None outside of one."""
+
+
+@contextmanager
+def imported_once() -> Iterator[None]:
+    """What a command is run in: a file of the user's runs once, though `--model` and `--data` both name it, so they
+    share what it keeps. The next command runs it again, as it may have changed.
+    """
+    token = _IMPORTED.set({})
+    try:
+        yield
+    finally:
+        _IMPORTED.reset(token)
 
 
 @dataclass(frozen=True)
@@ -108,6 +123,9 @@ def user_errors(what: str, error: type[QuantizerError]) -> Iterator[None]:
 def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:
     if not path.is_file():
         raise error(f"there is no file {path}", help=FORMS)
+    place, imported = path.resolve(), _IMPORTED.get()
+    if imported is not None and place in imported:
+        return UserModule(imported[place], place.parent, str(path), error)
     logger.info("importing %s", path)
     name = _fresh_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
@@ -115,14 +133,15 @@ def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:
         raise error(f"{path} cannot be imported as Python")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and typing look a class's module up there
-    folder = path.resolve().parent
     try:
-        with user_errors(str(path), error), _importable(folder):
+        with user_errors(str(path), error), _importable(place.parent):
             spec.loader.exec_module(module)
     except QuantizerError:
         del sys.modules[name]
         raise
-    return UserModule(module, folder, str(path), error)
+    if imported is not None:
+        imported[place] = module
+    return UserModule(module, place.parent, str(path), error)
 
 
 def _fresh_name(path: Path) -> str:
