@@ -17,6 +17,11 @@ from quantizer.numerics.deferred import bytes_of
 from quantizer.plan.model import Key, Plan
 
 
+def model(graph: Graph) -> dict[str, dict[str, str]]:
+    """Both of the following."""
+    return {"weights": weights(graph), "layers": layers(graph)}
+
+
 def weights(graph: Graph) -> dict[str, str]:
     """A digest per parameter, buffer and constant, by path: over dtype, shape and bytes."""
     return {path: tensor_digest(tensor) for path, tensor in sorted(graph.tensors.items())}

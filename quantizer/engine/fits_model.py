@@ -118,8 +118,11 @@ def qparams_fault(spec: QuantizationSpec, shape: tuple[int, ...], scale: Tensor,
 
 
 def _channels(graph: Graph, node: Node) -> tuple[int, ...] | None:
-    """The shape of a bias of a layer; None for one that cannot have any."""
-    return channels_of(node, graph.weight(node))[:1] if node.is_multiplying else None
+    """The shape of a bias of a layer, a batch norm that could not fold included; None for one that cannot have any."""
+    if node.is_multiplying:
+        return channels_of(node, graph.weight(node))[:1]
+    scales = node.row.kind == "mac" and node.row.channels is not None and "weight" in node.params
+    return tuple(graph.weight(node).shape) if scales else None
 
 
 def _unlike(graph: Graph, layer: str, key: str, value: Tensor) -> str | None:

@@ -87,8 +87,9 @@ class Job:
 
     @property
     def header(self) -> dict[str, Any]:
-        """What results say of the run: the seed, the data, and whether weights are finetuned."""
+        """What results say of the run: the model, the seed, the data, and whether weights are finetuned."""
         return {
+            **self.made_of,
             "seed": self.seed,
             "data": self.batches.fingerprint if self.needs_data else None,
             "stamp": self.batches.stamp if self.needs_data else None,
@@ -101,11 +102,15 @@ class Job:
         return Stage(self.events, name, total, unit, **more)
 
     @cached_property
+    def made_of(self) -> dict[str, dict[str, str]]:
+        """Digests of the model's tensors, by path, and of its layers: a second for each GB."""
+        return fingerprint.model(self.target.original)
+
+    @cached_property
     def key(self) -> Mapping[str, Any]:
         """What every checkpoint of this run belongs to."""
         return {
-            "weights": fingerprint.digest(fingerprint.weights(self.target.original)),
-            "layers": fingerprint.digest(fingerprint.layers(self.target.original)),
+            **{name: fingerprint.digest(digests) for name, digests in self.made_of.items()},
             "config": fingerprint.config(self.config),
             **self.facts,
         }

@@ -49,7 +49,7 @@ def rectified(traced: TracedModules, settings: Settings) -> frozenset[str]:
 def _folded(traced: Graph, graph: Graph, node: str) -> list[str]:
     """The norms after a node that are folded into it."""
     taken = [traced.by_name[name] for name, taker in graph.absorbed.items() if taker == node and name in traced.by_name]
-    return [norm.name for norm in taken if node in norm.refs()]
+    return [norm.name for norm in taken if norm.row.kind != "structural"]
 
 
 def _refused(message: str, help_: str = "") -> UsageError:

@@ -90,7 +90,8 @@ def write_results(
 ) -> None:
     """Write everything `test` needs, in place of what was there; that stays until all is written.
 
-    `run` goes into the header and is the same in equal runs; `origins` are files of ORIGINS in place of its own.
+    `run` goes into the header and is the same in equal runs: `fingerprint.model` at least, `Job.header` where there was
+    one. `origins` are files of ORIGINS in place of its own.
     """
     graph = calibration.plan.graph
     found = encoded(graph, found)
@@ -129,8 +130,6 @@ def _write(
         "inputs": fingerprint.input_shapes(original),
         "call": fingerprint.call_paths(original),
         "config": fingerprint.decisions(plan),
-        "weights": fingerprint.weights(original),
-        "layers": fingerprint.layers(original),
         "files": files,
         **header_of(network, found),
         **run,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -163,10 +163,7 @@ def export(
     deployment = deployment if EXPORTERS[target].by_tensor else deployment.in_memory()
     try:
         with Stage(events, f"verify {target}", total) as stage:
-            if deployment.batches:
-                batches = stage.counted(batch.to("cpu") for batch in deployment.batches)
-                deployment = replace(deployment, batches=batches)
-            verification: Verification = getattr(exporter, name)(deployment, path)
+            verification: Verification = getattr(exporter, name)(deployment.followed(stage), path)
     except (UsageError, ModelError, VerificationError):
         if EXPORTERS[target].is_folder:
             exporter.remove(deployment, path)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quantizer.engine.calibrated import Calibrated, call_of_shapes
+from quantizer.engine.events import Stage
 from quantizer.engine.fingerprint import input_shapes
 from quantizer.engine.solution import Solution, encoded, quantized_network
 from quantizer.export.choices import CHOICES
@@ -26,10 +27,10 @@ class Deployment:
     """A calibrated network and the data to verify files with; all on the CPU.
 
     `args` and `kwargs` are a call of the model, which no file keeps. `opset` is the ONNX operator set, -1 to let the
-    exporter choose. `batches` are the evaluation data, which can be gone through once at least; without them the one
+    exporter choose. `batches` are the evaluation data, which can be gone through again; without them the one
     call stands for all. `sqnr_db` is what quantization costs the outputs in test mode, in dB: a runtime that rounds
     otherwise should not cost more. `model` is the float model, of which checkpoints keep names and config;
-    `choices` are values of `CHOICES` by name.
+    `choices` are values of `CHOICES` by name; `float_graph` is the network that `sqnr_db` is measured against.
     """
 
     graph: Graph
@@ -41,6 +42,7 @@ class Deployment:
     sqnr_db: float = math.inf
     model: nn.Module | None = None
     choices: Mapping[str, str] = field(default_factory=dict)
+    float_graph: Graph | None = None
 
     @classmethod
     def of(
@@ -53,14 +55,19 @@ class Deployment:
     ) -> Deployment:
         """What is given to exporters of a calibrated model, verified on all batches."""
         first, opset = next(iter(batches)).to("cpu"), calibrated.settings.onnx_opset_version
-        graph, solution = calibrated.graph.on(torch.device("cpu")), calibrated.solution
-        return cls(graph, solution, first.args, first.kwargs, opset, batches, sqnr_db, model, choices)
+        graph, floating = (each.on(torch.device("cpu")) for each in (calibrated.graph, calibrated.float_graph))
+        call = first.args, first.kwargs
+        return cls(graph, calibrated.solution, *call, opset, batches, sqnr_db, model, choices, floating)
 
     def in_memory(self) -> Deployment:
         """The same with all weights in memory."""
         if not self.graph.is_deferred:
             return self
         return replace(self, graph=self.graph.in_memory(), solution=self.solution.in_memory())
+
+    def followed(self, stage: Stage) -> Deployment:
+        """The same, whose batches a stage counts as they are read for the first time."""
+        return replace(self, batches=_Followed(self.batches, stage)) if self.batches else self
 
     def choice(self, name: str) -> str:
         """What was chosen where a target leaves something open."""
@@ -108,6 +115,20 @@ class Deployment:
         call = call_of_shapes(self.args, self.kwargs, shapes)
         assert call is not None  # it has the inputs of the graph
         return call
+
+
+@dataclass
+class _Followed:
+    """Batches on the CPU, of which a stage counts one pass."""
+
+    batches: Iterable[Batch]
+    stage: Stage
+    passes: int = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        found = (batch.to("cpu") for batch in self.batches)
+        self.passes += 1
+        return found if self.passes > 1 else self.stage.counted(found)
 
 
 def tensor_leaves(output: Any) -> list[Tensor]:

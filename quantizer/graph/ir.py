@@ -144,7 +144,8 @@ class Graph:
         table: dict[str, list[str]] = {node.name: [] for node in self.nodes}
         for node in self.nodes:
             if node.row.reads_values:
-                for name in dict.fromkeys(node.refs()):
+                read = {key: value for key, value in node.inputs.items() if key != node.row.shape_of}
+                for name in dict.fromkeys(references(read)):
                     table[name].append(node.name)
         for name in dict.fromkeys(references(self.output)):
             table[name].append("")

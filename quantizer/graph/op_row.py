@@ -38,6 +38,7 @@ class Op:
         nonzero: the argument that must not become zero, as it is divided by, or its logarithm taken.
         fresh: whether the output shares no memory with an input.
         any_layout: whether it computes on any order of memory alike, and makes images of the order of those it reads.
+        shape_of: the argument of which it reads the shape alone.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Op:
     nonzero: str | None = None
     fresh: bool = False
     any_layout: bool = False
+    shape_of: str | None = None
 
     @property
     def is_linear_or_convolution(self) -> bool:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from toys import built, leaves_equal, traced
 
 from quantizer.api import storage
-from quantizer.engine import calibrate
+from quantizer.engine import calibrate, fingerprint
 from quantizer.engine.module_attach import attach
 from quantizer.engine.results import read_info, write_results
 from quantizer.engine.solution import quantized_network
@@ -55,7 +55,8 @@ def test_it_goes_from_the_plan_to_every_kind_of_storage(dtype: str, tmp_path: Pa
     call = built("residual").call(3)
     calibration = calibrate.start(plan)
     calibrate.run(calibration, Network(graph), [Batch(*call, None, None)])
-    write_results(tmp_path, traced("residual"), config, calibration, calibrate.solution(calibration), {})
+    digests = fingerprint.model(traced("residual"))
+    write_results(tmp_path, traced("residual"), config, calibration, calibrate.solution(calibration), digests)
     solution, generated = read_info(tmp_path).solution, imported(tmp_path / "Residual.py")
     with torch.no_grad():
         expected = quantized_network(graph, calibrate.solution(calibration))(*call[0])

@@ -188,3 +188,11 @@ def test_infinite_outputs_of_a_layer_that_nobody_watches(toy: Toy, tmp_path: Pat
     )
     assert calibrate(tmp_path / "out", model=model, config=str(path)) == 4
     assert "the bias correction of Linear::Linear/linear is not finite" in capsys.readouterr().err
+
+
+def test_a_batch_norm_that_cannot_fold_gets_a_correction(toy: Toy, config: str, tmp_path: Path) -> None:
+    path = toy(DATA, "return torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.ReLU(), torch.nn.Linear(3, 2))")
+    assert calibrate(tmp_path / "out", model=path, config=config) == 0
+    corrections = load_file(tmp_path / "out" / "bias_corr.safetensors")
+    assert [len(tensor) for tensor in corrections.values()] == [3, 2]
+    assert check(tmp_path / "out", model=path) == 0

@@ -114,6 +114,42 @@ def test_batch_norm_folds(layers: Callable[[], list[nn.Module]], shape: tuple[in
     assert error < 1e-5
 
 
+class Moved(nn.Module):
+    """A batch norm behind a linear layer whose outputs are moved; `reads` is what else reads them."""
+
+    def __init__(
+        self,
+        there: Callable[[Tensor], Tensor],
+        back: Callable[[Tensor, Tensor], Tensor] = lambda x, y: x,
+        features: int = 6,
+        reads: Callable[[Tensor], Tensor] = torch.zeros_like,
+    ) -> None:
+        super().__init__()
+        self.linear, self.bn = nn.Linear(4, 6), nn.BatchNorm1d(features)
+        self.there, self.back, self.reads = there, back, reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return self.back(self.bn(self.there(y)), y) + self.reads(y).mean()
+
+
+MOVES: list[tuple[str, Callable[[], Moved]]] = [
+    ("rows together", lambda: Moved(lambda y: y.flatten(0, 1), lambda x, y: x.reshape_as(y))),  # as in LeViT
+    ("viewed back", lambda: Moved(lambda y: y.view(-1, 6), lambda x, y: x.view_as(y))),
+    ("channels second", lambda: Moved(lambda y: y.transpose(1, 2), lambda x, y: x.transpose(1, 2))),  # PatchTST
+    ("twice", lambda: Moved(lambda y: y.permute(0, 2, 1).reshape(-1, 6, 5))),
+    ("the first token", lambda: Moved(lambda y: y[:, 0])),
+]
+
+
+@pytest.mark.parametrize("model", [row[1] for row in MOVES], ids=[row[0] for row in MOVES])
+def test_batch_norm_folds_behind_what_only_moves_values(model: Callable[[], Moved]) -> None:
+    graph, error = folded(model(), 2, 5, 4)
+    assert not {"batch_norm", "channel_scale"} & {node.op for node in graph.nodes}
+    assert list(graph.absorbed.values()) == ["Moved::Moved/Linear[linear]/linear"]
+    assert error < 1e-5
+
+
 class TwoReaders(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -155,6 +191,25 @@ def test_batch_norm_folds_through_a_concatenation(dim: int) -> None:
     assert error < 1e-5
 
 
+class JoinedAndMoved(nn.Module):
+    """A batch norm after a concatenation of two linear layers: channels become the second axis before it or after."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.bn, self.first = nn.Linear(4, 2), nn.Linear(4, 3), nn.BatchNorm1d(5), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.a(x), self.b(x)
+        return self.bn(torch.cat([a.mT, b.mT], 1) if self.first else torch.cat([a, b], -1).mT)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_batch_norm_folds_through_a_concatenation_and_moves(first: bool) -> None:
+    graph, error = folded(JoinedAndMoved(first=first), 2, 6, 4)
+    assert not {"batch_norm", "channel_scale"} & {node.op for node in graph.nodes}
+    assert error < 1e-5
+
+
 NOT_FOLDABLE: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
     ("after pooling", lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.MaxPool2d(2), nn.BatchNorm2d(4)), (2, 4, 4, 4)),
     ("after relu", lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.BatchNorm2d(4)), (2, 4, 4, 4)),
@@ -165,6 +220,11 @@ NOT_FOLDABLE: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
     ("joined with another tensor", lambda: Joined(outside=True), (2, 4, 4, 4)),
     ("joined in rows", lambda: Joined(dim=2), (2, 4, 4, 4)),
     ("joined with itself", lambda: Joined(twice=True), (2, 4, 4, 4)),
+    ("padded", lambda: Moved(lambda y: F.pad(y.flatten(0, 1), (0, 0, 1, 1))), (2, 5, 4)),
+    ("moved within channels", lambda: Moved(lambda y: y.flatten(0, 1).flip(1)), (2, 5, 4)),
+    ("heads apart", lambda: Moved(lambda y: y.view(-1, 2, 3), features=2), (2, 5, 4)),
+    ("tokens as channels", lambda: Moved(lambda y: y.permute(0, 1, 2), features=5), (2, 5, 4)),
+    ("moved and read", lambda: Moved(lambda y: y.flatten(0, 1), reads=torch.abs), (2, 5, 4)),
 ]
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from toys import built, leaves_equal, traced
 
-from quantizer.engine import calibrate
+from quantizer.engine import calibrate, fingerprint
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.results import read_info, write_results
 from quantizer.engine.solution import Solution, encoded, quantized_network
@@ -35,7 +35,7 @@ def calibrated(weights: dict[str, Any], **more: Any) -> tuple[Calibration, Solut
 
 def written(folder: Path, calibration: Calibration, found: Solution) -> Solution:
     """The solution as it is read back."""
-    write_results(folder, traced("residual"), hierarchy({}), calibration, found, {})
+    write_results(folder, traced("residual"), hierarchy({}), calibration, found, fingerprint.model(traced("residual")))
     return read_info(folder).solution
 
 

@@ -17,7 +17,7 @@ from toys import built, traced
 from quantizer.algorithms.bias_correction import correct_biases
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.model import Config
-from quantizer.engine import calibrate
+from quantizer.engine import calibrate, fingerprint
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.finetune import finetune
 from quantizer.engine.results import read_info, write_results
@@ -58,7 +58,8 @@ def write(folder: Path, fields: Fields, **more: Any) -> dict[str, Any]:
     """The content of quant_info.json."""
     calibration = calibrated(planned(fields, **more))
     config = hierarchy(fields, **more)
-    write_results(folder, traced("residual"), config, calibration, calibrate.solution(calibration), {})
+    digests = fingerprint.model(traced("residual"))
+    write_results(folder, traced("residual"), config, calibration, calibrate.solution(calibration), digests)
     content: dict[str, Any] = json.loads((folder / INFO).read_text())
     return content
 

@@ -22,6 +22,7 @@ pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.solution import Solution
 from quantizer.errors import VerificationError
+from quantizer.export import agreement
 from quantizer.export.deployment import Deployment
 from quantizer.export.onnx_qdq import export
 from quantizer.export.onnx_verify import OnnxFile, verify_sessions
@@ -182,6 +183,24 @@ def test_a_file_with_other_outputs_is_refused_with_figures(tmp_path: Path) -> No
     expected = r"^net.onnx is not written: ONNX Runtime .* does not compute what test mode does: outputs differ by"
     assert re.match(expected, refused.value.message)
     assert "are within one step, SQNR" in refused.value.message
+
+
+def test_what_is_as_near_to_the_float_network_as_test_mode_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a deep network, where one code that falls otherwise changes nearly all that follow."""
+    monkeypatch.setattr(agreement, "MARGIN_DB", -20.0)
+    given = replace(quantized(UNSIGNED | {"bit_width": 6}, CHANNELS), float_graph=flattened()[0])
+    verification = export(given, tmp_path / "net.onnx")
+    assert verification.float_sqnr_db is None  # its codes are those of test mode
+    file = OnnxFile("net.onnx", (tmp_path / "net.onnx").read_bytes(), onnx.load(tmp_path / "net.onnx"))
+    tensors = {key: replace(each, scale=each.scale * 1.02) for key, each in given.solution.tensors.items()}
+    other = replace(given, solution=Solution(tensors))
+    assert verify_sessions(file, other).float_sqnr_db == pytest.approx(given.sqnr_db, abs=1.0)
+    with pytest.raises(VerificationError, match="are within one step, SQNR"):
+        verify_sessions(file, replace(other, float_graph=None))
+    with pytest.raises(VerificationError, match=r"dB from the float network; test mode itself is 50\.0 dB from the"):
+        verify_sessions(file, replace(other, sqnr_db=50.0))
 
 
 def test_a_file_that_cannot_be_loaded_is_refused() -> None:

@@ -23,7 +23,7 @@ class Net(nn.Module):
 def model():
     net = Net().eval()
     for norm in net.modules():
-        if isinstance(norm, nn.BatchNorm2d):
+        if isinstance(norm, (nn.BatchNorm1d, nn.BatchNorm2d)):
             norm.running_mean.normal_(std=0.1)
             norm.running_var.uniform_(0.5, 1.5)
     return net
@@ -70,7 +70,7 @@ def model_file(seed: int) -> tuple[str, bool]:
 
 def _image(draw: random.Random, name: str, channels: int) -> Step:
     """A block for [n, channels, h, w] that keeps h and w."""
-    kind = draw.choice(["conv", "conv", "conv_bn", "residual", "depthwise", "excite", "concat", "pool", "act"])
+    kind = draw.choice(["conv", "conv", "conv_bn", "bn", "residual", "depthwise", "excite", "concat", "pool", "act"])
     act, wide = draw.choice(ACTIVATIONS), draw.choice([4, 8])
     conv = (
         f"self.{name} = nn.Conv2d({channels}, {{}}, {draw.choice([1, 3])}, padding='same', bias={draw.random() < 0.7})"
@@ -80,6 +80,8 @@ def _image(draw: random.Random, name: str, channels: int) -> Step:
     if kind == "conv_bn":
         norm = f"self.{name}n = nn.BatchNorm2d({wide})"
         return [conv.format(wide), norm], [f"x = {act}(self.{name}n(self.{name}(x)))"], wide
+    if kind == "bn":
+        return [f"self.{name} = nn.BatchNorm2d({channels})"], [f"x = {act}(self.{name}(x))"], channels
     if kind == "residual":
         return [conv.format(channels)], [f"x = F.relu(x + {act}(self.{name}(x)))"], channels
     if kind == "depthwise":
@@ -98,10 +100,14 @@ def _image(draw: random.Random, name: str, channels: int) -> Step:
 
 def _token(draw: random.Random, name: str, channels: int) -> Step:
     """A block for [n, t, channels]."""
-    kind = draw.choice(["linear", "linear", "mlp", "norm", "attention", "act"])
+    kind = draw.choice(["linear", "linear", "linear_bn", "mlp", "norm", "attention", "act"])
     act, wide = draw.choice(ACTIVATIONS), draw.choice([4, 8])
     if kind == "linear":
         return [f"self.{name} = nn.Linear({channels}, {wide})"], [f"x = {act}(self.{name}(x))"], wide
+    if kind == "linear_bn":
+        layers = [f"self.{name} = nn.Linear({channels}, {wide})", f"self.{name}n = nn.BatchNorm1d({wide})"]
+        moved = draw.choice(["self.{0}n(y.mT).mT", "self.{0}n(y.flatten(0, 1)).reshape_as(y)"]).format(name)
+        return layers, [f"y = self.{name}(x)", f"x = {act}({moved})"], wide
     if kind == "mlp":
         layers = [f"self.{name}a = nn.Linear({channels}, 16)", f"self.{name}b = nn.Linear(16, {channels}, bias=False)"]
         return layers, [f"x = x + self.{name}b({act}(self.{name}a(x)))"], channels

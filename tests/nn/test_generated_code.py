@@ -15,7 +15,7 @@ from toys import TOYS, built, leaves_equal, traced
 
 from configs import config, document, layer
 from quantizer.config.model import Config
-from quantizer.engine import calibrate
+from quantizer.engine import calibrate, fingerprint
 from quantizer.engine.results import read_info, write_results
 from quantizer.engine.solution import quantized_network
 from quantizer.errors import ResultError
@@ -62,7 +62,9 @@ def written(folder: Path, name: str, settings: Config) -> Graph:
     calibration = calibrate.start(resolve(settings, graph, traced(name)))
     batches = [Batch(*built(name).call(2), None, None) for _ in range(2)]
     calibrate.run(calibration, network, batches)
-    write_results(folder, traced(name), settings, calibration, calibrate.solution(calibration), {})
+    write_results(
+        folder, traced(name), settings, calibration, calibrate.solution(calibration), fingerprint.model(traced(name))
+    )
     return graph
 
 

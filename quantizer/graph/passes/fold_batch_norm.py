@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from quantizer.graph.channel_labels import ChannelLabels, passes_shifts
 from quantizer.graph.edits import by_channel, rescaled, with_weights
 from quantizer.graph.ir import Graph, Node, references, rewire
 
@@ -19,26 +21,30 @@ from quantizer.graph.ir import Graph, Node, references, rewire
 def fold_batch_norm(graph: Graph) -> Graph:
     """The graph without the batch norms whose input convolutions or a linear layer make for them alone.
 
-    These may also be joined by a concatenation of channels. Other batch norms with running statistics become layers
-    "channel_scale", y = x * weight + bias. `normal` keeps what a folded norm says about its layers' outputs.
+    Between may stand what only moves values, as a transposition, and a concatenation of channels. Other batch norms
+    with running statistics become layers "channel_scale", y = x * weight + bias. `normal` keeps what a folded norm says
+    about its layers' outputs.
     """
     changed: dict[str, dict[str, Tensor]] = {}
-    normal, moved = dict(graph.normal), dict[str, str]()
+    normal, moved, absorbed = dict(graph.normal), dict[str, str](), dict[str, str]()
+    find = _Sources(graph)
     norms = [node for node in graph.nodes if node.op == "batch_norm" and "running_mean" in node.params]
     norms = [node for node in norms if not node.attrs.get("training")]  # one that uses its statistics is affine
     for node in norms:
-        sources = _sources(graph, node)
+        sources = find.of(node)
         weights = [graph.weight(source) for source in sources]
         outputs = [by_channel(*each).shape[:2].numel() for each in zip(sources, weights, strict=True)]
         for source, weight, part in zip(sources, weights, _Norm.of(graph, node).split(outputs), strict=True):
             bias = part.of_bias(graph.tensors[source.params["bias"]] if "bias" in source.params else 0.0)
             changed[source.name] = {"weight": rescaled(source, weight, part.factor), "bias": bias.to(weight.dtype)}
             normal[source.name] = part.beta, part.gamma.abs()
+        if sources:
             moved[node.name] = next(node.refs())
+            absorbed[node.name] = sources[0].name if len(sources) == 1 else moved[node.name]
     graph = with_weights(graph, changed).replaced(normal=normal) if changed else graph
     for node in norms:
         graph = graph if node.name in moved else _as_scale(graph, node)
-    return rewire(graph, moved, moved) if moved else graph
+    return rewire(graph, moved, absorbed) if moved else graph
 
 
 @dataclass(frozen=True)
@@ -70,24 +76,43 @@ class _Norm:
         return [_Norm(*part) for part in zip(*parts, strict=True)] if channels else []
 
 
-def _sources(graph: Graph, norm: Node) -> list[Node]:
-    """The layers that a batch norm can fold into, in the order of their channels; empty if it cannot."""
-    source = graph.by_name[next(norm.refs())]
-    if source.op != "cat":
-        return [source] if _can_take(graph, source, norm) else []
-    names = list(references(source.inputs))
-    joins_channels = source.attrs.get("dim", 0) in (1, 1 - source.rank)
-    layers = [graph.by_name[name] for name in names]
-    alone = graph.consumers[source.name] == (norm.name,) and len(set(names)) == len(names)
-    return layers if joins_channels and alone and all(_can_take(graph, layer, source) for layer in layers) else []
+class _Sources:
+    """Finds the layers that make what batch norms read."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    @cached_property
+    def labels(self) -> ChannelLabels:
+        return ChannelLabels(self.graph)
+
+    def of(self, norm: Node) -> list[Node]:
+        """The layers that a batch norm can fold into, in the order of their channels; empty if it cannot."""
+        made = self._maker(next(norm.refs()), norm, axis=1)
+        maker, axis = made or (norm, 1)
+        parts = [made]
+        if maker.op == "cat" and int(maker.attrs.get("dim", 0)) % maker.rank == axis:
+            parts = [self._maker(name, maker, axis) for name in references(maker.inputs)]
+        layers = {part[0].name: part[0] for part in parts if part is not None and _makes_channels(*part)}
+        return list(layers.values()) if len(layers) == len(parts) else []
+
+    def _maker(self, name: str, reader: Node, axis: int) -> tuple[Node, int] | None:
+        """The node before all that only moves the value `name`, and where the channels that are then at `axis` are in
+        what it makes; None if others read that, too."""
+        node = self.graph.by_name[name]
+        if self.graph.consumers[name] != (reader.name,):
+            return None
+        if not (node.row.only_moves and passes_shifts(node)):
+            return node, axis
+        source, before = self.graph.source(node), self.labels.moved_back(node, axis)
+        return None if source is None or before is None else self._maker(source.name, node, before)
 
 
-def _can_take(graph: Graph, layer: Node, reader: Node) -> bool:
-    """Whether the layer's channels are dimension 1 and `reader` alone reads them."""
+def _makes_channels(layer: Node, axis: int) -> bool:
+    """Whether a layer multiplies its one input to make what is along an axis."""
     if not layer.is_multiplying or set(layer.inputs) != {"input"} or layer.shape is None:
         return False
-    batched = len(layer.shape) == graph.weight(layer).dim()
-    return batched and graph.consumers[layer.name] == (reader.name,)
+    return layer.row.channels is not None and layer.row.channels % len(layer.shape) == axis
 
 
 def _as_scale(graph: Graph, node: Node) -> Graph:
