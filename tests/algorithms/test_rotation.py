@@ -145,6 +145,7 @@ def norms() -> dict[str, nn.Module]:
     return made | {"bare": nn.LayerNorm(24, elementwise_affine=False)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["rms", "layer", "decomposed", "bare"])
 @pytest.mark.parametrize("spoil", ["", "tanh", "mul", "returned"])
 def test_each_use_of_the_stream_counts(norm: str, spoil: str) -> None:

@@ -16,6 +16,8 @@ pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
 import quantizer
 from quantizer import ModelQuantizer
 
+pytestmark = pytest.mark.slow
+
 INT4 = {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 16}
 OTHERS = ["kind:embedding", "kind:head", "*self_attn*", "re:.*Router.*"]
 DATA = calls(6)

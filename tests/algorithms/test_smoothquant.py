@@ -75,6 +75,7 @@ def test_factors_are_at_least_scale_clamp_min() -> None:
     assert least[1] < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_float_function_stays(name: str) -> None:
     model, inputs = built(name)

@@ -350,6 +350,7 @@ def test_a_failure_after_the_algorithms_undoes_them(monkeypatch: pytest.MonkeyPa
     assert equal(state(model), before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("family", ["Llama", "OPT", "GPT2"])
 def test_language_models_of_transformers(family: str, tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from quantizer.engine.checkpoint import Checkpoints
 from quantizer.engine.events import Stage
 from quantizer.observers import Observer
 
+pytestmark = pytest.mark.slow
+
 MODEL = """
 import torch
 from torch import nn
@@ -338,7 +340,6 @@ def test_a_rank_that_does_not_come_is_not_waited_for(net: str, tmp_path: Path) -
     assert "error: the ranks did not find each other within 1 s: 1 of 2 have come" in found[0].err
 
 
-@pytest.mark.slow
 def test_torchrun_starts_them(net: str, tmp_path: Path) -> None:
     config = config_file(tmp_path, "maxmin")
     assert run_command(calib(net, config, tmp_path / "one", "-q")) == 0

@@ -16,6 +16,8 @@ from configs import document, layer
 from quantizer import Config, Dtype, PerTensorPercentileObserver, QuantizationConfig, QuantizationSpec
 from quantizer.cli.main import run_command
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 INT8 = {"dtype": "int8", "qscheme": "per_tensor", "is_dynamic": False}
 WEIGHT = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}

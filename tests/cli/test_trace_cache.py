@@ -18,6 +18,8 @@ from quantizer.cli import trace_cache
 from quantizer.cli.main import run_command
 from quantizer.cli.trace_cache import folder, known_layers
 
+pytestmark = pytest.mark.slow
+
 FILE = """
 import os
 from pathlib import Path

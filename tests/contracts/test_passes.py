@@ -24,6 +24,7 @@ from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOYS)
 @pytest.mark.parametrize("rewrite", PASSES)
 def test_a_pass_keeps_the_function_and_the_names(rewrite: str, name: str) -> None:

@@ -19,6 +19,8 @@ from quantizer.export import EXPORTERS
 from quantizer.numerics.deferred import DeferredTensor
 from quantizer.sources.hugging_face import load_hugging_face, read_checkpoint
 
+pytestmark = pytest.mark.slow
+
 GROUPS = {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 32, "symmetric": True}
 ROWS = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
 CONFIGS: dict[str, dict[str, Any]] = {

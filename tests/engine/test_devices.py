@@ -35,6 +35,8 @@ from quantizer.numerics.deferred import DeferredTensor, bytes_of
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.hugging_face import without_cache
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -201,7 +203,6 @@ def test_activations_beyond_the_budget_come_back_to_their_device(name: str) -> N
     assert places <= GIVE_TO_THE_CPU | {SPILLS}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), [*zip(HIERARCHICAL, DTYPES[::-1] * 4, strict=False)])
 def test_algorithms_in_the_other_dtype(name: str, dtype: torch.dtype) -> None:
     same(HIERARCHICAL[name], "language_model", dtype)
@@ -265,7 +266,6 @@ def test_weights_in_files_give_the_same_bytes(tmp_path: Path) -> None:
     assert run_command(["--quant_mode", "test", *given]) == 0
 
 
-@pytest.mark.slow
 def test_weights_in_files_are_rounded_as_those_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, found, ahead = saved(tmp_path / "model", llama()), [], list[Tensor]()
     prefetch = DeferredTensor.prefetch

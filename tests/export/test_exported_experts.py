@@ -17,6 +17,8 @@ from quantizer import ModelQuantizer
 from quantizer.errors import UsageError
 from quantizer.export import EXPORTERS
 
+pytestmark = pytest.mark.slow
+
 TARGET = "compressed-tensors"
 for package in (*EXPORTERS[TARGET].needs, *EXPORTERS["gguf"].needs):
     pytest.importorskip(package, reason="needs quantizer-torch[llm]")

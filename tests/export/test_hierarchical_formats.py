@@ -27,6 +27,8 @@ from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
 
+pytestmark = pytest.mark.slow
+
 GROUPS: dict[str, Any] = {"bit_width": 4, "qscheme": "per_group", "group_size": 2}
 UNSIGNED: dict[str, Any] = {"symmetric": False, "signed": False}
 MX: dict[str, Any] = {"qscheme": "per_group", "group_size": 32, "scale_type": "e8m0"}

@@ -252,6 +252,7 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype, tmp_path: Pat
     assert types == {onnx.TensorProto.INT8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("shape", [(5, 8), (3, 5, 8), (2, 3, 5, 8)], ids=str)
 def test_attention_of_any_rank(shape: tuple[int, ...], masked: bool, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 import quantizer
 from quantizer.export.agreement import Verification
 
+pytestmark = pytest.mark.slow
+
 ort = pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
 pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 

@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 import quantizer
 from quantizer.errors import DataError, ResultError
 
+pytestmark = pytest.mark.slow
+
 CALIBRATED, TESTED, OTHERS = ((8, 8), (8, 5), (8, 12)), ((8, 8), (8, 14)), ((1, 1), (1, 7), (3, 20))
 FULL = (8, POSITIONS)
 

@@ -18,6 +18,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_bias_far_above_16_bit_products_is_added_in_full(kind: str, granularity: str, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def errors(findings: Any) -> list[Any]:
     return [found for found in findings if found.severity == "error"]
 
 
+@pytest.mark.slow
 @drawn
 @given(SEEDS)
 def test_the_layered_form_plans_the_same(seed: int) -> None:

@@ -229,6 +229,7 @@ def deviation(module: nn.Module, network: Network, x: Tensor) -> float:
     return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUND)
 def test_pairs_are_found_and_equalized_without_changing_the_function(name: str) -> None:
     make, shape, count = FOUND[name]

@@ -20,6 +20,8 @@ from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.match import match
 
+pytestmark = pytest.mark.slow
+
 LAYERS = "MixtralForCausalLM::MixtralForCausalLM/MixtralModel[model]/ModuleList[layers]/MixtralDecoderLayer"
 IN_FIRST = f"{LAYERS}[0]/MixtralSparseMoeBlock[mlp]/MixtralExperts[experts]/"
 

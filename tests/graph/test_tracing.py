@@ -126,6 +126,7 @@ class Detector(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seen", [None, 1, 2, 3])
 def test_a_detector_that_notes_the_shape_of_its_last_batch_takes_any(
     seen: int | None, caplog: pytest.LogCaptureFixture

@@ -19,6 +19,8 @@ from quantizer.config.diagnostics import ConfigError
 from quantizer.graph.ops import OPS
 from quantizer.nn import ExpertLinear
 
+pytestmark = pytest.mark.slow
+
 INT4 = {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 16}
 INT8 = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
 WEIGHTS: dict[str, dict[str, Any]] = {

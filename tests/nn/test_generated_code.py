@@ -90,6 +90,7 @@ def test_generated_code_equals_test_mode_bit_for_bit(name: str, settings: str, t
             assert leaves_equal(generated(*args, **kwargs), plain(network(*args, **kwargs)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HIERARCHIES)
 @pytest.mark.parametrize("name", [name for name in TOYS if name not in WITHOUT_WEIGHTS])
 def test_generated_code_equals_test_mode_in_every_format(name: str, kind: str, tmp_path: Path) -> None:
