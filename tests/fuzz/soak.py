@@ -48,7 +48,7 @@ def drawn_config(draw: random.Random) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(draw.choice(PRESETS).read_text("utf-8"))
         return {key: value for key, value in found.items() if key not in ("$schema", "//", "layer_quantize_config")}
     if kind == "layered":
-        found = layered(draw) | {"layer_quantize_config": []}
+        found = layered(draw) | {"layer_quantize_config": [], "include_bias_corr": draw.random() < 0.5}
         activation = found["tensor_quantize_config"].get("activation")
         if activation and draw.random() < 0.5:
             activation["method"] = "auto"
