@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from quantizer.cli.main import run_command
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS_ONLY = str(ROOT / "configs" / "weight_int8.json")
 DYNAMIC = str(ROOT / "configs" / "dynamic_int8.json")
 STATIC = str(ROOT / "configs" / "cpu_int8.json")
@@ -155,7 +157,6 @@ def test_a_hugging_face_folder(llama: str, capsys: pytest.CaptureFixture[str]) -
     assert "--seq_len 32: the model was made for at most 24 positions" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_results_hold_for_texts_of_any_length(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The check of the model traces it with the calibrated length; without `--seq_len`, that is the one that is run."""
     assert run("calib", "--config_file", WEIGHTS_ONLY, "--seq_len", "16", model=llama) == 0

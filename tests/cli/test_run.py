@@ -147,6 +147,7 @@ def test_the_preset_for_language_models_calibrates_and_tests(tmp_path: Path) -> 
     assert check(tmp_path / "out", "--gate", "sqnr_db>=10", model=str(model)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "preset",
     [path for path in PRESETS if path.stem not in (*LINEAR, *ALGORITHMS, "w4a4_rotation")],

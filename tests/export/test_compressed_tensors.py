@@ -18,6 +18,8 @@ from quantizer.export import EXPORTERS
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_checkpoint import Checkpoint
 
+pytestmark = pytest.mark.slow
+
 TARGET = "compressed-tensors"
 for package in EXPORTERS[TARGET].needs:
     pytest.importorskip(package, reason="needs quantizer-torch[llm]")

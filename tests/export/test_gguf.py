@@ -28,6 +28,8 @@ from gguf_templates import template
 
 from quantizer.export.gguf_file import Arrangement
 
+pytestmark = pytest.mark.slow
+
 Spec = dict[str, Any]
 GROUP: Spec = {"qscheme": "per_group", "ch_axis": 1, "group_size": 32, "observer_cls": "PerGroupMinMaxObserver"}
 CHANNEL: Spec = {"qscheme": "per_channel", "ch_axis": 0, "observer_cls": "PerChannelMinMaxObserver"}

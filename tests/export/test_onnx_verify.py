@@ -93,6 +93,7 @@ def test_every_multiplication_of_a_network_with_relu6_is_in_integers(tmp_path: P
     assert not {"Conv", "FusedConv", "Gemm", "FusedGemm", "Clip"} & set(operators)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "activation",
     [

@@ -37,6 +37,7 @@ def weights_of(path: Path) -> set[int]:
     return {t.data_type for t in onnx.load(path).graph.initializer if t.name.endswith(".weights.codes")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "expected"), [(8, {UINT8}), (7, {INT8}), (4, {INT8})])
 def test_products_that_could_overflow_have_unsigned_weights(bits: int, expected: set[int], tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -264,6 +264,7 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
 BETWEEN: list[Callable[[], nn.Module]] = [nn.ReLU, nn.Identity, lambda: nn.LeakyReLU(0.2), lambda: nn.MaxPool2d(2, 1)]
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.sampled_from(sorted(LAYERS)), st.sampled_from((2, 4, 6)), st.sampled_from(BETWEEN)),
