@@ -16,12 +16,6 @@ from quantizer.engine.exact import LayerCodes
 
 WITHIN = 0.999
 """The share of values that may be a step off at most: kernels of integers round ties and biases otherwise."""
-MARGIN_DB = 3.0
-"""Of two roundings of one network, neither worse than the other, the difference has twice the energy of the error."""
-AS_GOOD_DB = 1.0
-"""A file whose outputs are so much further from the float network than test mode's, at most, rounds as well."""
-ENOUGH_DB = 40.0
-"""A difference of a hundredth is rounding, even where test mode loses less."""
 CHUNK = 1 << 20
 """Values that are compared at once, in float64."""
 EDGE = 1.001
@@ -183,22 +177,6 @@ class Agreement:
             sqnr if self.floating else None,
             self.agreeing / self.rows if self.rows else None,
         )
-
-
-def agrees(found: Verification, sqnr_db: float) -> bool:
-    """Whether a file computes what test mode does, whose outputs are `sqnr_db` from the float network's.
-
-    It does if nearly all values are within one step, or if its difference from test mode costs no more than
-    quantization itself: a code that falls otherwise in an early layer changes many in later ones. In a deep network
-    these may be nearly all, and then the file is as near to the float network as test mode is.
-    """
-    if found.float_sqnr_db is not None and found.float_sqnr_db >= sqnr_db - AS_GOOD_DB:
-        return True
-    if found.within_step is not None and found.within_step >= WITHIN:
-        return True
-    if found.sqnr_db is None:
-        return found.equal >= WITHIN
-    return found.sqnr_db >= min(ENOUGH_DB, sqnr_db - MARGIN_DB)
 
 
 def verify(compared: str, expected: Iterable[Tensor], found: Iterable[Tensor]) -> Verification:

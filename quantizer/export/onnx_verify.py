@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,15 +14,16 @@ import onnxruntime
 import torch
 from numpy.typing import NDArray
 from onnx import ModelProto
+from torch import Tensor
 
 from quantizer.errors import VerificationError
-from quantizer.export.agreement import Agreement, Verification, agrees
+from quantizer.export.acceptance import accepted
+from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.float32 import HALF, widened
 from quantizer.export.onnx_kernels import kernels
 from quantizer.export.onnx_layers import LayerCheck
 from quantizer.export.onnx_speed import speed
-from quantizer.nn.network import Network
 
 PLAIN, DEFAULT = "ONNX Runtime without optimizations", "a default ONNX Runtime session"
 _EXTERNAL = "session.optimized_model_external_initializers_file_name"
@@ -62,8 +64,8 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
             expected = widened(tensor_leaves(network(*args, **kwargs)))
         for label, session in sessions.items():
             with _failures_named(label, file.name):
-                found = session.run(None, feed)
-            agreements[label].add(expected, [torch.from_numpy(output) for output in found])
+                found = _outputs(session, args, kwargs)
+            agreements[label].add(expected, found)
         if layers is not None:
             with _failures_named(DEFAULT, file.name):
                 codes = layers.codes(feed)
@@ -71,44 +73,14 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
         if ratio is None and file.floating is not None:
             with _failures_named("ONNX Runtime, without quantization,", file.name):
                 ratio = speed(sessions[DEFAULT], file.floating, feed)
-    verified = {
-        label: _accepted(agreement.result(), file.name, label, sessions[label], deployment)
-        for label, agreement in agreements.items()
-    }
+    verified = {}
+    for label, session in sessions.items():
+        remedy = _INT8_HELP if label == DEFAULT and deployment.choice("onnx_weights") == "int8" else _HELP
+        refusal, run = f"{file.name} is not written: {label}", partial(_outputs, session)
+        verified[label] = accepted(agreements[label].result(), deployment, run, refusal, remedy)
     rows = () if layers is None else tuple(layers.check.rows.values())
     default = replace(verified[DEFAULT], kernels=multiplications, layers=rows, speed=ratio)
     return replace(verified[PLAIN], default_session=default)
-
-
-def _accepted(
-    found: Verification, name: str, label: str, session: onnxruntime.InferenceSession, deployment: Deployment
-) -> Verification:
-    """The figures of one session, with those against the float network where they decide.
-
-    Raises:
-        VerificationError: the file does not compute what test mode does.
-    """
-    if not agrees(found, deployment.sqnr_db):
-        found = replace(found, float_sqnr_db=_float_sqnr_db(session, deployment))
-    if agrees(found, deployment.sqnr_db):
-        return found
-    other = f"{label} does not compute what test mode does: {found.figures()}"
-    itself = f"test mode itself is {deployment.sqnr_db:.1f} dB from the float network"
-    remedy = _INT8_HELP if label == DEFAULT and deployment.choice("onnx_weights") == "int8" else _HELP
-    raise VerificationError(f"{name} is not written: {other}; {itself}", help=remedy)
-
-
-@torch.no_grad()
-def _float_sqnr_db(session: onnxruntime.InferenceSession, deployment: Deployment) -> float | None:
-    """Of all outputs against the float network's; None if there is no such network, or no second pass over the data."""
-    if deployment.float_graph is None:
-        return None
-    network, agreement = Network(deployment.float_graph.in_memory()), Agreement("outputs")
-    for args, kwargs in deployment.calls():
-        found = session.run(None, _feed(session, args, kwargs))
-        expected = widened(tensor_leaves(network(*args, **kwargs)))
-        agreement.add(expected, [torch.from_numpy(output) for output in found])
-    return agreement.result().sqnr_db if agreement.count else None
 
 
 @dataclass(frozen=True)
@@ -156,6 +128,11 @@ def _failures_named(label: str, name: str) -> Iterator[None]:
     except Exception as error:
         why = str(error).strip().partition("\n")[0]
         raise VerificationError(f"{name} is not written: {label} cannot run it: {why}", help=_HELP) from error
+
+
+def _outputs(session: onnxruntime.InferenceSession, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """What a session gives for a call."""
+    return [torch.from_numpy(output) for output in session.run(None, _feed(session, args, kwargs))]
 
 
 def _feed(

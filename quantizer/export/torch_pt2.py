@@ -3,6 +3,7 @@ operators where activations are quantized. Loads without quantizer.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch.export import ExportedProgram
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.engine.result_files import write_bytes
 from quantizer.engine.solution import Solution
-from quantizer.errors import VerificationError
-from quantizer.export.agreement import Agreement, Verification, agrees
+from quantizer.export.acceptance import accepted
+from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.torch_program import exported, loaded, saved
 from quantizer.export.torch_qdq import (
@@ -61,18 +62,15 @@ def _verified(program: nn.Module, deployment: Deployment, name: str) -> Verifica
         VerificationError: they are others; `name` stands for the file.
     """
     agreement, network = Agreement("outputs", deployment.steps), deployment.network()
+
+    def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        return tensor_leaves(program(*args, **kwargs))
+
     with torch.no_grad():
         for args, kwargs in deployment.calls():
-            expected = tensor_leaves(network(*args, **kwargs))
-            agreement.add(expected, tensor_leaves(program(*args, **kwargs)))
-    found = agreement.result()
-    if not agrees(found, deployment.sqnr_db):
-        raise VerificationError(
-            f"{name} is not written: it does not compute what test mode does: {found.figures()}; test mode itself is "
-            f"{deployment.sqnr_db:.1f} dB from the float network",
-            help="--deploy pt2_float computes with floats, as test mode does",
-        )
-    return found
+            agreement.add(tensor_leaves(network(*args, **kwargs)), outputs(args, kwargs))
+    remedy = "--deploy pt2_float computes with floats, as test mode does"
+    return accepted(agreement.result(), deployment, outputs, f"{name} is not written: it", remedy)
 
 
 def _dequantize_for_each(program: ExportedProgram) -> None:

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.errors import VerificationError
+from quantizer.export.acceptance import least_db
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import tensor_leaves
 from quantizer.graph.trace import quiet
 
 EXACT_DB = 100.0
-"""Of float32 networks with quantized weights alone: the sums are the same but for their order."""
-MARGIN_DB, ENOUGH_DB = 3.0, 40.0
-"""Of others: readers round scales to the model's dtype and find ranges in it, which moves some codes by a step."""
+"""Of float32 networks with quantized weights alone: the sums are the same but for their order. In others readers round
+scales to the model's dtype and find ranges in it, which moves some codes by a step.
+"""
 HELP = "--deploy pt2 and safetensors need no such reader"
 _KINDS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
@@ -56,7 +57,7 @@ def verify_calls(
             agreement.add(call.outputs, tensor_leaves(module(*call.args, **call.kwargs)))
     found = agreement.result()
     is_exact = is_exact and all(output.dtype == torch.float32 for output in first.outputs)
-    least = EXACT_DB if is_exact else min(ENOUGH_DB, sqnr_db - MARGIN_DB)
+    least = EXACT_DB if is_exact else least_db(sqnr_db)
     if found.sqnr_db is not None and found.sqnr_db < least:
         raise VerificationError(
             f"{name} is not written: transformers does not compute what test mode does: {found.figures()}", help=HELP
