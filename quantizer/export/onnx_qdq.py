@@ -25,7 +25,7 @@ from quantizer.export.onnx_gates import quantize_gates
 from quantizer.export.onnx_lowering import DOMAIN, lower
 from quantizer.export.onnx_nodes import BLOCKS, refusal
 from quantizer.export.onnx_profile import PACKED_DOMAIN, half_even
-from quantizer.export.onnx_specs import processors, restated
+from quantizer.export.onnx_specs import processors, quantized_apart, restated
 from quantizer.export.onnx_speed import float_model
 from quantizer.export.onnx_tensors import LEAST, activation_carrier, weight_carrier
 from quantizer.export.onnx_translation import translate
@@ -51,9 +51,10 @@ def export(deployment: Deployment, path: Path) -> Verification:
         VerificationError: a session does not give test mode's outputs.
     """
     check("onnx", deployment.graph, deployment.solution.specs, deployment.opset)
-    deployment = replace(deployment, solution=as_run(deployment.graph, deployment.solution).by_rows())
-    wide = in_float32(deployment)
     is_fast = deployment.choice("onnx_profile") == "fast"
+    solution = as_run(deployment.graph, deployment.solution).by_rows()
+    deployment = replace(deployment, solution=quantized_apart(deployment.graph, solution, any_rounding=is_fast))
+    wide = in_float32(deployment)
     encoded = half_even(wide.encoded) if is_fast else wide.encoded
     solution = restated(wide.graph, encoded, wide.choice("onnx_weights"), packed=is_fast)
     wanted = list(solution.tensors.items())

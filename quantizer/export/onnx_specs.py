@@ -13,6 +13,7 @@ from quantizer.config.roles import base_role
 from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.plan.groups import layout
 from quantizer.plan.model import Key
 
 Specs = Mapping[Key, QuantizationSpec]
@@ -68,6 +69,23 @@ def restated(graph: Graph, solution: Solution, weights: str, *, packed: bool = F
         elif key[1] == "weights" and node.row.kind == "mac" and is_narrow(tensor.spec):
             shape = graph.weight(node).shape
             tensors[key] = _for_floats(tensor, *shape, packed=packed) if len(shape) == 2 else tensor
+    return replace(solution, tensors=tensors)
+
+
+def quantized_apart(graph: Graph, solution: Solution, *, any_rounding: bool = False) -> Solution:
+    """The solution with values that a concatenation alone reads quantized before it, too: to the same codes.
+
+    So kernels of integers can make them. Where rounding takes operators in float, it would cost more than that brings,
+    without `any_rounding`.
+    """
+    tensors = dict(solution.tensors)
+    for name in layout(graph).joined:
+        keys = [(each, "activation") for each in _down(name, graph)]
+        found = next((solution.tensors[key] for key in keys if key in solution.tensors), None)
+        if found is None or not is_narrow(found.spec) or found.spec.is_dynamic:
+            continue
+        if any_rounding or found.spec.round_mode == "half_even":
+            tensors[name, "activation"] = found
     return replace(solution, tensors=tensors)
 
 
@@ -144,10 +162,17 @@ def _up(layer: str, graph: Graph) -> Iterable[Key]:
 
 
 def _down(layer: str, graph: Graph) -> Iterable[str]:
-    """The layer, and what alone reads the one before, as long as it moves values or cuts them off."""
+    """The layer, and what alone reads the one before, as long as it moves values, joins them or cuts them off; before
+    they are joined, whatever is fused with the layer.
+    """
+    is_joined = False
     while True:
         yield layer
         reader, *others = graph.consumers[layer] or ("",)
-        if others or not reader or graph.by_name[reader].row.kind not in ("fusable", "passthrough"):
+        if others or not reader:
+            return
+        row = graph.by_name[reader].row
+        is_joined = is_joined or row.kind == "concat"
+        if not (row.kind == "concat" or row.keeps_scale or (row.kind == "fusable" and not is_joined)):
             return
         layer = reader
