@@ -18,7 +18,7 @@ MARGIN_DB = 3.0
 AS_GOOD_DB = 1.0
 """A file whose outputs are so much further from the float network than test mode's, at most, rounds as well."""
 ENOUGH_DB = 40.0
-"""A difference of a hundredth is rounding, even where test mode loses less."""
+"""A difference of a hundredth is rounding, even where test mode loses less; so is a loss of a hundredth."""
 Outputs = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Tensor]]
 """What a file gives for one call: the tensors, in order."""
 
@@ -47,7 +47,7 @@ def agrees(found: Verification, sqnr_db: float) -> bool:
     quantization itself: a code that falls otherwise in an early layer changes many in later ones. In a deep network
     these may be nearly all, and then the file is as near to the float network as test mode is.
     """
-    if found.float_sqnr_db is not None and found.float_sqnr_db >= sqnr_db - AS_GOOD_DB:
+    if found.float_sqnr_db is not None and found.float_sqnr_db >= min(ENOUGH_DB, sqnr_db - AS_GOOD_DB):
         return True
     if found.within_step is not None and found.within_step >= WITHIN:
         return True
