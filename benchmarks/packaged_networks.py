@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from module_alone import module_alone
 from torch import Tensor, nn
 
 Make = Callable[[], tuple[nn.Module, tuple[int, ...]]]
@@ -93,15 +94,13 @@ def diffusion_autoencoder() -> tuple[nn.Module, tuple[int, ...]]:
 
 def packaged(package: str, name: str, unused: Sequence[str] = ()) -> Any:
     """A module of a package whose own `__init__` is not run, nor those of `unused`, as they ask for other packages."""
-    from networks import example_module
-    from networks import packaged as of_folder
-
-    folder = example_module("efficientnet_lite").package_folder(package)
+    example: Any = importlib.import_module("efficientnet_lite")
+    folder = example.package_folder(package)
     for other in unused:
         stub: Any = sys.modules.setdefault(other, ModuleType(other))
         stub.FrozenBatchNorm2d, stub.__version__, stub.__spec__ = nn.BatchNorm2d, "", ModuleSpec(other, None)
         stub.IMAGENET_DEFAULT_MEAN = stub.IMAGENET_DEFAULT_STD = (0.5, 0.5, 0.5)
-    found = of_folder(f"{package}.{name}", folder)
+    found = module_alone(f"{package}.{name}", folder)
     for other in unused:
         del sys.modules[other]  # others ask whether it is there
     return found

@@ -18,7 +18,7 @@ from quantizer.plan.model import Key, Plan
 
 
 def model(graph: Graph) -> dict[str, dict[str, str]]:
-    """Both of the following."""
+    """What results say of a model: digests of its tensors and of its layers."""
     return {"weights": weights(graph), "layers": layers(graph)}
 
 

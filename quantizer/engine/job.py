@@ -103,7 +103,7 @@ class Job:
 
     @cached_property
     def made_of(self) -> dict[str, dict[str, str]]:
-        """Digests of the model's tensors, by path, and of its layers: a second for each GB."""
+        """Of what model: a second for each GB."""
         return fingerprint.model(self.target.original)
 
     @cached_property
