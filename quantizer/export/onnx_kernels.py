@@ -29,8 +29,10 @@ def kernels(model: ModelProto, optimized: str, graph: Graph, solution: Solution)
     """
     nodes = onnx.load(optimized, load_external_data=False).graph.node
     integer = tuple(_layer(node.name) for node in nodes if node.op_type in INTEGER)
-    floating = [node.name for node in model.graph.node if node.op_type in MULTIPLYING and node.name not in integer]
-    return Kernels(integer, {layer: _why(layer, graph, solution) for layer in floating})
+    floating = [node for node in model.graph.node if node.op_type in MULTIPLYING and node.name not in integer]
+    readers = {name: node.op_type for node in model.graph.node for name in node.input}
+    followers = {node.name: readers.get(node.output[0], "") for node in floating}
+    return Kernels(integer, {layer: _why(layer, graph, solution, after) for layer, after in followers.items()})
 
 
 def _layer(name: str) -> str:
@@ -38,8 +40,11 @@ def _layer(name: str) -> str:
     return re.sub(r"_token_\d+$", "", name)
 
 
-def _why(layer: str, graph: Graph, solution: Solution) -> str:
-    """The first thing in the config that keeps a layer's multiplication in float, and what to write instead."""
+def _why(layer: str, graph: Graph, solution: Solution, follower: str) -> str:
+    """The first thing in the config that keeps a layer's multiplication in float, and what to write instead.
+
+    `follower` is the operator that reads it in the file, which has none for what became bounds of codes.
+    """
     layer = layer.partition(NUMBERED)[0]
     if layer not in graph.by_name:
         return "it is part of an operator that torch.onnx took apart, or what it makes is not quantized"
@@ -58,6 +63,9 @@ def _why(layer: str, graph: Graph, solution: Solution) -> str:
             return f"its {role} is {_words(spec)}; 8 bits or fewer of integers have kernels"
         if role == "output" and spec.round_mode != "half_even":
             return f'its {role} is rounded by operators in float: set round_mode to "half_even", or --onnx_profile fast'
+    is_activated = any(graph.by_name[name].row.kind == "fusable" for name in graph.consumers[layer] if name)
+    if is_activated and follower != "QuantizeLinear":
+        return f"{follower} follows it, and its output is quantized after that; ReLU and ReLU6 have integer kernels"
     return "ONNX Runtime does not fuse it"
 
 

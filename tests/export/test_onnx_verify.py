@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from deployments import fitted
+from runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,6 +20,7 @@ onnx = pytest.importorskip("onnx", reason="the ONNX target needs it (extra: onnx
 ort = pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
 pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 
+import quantizer
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.solution import Solution
 from quantizer.errors import VerificationError
@@ -258,3 +260,15 @@ def test_all_batches_are_verified(tmp_path: Path) -> None:
     assert found is not None
     assert found.top1_agreement is not None
     assert found.top1_agreement * 20 == pytest.approx(round(found.top1_agreement * 20))
+
+
+def test_an_activation_without_a_kernel_of_integers_is_the_reason(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.LeakyReLU(0.1), nn.Conv2d(4, 4, 1), nn.Flatten())
+    result = quantizer.calibrate(model, str(ROOT / "configs" / "cpu_int8.json"), [torch.randn(4, 3, 6, 6)])
+    found = result.export("onnx", tmp_path / "net.onnx").default_session
+    assert found is not None
+    assert found.kernels is not None
+    ((layer, why),) = found.kernels.floating.items()
+    assert layer.endswith("Conv2d[0]/conv2d")
+    assert why.startswith("LeakyRelu follows it, and its output is quantized after that")
