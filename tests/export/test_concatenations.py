@@ -17,6 +17,8 @@ pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 
 import quantizer
 
+pytestmark = pytest.mark.slow
+
 
 class Joined(nn.Module):
     """Convolutions side by side, as in SqueezeNet and U-Nets; what they make may be pooled, or joined again."""

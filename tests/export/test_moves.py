@@ -14,6 +14,8 @@ import quantizer
 from configs import document
 from quantizer.plan.resolve import NO_RULES
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
 pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import quantizer
 from configs import document
 
+pytestmark = pytest.mark.slow
+
 onnx = pytest.importorskip("onnx", reason="files are read with it (extra: onnx)")
 pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
 pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
@@ -40,7 +42,6 @@ def convolutions(act: nn.Module) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.Conv2d(3, 8, 3), act, nn.Conv2d(8, 8, 3)).eval(), torch.randn(4, 3, 12, 12)
 
 
-@pytest.mark.slow
 def test_fast_rounds_as_kernels_do(tmp_path: Path) -> None:
     model, x = convolutions(nn.ReLU())
     exact, _ = written(model, layered("half_up"), "exact", x, tmp_path / "exact.onnx")

@@ -25,6 +25,8 @@ from quantizer.graph.trace import trace
 from quantizer.numerics.fake_quantize import fake_quantize, fake_quantize_plain
 from quantizer.numerics.rounding import ROUND_MODES
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("batch", [1, 5])
 def test_a_program_takes_any_batch_and_loads_without_quantizer(
