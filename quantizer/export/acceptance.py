@@ -1,6 +1,5 @@
 """Whether a file computes what test mode does, and the refusal of one that does not."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -50,7 +49,8 @@ def agrees(found: Verification, sqnr_db: float) -> bool:
         return True
     if found.sqnr_db is None:
         return found.equal >= WITHIN
-    return max(found.sqnr_db, found.float_sqnr_db or -math.inf) >= least_db(sqnr_db)
+    nearest = found.sqnr_db if found.float_sqnr_db is None else max(found.sqnr_db, found.float_sqnr_db)
+    return nearest >= least_db(sqnr_db)
 
 
 def least_db(sqnr_db: float) -> float:

@@ -206,6 +206,17 @@ def test_what_is_as_near_to_the_float_network_as_test_mode_is_accepted(
         verify_sessions(file, replace(other, sqnr_db=50.0))
 
 
+@pytest.mark.parametrize("layer", [*CONVOLUTIONS, HEAD])
+def test_a_file_with_one_wrong_scale_is_too_far_from_the_float_network_as_well(layer: str, tmp_path: Path) -> None:
+    given = replace(quantized(UNSIGNED, CHANNELS), float_graph=flattened()[0])
+    export(given, tmp_path / "net.onnx")
+    model = onnx.load(tmp_path / "net.onnx")
+    (scale,) = (each for each in model.graph.initializer if each.name == f"{layer}.weights.scale")
+    scale.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(scale) * 1.1, scale.name))
+    with pytest.raises(VerificationError, match="dB from the float network; test mode itself is"):
+        verify_sessions(OnnxFile("net.onnx", model.SerializeToString(), model), given)
+
+
 def test_a_file_that_cannot_be_loaded_is_refused() -> None:
     with pytest.raises(VerificationError, match=r"^net.onnx is not written: ONNX Runtime .* cannot run it: "):
         verify_sessions(OnnxFile("net.onnx", b"no model", onnx.ModelProto()), quantized({}, {}))

@@ -229,8 +229,7 @@ def test_torch_compiles_it_to_kernels_of_integers(bits: str, tmp_path: Path) -> 
     program = torch.export.load(tmp_path / "net.pt2").module()
     torch._dynamo.reset()
     counters.clear()
-    inductor = {"freezing": True, "force_disable_caches": True, "cpp.vec_isa_ok": True}  # a trial of each takes seconds
-    with torch._inductor.config.patch(inductor), torch.no_grad():
+    with torch._inductor.config.patch(freezing=True, force_disable_caches=True), torch.no_grad():
         found = torch.compile(program)(*given.args)
     assert counters["inductor"]["qconv_weight_prepack_matcher_count"] == 2
     assert counters["inductor"]["qlinear_weight_prepack_matcher_count"] == 1
