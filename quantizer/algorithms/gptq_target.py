@@ -45,15 +45,15 @@ class Hessian:
 
     def placed(self, columns: Tensor) -> Tensor:
         """Columns [depth, …] in this order, each a run of memory."""
-        return columns.contiguous() if self.order is None else columns[self.order]
+        return columns.contiguous() if self.order is None else columns.index_select(0, self.order)
 
     def back(self, columns: Tensor) -> Tensor:
         """Such columns as the weight has them."""
-        return columns if self.order is None else columns[self.order.argsort()]
+        return columns if self.order is None else columns.index_select(0, self.order.argsort())
 
     def permuted(self, matrix: Tensor) -> Tensor:
         """A matrix [depth, depth] with its rows and columns in this order."""
-        return matrix if self.order is None else matrix[self.order][:, self.order]
+        return matrix if self.order is None else _permuted(matrix, self.order)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class GptqTarget:
         while True:
             damping = torch.where(diagonal == 0, mean, damp)  # a column of zeros stays on its own
             damping = damping if order is None else damping[order]
-            damped = gram.clone() if order is None else gram[order][:, order]
+            damped = gram.clone() if order is None else _permuted(gram, order)
             damped.diagonal().add_(damping)
             factor = factored(damped)
             if factor is not None:
@@ -145,6 +145,11 @@ class QronosTarget(GptqTarget):
         fitted = torch.linalg.solve_triangular(m.T, fitted, upper=False, unitriangular=True)
         largest = products.gram[hessian.first, hessian.first] + hessian.damping[0]
         return weight + fitted, weight[0] + missing[0] / largest
+
+
+def _permuted(matrix: Tensor, order: Tensor) -> Tensor:
+    """By `index_select`, which takes a third of the time of an index."""
+    return matrix.index_select(0, order).index_select(1, order)
 
 
 def _mean_diagonal(gram: Tensor) -> float:

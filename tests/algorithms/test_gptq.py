@@ -137,6 +137,29 @@ def test_every_spec_gains_and_keeps_its_values(spec: QuantizationSpec) -> None:
     assert rounded.after == pytest.approx(float(error), rel=1e-3)
 
 
+def test_a_clear_gain_of_many_rows_is_told_from_some_of_them() -> None:
+    """The figures are estimates then; the weights are those of every row by itself."""
+    weight, x = torch.cat([WEIGHT, WEIGHT.flip(1), WEIGHT.flip(0)])[:, :64], autoregressive(2048, 64, seed=1)
+    rounded, found = solved(weight, x)
+    assert not found.remarks
+    energy = (weight @ x.T).square().sum()
+    for told, other in ((rounded.before, to_nearest(weight, CHANNELS)), (rounded.after, rounded.weight)):
+        error = ((weight - other) @ x.T).square().sum() / energy
+        assert told == pytest.approx(float(error), rel=0.1)
+    alone, _ = solved(weight[100:228], x)
+    assert torch.equal(rounded.weight[100:228], alone.weight)
+
+
+def test_what_some_rows_do_not_show_is_asked_of_all() -> None:
+    """Every other row is on its grid already, where nothing can be gained."""
+    weight, x = torch.cat([WEIGHT, WEIGHT.flip(1)])[:, :64], autoregressive(2048, 64, seed=1)
+    weight[::2] = to_nearest(weight, CHANNELS)[::2]
+    rounded, found = solved(weight, x)
+    assert not found.remarks and gain(weight, rounded.weight, x, CHANNELS) > 1.5
+    errors = [((weight - other) @ x.T).square().sum() for other in (to_nearest(weight, CHANNELS), rounded.weight)]
+    assert rounded.after / rounded.before == pytest.approx(float(errors[1] / errors[0]), rel=1e-3)
+
+
 @pytest.mark.parametrize("group_size", [16, -1])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_scales_found_on_the_way_fit_the_weights_as_they_are_then(group_size: int, symmetric: bool) -> None:
