@@ -28,7 +28,7 @@ class Rounded:
         weight: as the layer stores it; quantizing it with `qparams` changes nothing.
         qparams: scale and zero point of `granularity.scale_shape`.
         before: squared error of the layer's outputs over the calibration data with round-to-nearest, as a share of
-            their energy; of some of its rows where these tell enough.
+            their energy; both estimated from some of its rows where the gain is clear.
         after: the same with these weights.
     """
 

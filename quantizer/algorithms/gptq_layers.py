@@ -20,14 +20,20 @@ from quantizer.algorithms.gptq_target import GptqTarget, Hessian, Products
 from quantizer.algorithms.gram import zero_channels
 from quantizer.algorithms.optimal_rounding import Columns, optimal_rounding
 from quantizer.algorithms.patches import matrix_weight, weight_matrix
-from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, nearest_qparams, output_error
+from quantizer.algorithms.round_to_nearest import (
+    estimated_error,
+    layer_qparams,
+    nearest,
+    nearest_qparams,
+    output_error,
+)
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.qparams import QParams, uncut
 from quantizer.numerics.two_level import beside
 from quantizer.observers import code_range_of, kernel_of
 
 COMPARED = 128
-"""Rows of a layer, evenly strided, whose errors tell a clear gain; all of them cost as much as Cholesky."""
+"""Rows of a layer, evenly strided, whose errors tell a clear gain."""
 NO_GAIN = "the algorithm promises no smaller errors than round-to-nearest on other data; it stays at round-to-nearest"
 TOGETHER = 1 << 23
 """Values of layers that are solved twice at once: of these it is calls that cost, and of more it would be memory."""
@@ -182,16 +188,16 @@ def _judge(member: Member, solution: GptqSolution, gram: Tensor, optimism: float
 def _errors(member: Member, solution: GptqSolution, gram: Tensor, optimism: float) -> tuple[float, float]:
     """Errors of round-to-nearest and of the solution, as shares of the outputs' energy.
 
-    Those of some rows where the gain is clear by a factor of two, else of all: a few rows may have most of the error.
+    That of the solution is known; where it is clearly smaller, the other and the energy are estimated from some rows.
     """
-    before = after = 0.0
-    for stride in dict.fromkeys((max(1, -(-member.weight.shape[1] // COMPARED)), 1)):
-        before = output_error(gram, solution.target[:, ::stride] - member.plain[:, ::stride])
-        after = float(solution.errors[:, ::stride].sum())
-        if 2 * after * optimism < before:
-            break
-    energy = output_error(gram, member.weight[:, ::stride]) or 1.0
-    return before / energy, after / energy
+    lost, stride = solution.target - member.plain, -(-member.weight.shape[1] // COMPARED)
+    if stride > 1:
+        before = estimated_error(gram, lost, stride)
+        if 2 * solution.error * optimism < before:
+            energy = estimated_error(gram, member.weight, stride) or 1.0
+            return before / energy, solution.error / energy
+    energy = output_error(gram, member.weight) or 1.0
+    return output_error(gram, lost) / energy, solution.error / energy
 
 
 def _search(
