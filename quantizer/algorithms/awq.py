@@ -22,8 +22,9 @@ from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, a
 from quantizer.algorithms.clip_search import ClipSearch, candidates, few_candidates, is_by_row
 from quantizer.algorithms.fold import admissible, factored_apart, folded, parameter, shared_folds
 from quantizer.algorithms.gram import DEEPEST, UNREACHED, GroupSums, deepest, quantized_layers, zero_channels
+from quantizer.algorithms.output_error import output_error
 from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, output_error, sampled_rows
+from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, sampled_rows
 from quantizer.algorithms.sequential_runner import SequentialRunner, watching
 from quantizer.config.algorithms import AWQConfig
 from quantizer.config.model import QuantizationSpec

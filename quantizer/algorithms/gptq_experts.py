@@ -10,8 +10,9 @@ from quantizer.algorithms.adjustment import Remark, Rounded
 from quantizer.algorithms.gptq_layers import UNSTABLE, Member, RoundedLayers, round_layers
 from quantizer.algorithms.gptq_target import GptqTarget, Products
 from quantizer.algorithms.gram import UNREACHED
+from quantizer.algorithms.output_error import output_error
 from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, output_error
+from quantizer.algorithms.round_to_nearest import layer_qparams, nearest
 from quantizer.config.model import QuantizationSpec
 from quantizer.nn import ExpertLinear
 from quantizer.numerics.qparams import QParams

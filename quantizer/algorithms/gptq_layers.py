@@ -19,14 +19,9 @@ from quantizer.algorithms.column_scales import columns_of, group_size, kinds
 from quantizer.algorithms.gptq_target import GptqTarget, Hessian, Products
 from quantizer.algorithms.gram import zero_channels
 from quantizer.algorithms.optimal_rounding import Columns, optimal_rounding
+from quantizer.algorithms.output_error import estimated_error, output_error
 from quantizer.algorithms.patches import matrix_weight, weight_matrix
-from quantizer.algorithms.round_to_nearest import (
-    estimated_error,
-    layer_qparams,
-    nearest,
-    nearest_qparams,
-    output_error,
-)
+from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, nearest_qparams
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.qparams import QParams, uncut
 from quantizer.numerics.two_level import beside

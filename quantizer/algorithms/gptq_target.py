@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.optimal_rounding import Factor, factored
+from quantizer.algorithms.output_error import leading
 from quantizer.config.algorithms import ColumnRounding, GPTAQConfig, QronosConfig
 
 ITERATIONS = 30  # of the power method
@@ -127,10 +128,7 @@ class QronosTarget(GptqTarget):
 
     def damping(self, gram: Tensor) -> float:
         """A share of the largest eigenvalue."""
-        vector = gram.diagonal() + gram.diagonal().mean()
-        for _ in range(ITERATIONS):
-            vector = gram @ (vector / vector.norm().clamp(min=1e-30))
-        return self.settings.alpha * float(vector.norm())
+        return self.settings.alpha * float(leading(gram, ITERATIONS).norm())
 
     def target(self, weight: Tensor, hessian: Hessian, products: Products) -> tuple[Tensor, Tensor | None]:
         """W + W dXX H^-1, dXX = sum of (f - x) x^T; but the first column is rounded as if the others stayed.

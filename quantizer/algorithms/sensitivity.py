@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.gram import Gram
+from quantizer.algorithms.output_error import output_error
 from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.round_to_nearest import nearest_qparams, output_error
+from quantizer.algorithms.round_to_nearest import nearest_qparams
 from quantizer.algorithms.sequential_runner import SequentialRunner, watching
 from quantizer.config.hierarchical_spec import usual_symmetric_scale
 from quantizer.config.model import QuantizationSpec

@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from quantizer.algorithms.adjustment import Adjustment
 from quantizer.algorithms.gptq import gptq
 from quantizer.algorithms.gram import Gram
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, output_error
+from quantizer.algorithms.output_error import output_error
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.algorithms import GPTQConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
