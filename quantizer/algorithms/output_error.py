@@ -34,13 +34,14 @@ def estimated_error(gram: Tensor, difference: Tensor, stride: int) -> float:
     """About `output_error`, from every `stride`-th row and what all rows make of the inputs' largest direction.
 
     With h = H u, tr(d H d^T) is |d h|^2 / u h, which costs next to nothing, and a rest, whatever u is. Rows differ less
-    in the rest, as one direction often has most of the energy (Sun et al. 2024, "Massive Activations in Large Language
-    Models").
+    in the rest, as one direction often has most of the energy.
 
     Args:
         gram: positive semidefinite, [groups, depth, depth].
         difference: of two weights, [groups, rows, depth].
         stride: with 1 there is nothing to estimate.
+
+    Source: Sun et al. 2024, "Massive Activations in Large Language Models", for that direction.
 
     >>> import torch
     >>> estimated_error(torch.eye(2)[None], torch.tensor([[[1.0, 2.0], [2.0, 1.0]]]), 2)
