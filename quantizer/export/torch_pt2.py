@@ -3,7 +3,6 @@ operators where activations are quantized. Loads without quantizer.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch.export import ExportedProgram
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.engine.result_files import write_bytes
 from quantizer.engine.solution import Solution
-from quantizer.export.acceptance import accepted
-from quantizer.export.agreement import Agreement, Verification
-from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.torch_program import exported, loaded, saved
+from quantizer.export.agreement import Verification
+from quantizer.export.deployment import Deployment
+from quantizer.export.torch_program import exported, saved
 from quantizer.export.torch_qdq import (
     CARRIERS,
     DEQUANTIZE,
@@ -27,6 +25,7 @@ from quantizer.export.torch_qdq import (
     has_operators,
     is_channelwise,
 )
+from quantizer.export.torch_verify import verify_program
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -50,27 +49,11 @@ def export(deployment: Deployment, path: Path) -> Verification:
     if deployment.choice("pt2_activations") == "int8":
         _dequantize_for_each(program)
     content = saved(program)
-    verification = _verified(loaded(content), deployment, path.name)
+    verification = verify_program(
+        content, deployment, path.name, "--deploy pt2_float computes with floats, as test mode does"
+    )
     write_bytes(path, content)
     return verification
-
-
-def _verified(program: nn.Module, deployment: Deployment, name: str) -> Verification:
-    """The outputs of a program against test mode's over all calls.
-
-    Raises:
-        VerificationError: they are others; `name` stands for the file.
-    """
-    agreement, network = Agreement("outputs", deployment.steps), deployment.network()
-
-    def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        return tensor_leaves(program(*args, **kwargs))
-
-    with torch.no_grad():
-        for args, kwargs in deployment.calls():
-            agreement.add(tensor_leaves(network(*args, **kwargs)), outputs(args, kwargs))
-    remedy = "--deploy pt2_float computes with floats, as test mode does"
-    return accepted(agreement.result(), deployment, outputs, f"{name} is not written: it", remedy)
 
 
 def _dequantize_for_each(program: ExportedProgram) -> None:

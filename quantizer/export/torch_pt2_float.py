@@ -5,12 +5,11 @@ without quantizer.
 import dataclasses
 from pathlib import Path
 
-import torch
-
 from quantizer.engine.result_files import write_bytes
-from quantizer.export.agreement import Verification, verify
-from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.torch_program import exported, loaded, saved
+from quantizer.export.agreement import Verification
+from quantizer.export.deployment import Deployment
+from quantizer.export.torch_program import exported, saved
+from quantizer.export.torch_verify import verify_program
 
 
 def export(deployment: Deployment, path: Path) -> Verification:
@@ -19,11 +18,13 @@ def export(deployment: Deployment, path: Path) -> Verification:
 
     Weights are stored as the float32 values of their codes, and the stored example call is zeros. The file computes
     what test mode does; sums of convolutions are added up in another order on some processors.
+
+    Raises:
+        ModelError: torch.export refuses the network.
+        VerificationError: the program does not give test mode's outputs.
     """
     plain = dataclasses.replace(deployment, graph=deployment.graph.replaced(rebuild=None))
     content = saved(exported(plain.network(), plain.graph, *deployment.blank))
-    with torch.no_grad():
-        found = tensor_leaves(loaded(content)(*deployment.args, **deployment.kwargs))
-    verification = verify("outputs", deployment.expected, found)
+    verification = verify_program(content, deployment, path.name, "--deploy safetensors writes the tensors alone")
     write_bytes(path, content)
     return verification

@@ -74,7 +74,7 @@ def describe(graph: Graph, node: Node) -> LayerCall:
         return LayerCall(node.op.capitalize(), (list(tensor.shape),), {"dtype": tensor.dtype})
     if "weight_hh_l0" in node.params:
         return _recurrent(node, graph.tensors)
-    if node.row.weight and "weight" in node.params:
+    if node.row.weight and "weight" in node.params and "bias" not in node.inputs:
         return _weighted(node, graph.tensors)
     kwargs = dict(node.attrs)
     if node.target in OWN_LAYERS:

@@ -1,5 +1,6 @@
 """Operators as torch traces and runs them: targets, packets, named arguments. Knows torch's schemas, not the graph."""
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,17 +8,25 @@ from typing import Any
 import torch
 from torch import fx
 
+_SYMBOLIC = (
+    *(math.ceil, math.floor, math.trunc, math.sqrt, math.log2, round),
+    *(torch.sym_max, torch.sym_min, torch.sym_int, torch.sym_float, torch.sym_not, torch.sym_ite, torch.sym_sqrt),
+)
+_OF_SIZES: dict[str, Callable[..., Any]] = {f"{each.__module__}.{each.__name__}": each for each in _SYMBOLIC}
+"""What Python computes of sizes beside `operator`: "math.ceil", "builtins.round", "torch.sym_max"."""
 NORM_WITHOUT_STATISTICS = "aten._native_batch_norm_legit_no_training.default"
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The callable behind "aten.relu.default" or "operator.getitem"; nothing outside torch's operators and `operator`.
+    """The callable behind "aten.relu.default" or "operator.getitem"; nothing outside torch's operators and arithmetic.
 
     Raises:
         ValueError: the target names something else.
     """
     namespace, packet, *overload = target.split(".")
-    if namespace == "operator" and not packet.startswith("_"):
+    if target in _OF_SIZES:
+        return _OF_SIZES[target]
+    if namespace == "operator" and hasattr(operator, packet) and not packet.startswith("_"):
         return getattr(operator, packet)  # type: ignore[no-any-return]
     if not overload or not namespace.isidentifier():
         raise ValueError(f"{target!r} is not a torch operator such as 'aten.relu.default'")
@@ -45,14 +54,16 @@ def target_name(node: Any) -> str:
     target = node.target if isinstance(node, fx.Node) else node
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
-    return f"operator.{getattr(target, '__name__', str(target))}"
+    name = getattr(target, "__name__", str(target))
+    of_sizes = f"{getattr(target, '__module__', '')}.{name}"
+    return of_sizes if of_sizes in _OF_SIZES else f"operator.{name}"
 
 
 def packet(target: str) -> str:
     """`conv2d` of `aten.conv2d.default`; Python's integer arithmetic keeps apart from tensor arithmetic."""
     namespace, name = target.split(".")[:2]
-    if namespace == "operator":
-        return "getitem" if name == "getitem" else f"operator_{name}"
+    if target == "operator.getitem":
+        return "getitem"
     return name if namespace == "aten" else f"{namespace}_{name}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from generated import imported
 from llamas import VOCABULARY, llama
 from runs import ROOT
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import quantizer
-from quantizer.errors import DataError, ResultError
+from quantizer.errors import DataError, ModelError, ResultError
 
 pytestmark = pytest.mark.slow
 
@@ -132,3 +134,50 @@ def test_a_scale_for_each_position_fixes_the_length(tmp_path: Path) -> None:
         quantizer.load(tmp_path, model, [texts(2, 14)])
     with pytest.raises(DataError, match=r"batch 1: input of .*this batch has 5 of them where others have 8"):
         quantizer.calibrate(model, positions(), [texts(2, 8), texts(3, 5)])
+
+
+class Sizes(nn.Module):
+    """Arithmetic with the count of tokens, by every function that torch traces of sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        x, size = self.linear(self.embedding(tokens)), tokens.shape[1]
+        ends = math.ceil(size / 3), math.floor(size * 0.4), math.trunc(size * 0.6), round(size * 0.7), int(size**0.5)
+        return *(x[:, :end].sum(1) for end in ends), x[:, : max(size // 2, 3)].sum(1), x[:, : min(size, 20)].sum(1)
+
+
+class Chunks(nn.Module):
+    """Fills up to chunks of four, so that torch cannot prove that one token, of which its trace would differ, works."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        size = tokens.shape[1]
+        x = F.pad(self.linear(self.embedding(tokens)), (0, 0, 0, -size % 4))[:, 1:]
+        return x[:, : size - 1]  # type: ignore[no-any-return]
+
+
+def test_arithmetic_with_sizes_runs_and_a_file_that_cannot_hold_it_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, data = Sizes().eval(), [(texts(8, length)["input_ids"],) for length in (12, 9, 17)]
+    result = quantizer.calibrate(model, str(ROOT / "configs" / "cpu_int8.json"), data)
+    assert result.test([(texts(8, 14)["input_ids"],)]).metrics["sqnr_db"] > 30
+    with pytest.raises(ModelError, match="this network cannot be saved by torch: SerializeError: Failed serializing"):
+        result.export("pt2", tmp_path / "net.pt2")
+    assert not (tmp_path / "net.pt2").exists()
+
+
+def test_a_program_runs_lengths_that_torch_cannot_prove(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    data = [(texts(8, length)["input_ids"],) for length in (12, 9, 17)]
+    result = quantizer.calibrate(Chunks().eval(), str(ROOT / "configs" / "weight_int8.json"), data)
+    assert result.export("pt2", tmp_path / "net.pt2").equal == 1
+    program = torch.export.load(tmp_path / "net.pt2").module()
+    (tokens,) = texts(3, 20).values()
+    with torch.no_grad():
+        assert torch.equal(program(tokens), result.network(tokens))

@@ -192,14 +192,29 @@ def test_a_recurrent_layer_has_codes(tmp_path: Path) -> None:
     assert sum(tensor.dtype == torch.int8 for tensor in stored.values()) == 2
 
 
-def test_a_program_that_computes_something_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("target", ["pt2", "pt2_float"])
+def test_a_program_that_computes_something_else_is_not_written(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Zeros(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.zeros(len(x), 10)
 
-    monkeypatch.setattr("quantizer.export.torch_pt2.loaded", lambda content: Zeros())
+    monkeypatch.setattr("quantizer.export.torch_verify.loaded", lambda content: Zeros())
     with pytest.raises(VerificationError, match=r"net\.pt2 is not written: it does not compute what test mode does"):
+        export(target, deployment(), tmp_path / "net.pt2")
+    assert not (tmp_path / "net.pt2").exists()
+
+
+def test_a_program_whose_guards_fail_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Guarded(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise AssertionError("Guard failed: x.size()[0] <= 4\nand more")
+
+    monkeypatch.setattr("quantizer.export.torch_verify.loaded", lambda content: Guarded())
+    with pytest.raises(VerificationError, match="not written: torch cannot run it: Guard failed: .* <= 4$") as refused:
         export("pt2", deployment(), tmp_path / "net.pt2")
+    assert refused.value.help
     assert not (tmp_path / "net.pt2").exists()
 
 

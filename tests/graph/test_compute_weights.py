@@ -1,16 +1,19 @@
-"""Weights that the model computes from its own tensors become the layers' own."""
+"""Weights that the model computes from its own tensors become the layers' own; what inputs decide stays apart."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, weight_norm
 
+import quantizer
 from quantizer.config.model import Settings
 from quantizer.graph.passes import run_passes
 from quantizer.graph.passes.compute_weights import compute_weights
@@ -92,6 +95,54 @@ def test_what_others_read_stays() -> None:
     with torch.no_grad():
         for found, expected in zip(Network(graph)(x), model(x), strict=True):
             assert torch.equal(found, expected)
+
+
+class CrossAttention(nn.Module):
+    """torch computes the three biases from one parameter where keys and values have widths of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, kdim=4, vdim=6, batch_first=True)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.attention(query, key, value, need_weights=False)[0]  # type: ignore[no-any-return]
+
+
+def test_projections_of_several_widths_own_their_parts_of_one_bias() -> None:
+    torch.manual_seed(0)
+    model = CrossAttention().eval()
+    nn.init.normal_(model.attention.in_proj_bias)
+    batches = [(torch.randn(2, 5, 8), torch.randn(2, 7, 4), torch.randn(2, 7, 6)) for _ in range(2)]
+    graph = run_passes(trace(model, batches[0]), Settings())
+    assert [set(node.params) for node in graph.nodes if node.op == "linear"] == [{"weight", "bias"}] * 4
+    config = {"global_quant_config": {"weight": {"dtype": "int8"}, "output_tensors": {"dtype": "int8"}}}
+    assert quantizer.calibrate(model, config, batches).test(batches).metrics["sqnr_db"] > 25
+
+
+class Conditioned(nn.Module):
+    """Biases that another input decides, of a convolution and of a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.linear, self.shifts = nn.Conv2d(3, 4, 3), nn.Linear(4, 6), nn.Linear(5, 10)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        first, second = self.shifts(condition).split([4, 6])
+        features = F.conv2d(x, self.convolution.weight, first, padding=1).relu().mean([2, 3])
+        return F.linear(features, self.linear.weight, second)
+
+
+def test_biases_that_the_input_decides_are_added_apart(tmp_path: Path) -> None:
+    """And the corrections of the quantized network's means, which belong to the layer, are in files, too."""
+    torch.manual_seed(0)
+    model, batches = Conditioned().eval(), [(torch.randn(4, 3, 6, 6), torch.randn(5)) for _ in range(2)]
+    graph = run_passes(trace(model, batches[0]), Settings())
+    kept = [node.name.rpartition("/")[2] for node in graph.nodes if node.op in ("conv2d", "linear", "add", "reshape")]
+    assert kept == ["linear", "conv2d", "conv2d_bias", "conv2d_add", "linear", "linear_add"]
+    result = quantizer.calibrate(model, ROOT / "configs" / "cpu_int8.json", batches)
+    assert result.test(batches).metrics["sqnr_db"] > 25
+    pytest.importorskip("onnxruntime", reason="--deploy onnx needs quantizer-torch[onnx]")
+    assert result.export("onnx", tmp_path / "net.onnx").equal == 1
 
 
 def test_a_weight_that_the_input_decides_stays_computed() -> None:

@@ -38,6 +38,7 @@ class PassRow:
 PASSES: dict[str, PassRow] = {
     "remove_dropout": PassRow("activations"),
     "compute_weights": PassRow("compute_weights"),
+    "separate_biases": PassRow("separate_biases"),
     "linear_from_matmul": PassRow("linear_from_matmul"),
     "linear_of_experts": PassRow("linear_of_experts"),
     "convert_relu6_to_relu": PassRow("activations", "convert_relu6_to_relu", changes="on purpose"),
