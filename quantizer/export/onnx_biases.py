@@ -15,6 +15,8 @@ from quantizer.nn.network import Network
 CPU = torch.device("cpu")
 ROOM = 1 << 30
 """The largest bias in units of a channel's sums: as much is left for the sum itself."""
+TINY = torch.finfo(torch.float32).tiny
+"""Products of scales below it, of inputs that are next to nothing, are no units: they lose bits, and then are zero."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def overflowing(network: Network, solution: Solution) -> set[str]:
         if bias is None or key is None or specs[key].is_dynamic or {weights.spec.dtype, specs[key].dtype} != {"int"}:
             continue
         step = float(weights.scale.min()) * float(solution.tensors[key].scale.min())
-        if float(bias.detach().abs().max()) > step * (2 * ROOM - 1):
+        if step < TINY or float(bias.detach().abs().max()) > step * (2 * ROOM - 1):
             found.add(layer)
     return found
 
@@ -105,6 +107,7 @@ def sum_steps(graph: Graph, solution: Solution) -> dict[str, Tensor]:
         if key is None or output is None or not by_output or node.dtype != torch.float32:
             continue
         integers = all(is_narrow(spec) and not spec.is_dynamic for spec in (weights.spec, specs[key], output))
-        if integers and output.round_mode == "half_even":
-            found[layer] = weights.scale * solution.tensors[key].scale
+        step = weights.scale * solution.tensors[key].scale
+        if integers and output.round_mode == "half_even" and float(step.min()) >= TINY:
+            found[layer] = step
     return found
