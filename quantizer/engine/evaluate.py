@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.distributed import ALONE, Ranks, in_turn
 from quantizer.engine.perplexity import TokenLoss, next_tokens
-from quantizer.errors import DataError
+from quantizer.errors import DataError, ModelError
 from quantizer.nn.network import Network
 from quantizer.numerics.deferred import loaded
 from quantizer.numerics.metrics import decibel, energy
@@ -206,6 +206,7 @@ def compare(reference: Network, quantized: Network, batches: Iterable[Batch], ra
 
     Raises:
         DataError: no batch at all, or an output that is not finite.
+        ModelError: the networks make tensors of other sizes.
         RankError: the ranks do not have the same batches.
     """
     activations, found = list[tuple[str, str]](), list[Comparison]()
@@ -226,6 +227,8 @@ def compare(reference: Network, quantized: Network, batches: Iterable[Batch], ra
         found.append(nothing())
         left, right = reference.start(batch.args, batch.kwargs), quantized.start(batch.args, batch.kwargs)
         for (name, x), (_, y) in zip(left.steps(), right.steps(), strict=True):
+            if name in taps:
+                _require_same_shape(name, x, y)
             for quantizer, at in taps.get(name, ()):
                 noise = found[-1].layers[at]
                 noise.local.add(x, quantizer(x.clone()))  # which it may overwrite
@@ -243,6 +246,16 @@ def compare(reference: Network, quantized: Network, batches: Iterable[Batch], ra
 
     over_batches(batches, one_batch, ranks, exchange)
     return replace(result, layers=[*_parameters(reference, quantized), *result.layers])
+
+
+def _require_same_shape(what: str, x: Tensor, y: Tensor) -> None:
+    """Refuse values of which quantization changes how many there are, as it does behind `nonzero`."""
+    if x.shape != y.shape:
+        raise ModelError(
+            f"{what}: the float network makes {list(x.shape)}, the quantized one {list(y.shape)}: sizes that depend on "
+            "values leave nothing to compare",
+            help="quantize the model up to the layer that selects, and select outside of it",
+        )
 
 
 def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
@@ -270,6 +283,7 @@ def _outputs(reference: list[Tensor], quantized: list[Tensor], batch: Batch, res
             result.equal += int((x == y).sum()) if x.shape == y.shape else 0
     pairs = [(x, y) for x, y in every if x.is_floating_point()]
     for x, y in pairs:
+        _require_same_shape("the output", x, y)
         if not bool(torch.isfinite(x).all()):
             raise DataError("the float model's output is not finite", help="check the data and the weights")
         result.floats += x.numel()

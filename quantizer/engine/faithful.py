@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from quantizer.config.wording import shortened
 from quantizer.engine.module_target import evaluating
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph
+from quantizer.nn.function import topk
 from quantizer.nn.network import Network
 from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch
@@ -90,7 +92,16 @@ def _output(model: nn.Module, call: Call, seed: int) -> list[Tensor]:
     """The tensors that it returns, of arguments of its own."""
     seed_everything(seed)
     args, kwargs = _copied(call)
-    return [each.clone() for each in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(each, Tensor)]
+    with _FirstOfEqual():
+        return [each.clone() for each in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(each, Tensor)]
+
+
+class _FirstOfEqual(TorchFunctionMode):
+    """Picks the first of equal values in `topk`, as a network does; torch leaves it open."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        picks = func in (torch.topk, Tensor.topk) and "out" not in (kwargs or {})
+        return (topk if picks else func)(*args, **(kwargs or {}))
 
 
 def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:

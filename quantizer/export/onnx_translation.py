@@ -14,6 +14,7 @@ from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.onnx_lowering import DOMAIN, Wanted
 from quantizer.export.torch_program import exported
 from quantizer.graph.trace import quiet, without_stack_traces
+from quantizer.nn.function import Function
 from quantizer.nn.network import Network
 
 
@@ -42,6 +43,9 @@ class _Flat(nn.Module):
         super().__init__()
         self.network = network
         self.leaves, self.spec = pytree.tree_flatten(deployment.blank)
+        for function in network.layers.values():
+            if isinstance(function, Function):
+                function.leave_ties_open()
         self.weights: dict[str, _Mark] = {}
         for index, ((layer, role), _) in enumerate(wanted):
             if base_role(role) == "weights":

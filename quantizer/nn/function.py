@@ -1,6 +1,6 @@
 """A layer that is one torch function, with its constants fixed and, for normalizations, its own parameters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,8 +11,27 @@ from quantizer.graph.targets import packet, resolve, takes_self
 from quantizer.nn.image_layout import channels_first
 from quantizer.nn.layer import Layer
 
-_CALLS = {"aten.view.default": torch.reshape}
-"""What runs instead: a view refuses orders of memory that it was not traced with, and where it does not it is that."""
+
+def _view(input: Tensor, size: Sequence[int]) -> Tensor:  # noqa: A002 - as torch's schemas name it, but for "self"
+    """A view refuses orders of memory that it was not traced with, and where it does not it is this."""
+    return input.reshape(size)
+
+
+def topk(
+    input: Tensor,  # noqa: A002
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,  # noqa: A002
+) -> tuple[Tensor, Tensor]:
+    """Of equal values the first come first, as ONNX defines TopK; torch leaves it open, and codes are often equal."""
+    values, indices = input.sort(dim=dim, descending=largest, stable=True)
+    return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
+
+
+_TOPK = "aten.topk.default"
+_CALLS: dict[str, Callable[..., Any]] = {"aten.view.default": _view, _TOPK: topk}
+"""What runs instead of torch's operator, with the same arguments."""
 
 
 class Function(Layer):
@@ -36,13 +55,21 @@ class Function(Layer):
         self._target = target or self.target
         self._constants = constants
         twin = "_.".join(self._target.rsplit(".", 1))  # aten.relu_.default
-        self._call = _CALLS.get(self._target) or resolve(twin if inplace else self._target)
-        self._renames_self = takes_self(self._call)
-        self._positional = not hasattr(self._call, "_schema")
+        self._bind(_CALLS.get(self._target) or resolve(twin if inplace else self._target))
         self._any_layout = find_op(packet(self._target)).any_layout
         self._params = tuple(params or ())
         for name, shape in (params or {}).items():
             self.register_parameter(name, nn.Parameter(torch.empty(tuple(shape)), requires_grad=False))
+
+    def _bind(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self._renames_self = takes_self(call)
+        self._positional = self._target not in _CALLS and not hasattr(call, "_schema")
+
+    def leave_ties_open(self) -> None:
+        """Run torch's `topk`, if that is the function: for a translation to what picks the first of equal values."""
+        if self._target == _TOPK:
+            self._bind(resolve(_TOPK))
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
         if not self._any_layout:

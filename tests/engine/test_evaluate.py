@@ -12,7 +12,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.engine.evaluate import Noise, compare
 from quantizer.engine.scores import Scores
 from quantizer.engine.solution import Solution, quantized_network
-from quantizer.errors import DataError
+from quantizer.errors import DataError, ModelError
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -142,6 +142,20 @@ def test_what_quantization_makes_infinite_is_told_with_its_batch_and_layer() -> 
     assert fault is not None
     assert fault.startswith("batch 2: the quantized network gives NaN or infinity")
     assert Scores(compare(Network(graph), quantized, batches(good)), {}).fault is None
+
+
+class Selected(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0] * 2
+
+
+def test_outputs_of_which_quantization_changes_the_count_are_refused_with_both_sizes() -> None:
+    x = torch.tensor([0.01, 0.5, 0.7])
+    graph = trace(Selected(), (x,))
+    quantized = quantized_network(graph, Solution({("Selected::input_0", "input"): COARSE}))
+    with pytest.raises(ModelError, match=r"the output: the float network makes \[3\], the quantized one \[2\]: sizes"):
+        compare(Network(graph), quantized, batches(x))
+    assert compare(Network(graph), quantized, batches(x + 1)).floats == 3
 
 
 def test_metrics_that_are_no_numbers_are_a_fault() -> None:

@@ -47,7 +47,8 @@ def test_next_to_nothing_has_no_unit_of_sums(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "small.py").write_text(
         "import torch\nfrom torch import nn\n\n\n"
         "def model():\n    torch.manual_seed(0)\n    layers = [nn.Conv2d(4, 4, 1) for _ in range(3)]\n"
-        "    for layer in layers:\n        nn.init.normal_(layer.weight, 0, 1e-14)\n        nn.init.zeros_(layer.bias)\n"
+        "    for layer in layers:\n        nn.init.normal_(layer.weight, 0, 1e-14)\n"
+        "        nn.init.zeros_(layer.bias)\n"
         "    return nn.Sequential(*layers).eval()\n\n\n"
         "def calibration_data():\n    return [torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0))]\n"
     )
