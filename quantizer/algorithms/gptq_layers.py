@@ -28,7 +28,7 @@ from quantizer.numerics.two_level import beside
 from quantizer.observers import code_range_of, kernel_of
 
 COMPARED = 128
-"""Rows of a layer, evenly strided, whose errors tell a clear gain."""
+"""Rows of a layer, evenly strided and fewer than twice as many, whose errors tell a clear gain."""
 NO_GAIN = "the algorithm promises no smaller errors than round-to-nearest on other data; it stays at round-to-nearest"
 TOGETHER = 1 << 23
 """Values of layers that are solved twice at once: of these it is calls that cost, and of more it would be memory."""
@@ -185,7 +185,7 @@ def _errors(member: Member, solution: GptqSolution, gram: Tensor, optimism: floa
 
     That of the solution is known; where it is clearly smaller, the other and the energy are estimated from some rows.
     """
-    lost, stride = solution.target - member.plain, -(-member.weight.shape[1] // COMPARED)
+    lost, stride = solution.target - member.plain, member.weight.shape[1] // COMPARED
     if stride > 1:
         before = estimated_error(gram, lost, stride)
         if 2 * solution.error * optimism < before:
