@@ -33,7 +33,7 @@ LEAST = {(GROUPS, "awq"): 0.5, ("int3 per channel", "gptq"): 0.65}
 """Share of the gap in perplexity between round-to-nearest and the float model that is to be closed at least; the
 example itself prints the rest."""
 WINDOWS = 3  # of the eight that the float model's figure takes
-CALIBRATION_WINDOWS = {"awq": 4, "gptq": 4}  # of the eight that the example takes, to the same bars
+CALIBRATION_WINDOWS = {"awq": 2, "gptq": 2}  # of the eight that the example takes, to the same bars
 
 pytestmark = pytest.mark.slow
 
