@@ -19,9 +19,9 @@ from quantizer.config.dpu_accuracy import finetuning, raised
 from quantizer.config.model import Config
 from quantizer.engine import fingerprint
 from quantizer.engine.checkpoint import Checkpoints, other_run, register, snapshot_of, value_of
-from quantizer.engine.evaluate import Noise
 from quantizer.engine.fits_model import check_weight
 from quantizer.engine.job import Job
+from quantizer.engine.noise import Noise
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import ResultError, UsageError
 from quantizer.graph.ir import Graph

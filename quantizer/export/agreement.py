@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quantizer.config.wording import shortened
-from quantizer.engine.evaluate import Noise
 from quantizer.engine.exact import LayerCodes
+from quantizer.engine.noise import Noise
 
 WITHIN = 0.999
 """The share of values that may be a step off at most: kernels of integers round ties and biases otherwise."""

@@ -36,6 +36,7 @@ NAMED = {
     "graph/passes/fold_batch_norm.py": "rewrites this operator",
     "graph/passes/linear_from_matmul.py": "rewrites these operators",
     "graph/passes/linear_of_experts.py": "rewrites these operators",
+    "graph/passes/separate_biases.py": "makes these layers of a bias",
     "config/convert_findings.py": "writes entries for types, and knows no graph; a test compares it with the table",
     "plan/floating.py": "what each operator makes of the lowest values of a mask",
     "plan/kept_float.py": "a setting that is about additions",

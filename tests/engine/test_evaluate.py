@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.engine.evaluate import Noise, compare
+from quantizer.engine.evaluate import compare
+from quantizer.engine.noise import Noise
 from quantizer.engine.scores import Scores
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import DataError, ModelError
