@@ -55,7 +55,7 @@ def exported(module: nn.Module, graph: Graph, args: tuple[Any, ...], kwargs: dic
             break
         except Exception as error:
             if graph.lengths and of_length is _named:
-                continue
+                continue  # what is wrong with the module itself is wrong again
             raise _refused(f"{graph.model} cannot be exported by torch", error) from error
     for node in program.graph.nodes:
         for key in _PLACES:

@@ -49,9 +49,8 @@ def export(deployment: Deployment, path: Path) -> Verification:
     if deployment.choice("pt2_activations") == "int8":
         _dequantize_for_each(program)
     content = saved(program)
-    verification = verify_program(
-        content, deployment, path.name, "--deploy pt2_float computes with floats, as test mode does"
-    )
+    remedy = "--deploy pt2_float computes with floats, as test mode does"
+    verification = verify_program(content, deployment, path.name, remedy)
     write_bytes(path, content)
     return verification
 
