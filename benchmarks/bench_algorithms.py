@@ -1,6 +1,6 @@
 """W4: what algorithms cost on a small LLaMA at 4 bits, as ratios to a float pass, and the error that they leave.
 
-`python benchmarks/bench_algorithms.py [rounds]`; 32 sequences of 256 tokens, asymmetric groups of
+`python benchmarks/bench_algorithms.py [rounds [GPTQ …]]`; 32 sequences of 256 tokens, asymmetric groups of
 128 weights, all linear layers of the decoder, two threads. Errors are on 8 other sequences: of the layers' outputs
 (mean over layers), as a share of round-to-nearest's, and of the logits.
 """
@@ -49,14 +49,15 @@ def main() -> None:
     layers = [node.name for node in graph.nodes if node.op == "linear" and "lm_head" not in node.name]
     specs = {(name, "weights"): SPEC for name in layers}
     task = Task(graph, specs, find_structure(graph), lambda: batches)
-    parts: dict[str, Part] = {name: functools.partial(run, task, settings) for name, (settings, _) in ROWS.items()}
+    chosen = {name: ROWS[name] for name in sys.argv[2:] or ROWS}
+    parts: dict[str, Part] = {name: functools.partial(run, task, settings) for name, (settings, _) in chosen.items()}
     float_pass = functools.partial(run_model, model, batches)
     base = peak_mb(float_pass)
     print(f"round-to-nearest: {errors(model, task, Adjustment())}")
     extra = {name: f"memory {peak_mb(part) - base:+.0f} MB" for name, part in parts.items()}
-    for name, (settings, _) in ROWS.items():
+    for name, (settings, _) in chosen.items():
         extra[name] += f", {errors(model, task, run(task, settings))}"
-    targets = {name: target for name, (_, target) in ROWS.items()}
+    targets = {name: target for name, (_, target) in chosen.items()}
     report("W4 algorithms, ratio to the float pass", ratios(float_pass, parts, rounds), targets, extra)
 
 
