@@ -1,4 +1,4 @@
-"""Round-to-nearest of a weight, which every other rounding is measured against, the measure, and rows to search on."""
+"""Round-to-nearest of a weight, which every other rounding is measured against, and rows to search on."""
 
 from torch import Tensor
 

@@ -193,9 +193,8 @@ def compare(reference: Network, quantized: Network, batches: Iterable[Batch], ra
         found.append(nothing())
         left, right = reference.start(batch.args, batch.kwargs), quantized.start(batch.args, batch.kwargs)
         for (name, x), (_, y) in zip(left.steps(), right.steps(), strict=True):
-            if name in taps:
-                _require_same_shape(name, x, y)
             for quantizer, at in taps.get(name, ()):
+                _require_same_shape(name, x, y)
                 noise = found[-1].layers[at]
                 noise.local.add(x, quantizer(x.clone()))  # which it may overwrite
                 assert noise.accumulated is not None  # only parameters have none

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 _SYMBOLIC = (
-    *(math.ceil, math.floor, math.trunc, math.sqrt, math.log2, round),
+    *(math.ceil, math.floor, math.trunc, round),
     *(torch.sym_max, torch.sym_min, torch.sym_int, torch.sym_float, torch.sym_not, torch.sym_ite, torch.sym_sqrt),
 )
 _OF_SIZES: dict[str, Callable[..., Any]] = {f"{each.__module__}.{each.__name__}": each for each in _SYMBOLIC}

@@ -137,7 +137,7 @@ def test_a_scale_for_each_position_fixes_the_length(tmp_path: Path) -> None:
 
 
 class Sizes(nn.Module):
-    """Arithmetic with the count of tokens, by every function that torch traces of sizes."""
+    """Arithmetic with the count of tokens, by the functions of Python that torch traces of sizes."""
 
     def __init__(self) -> None:
         super().__init__()

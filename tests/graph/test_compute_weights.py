@@ -133,7 +133,7 @@ class Conditioned(nn.Module):
 
 
 def test_biases_that_the_input_decides_are_added_apart(tmp_path: Path) -> None:
-    """And the corrections of the quantized network's means, which belong to the layer, are in files, too."""
+    """So that bias correction finds a bias of its own in the layer, and files and test mode add the same."""
     torch.manual_seed(0)
     model, batches = Conditioned().eval(), [(torch.randn(4, 3, 6, 6), torch.randn(5)) for _ in range(2)]
     graph = run_passes(trace(model, batches[0]), Settings())
