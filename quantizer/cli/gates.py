@@ -2,13 +2,15 @@
 
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.cli.options import Options
 from quantizer.config.wording import closest
+from quantizer.engine.output_figures import ROWS_KEPT, metric_names
 from quantizer.engine.scores import paired
 from quantizer.errors import UsageError
+from quantizer.graph.output_parts import Output
 
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -17,13 +19,13 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
-FIGURES = ("sqnr_db", "cosine", "top1_agreement", "equal_outputs")
+FIGURES = ("sqnr_db", "cosine", "sqnr_db_pooled", "top1_agreement", "equal_outputs")
 """What test mode finds without an evaluate()."""
 MEASURED = ("top1", "perplexity")
 """What is measured in place of an evaluate(), where the data have labels or are text."""
 EXACT_EQUAL, INT8_SHARE = "exact_equal", "onnx_int8_share"
 """What `--exact` and `--deploy onnx` find besides."""
-_GATE = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(>=|<=|==|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
+_GATE = re.compile(r"\s*([A-Za-z_][\w.]*(?:\[.+\])?)\s*(>=|<=|==|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class Gate:
     comparison: str
     bound: float
     option: str = "--gate"
+
+    @property
+    def part(self) -> str | None:
+        """The output or the part that it is about, as in `sqnr_db[0.boxes]`; None for all."""
+        return self.metric.partition("[")[2].removesuffix("]") or None
 
     def holds(self, metrics: Mapping[str, float]) -> bool:
         """Whether the metric fulfils the gate.
@@ -70,6 +77,20 @@ def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
             near = closest(gate.metric, known)
             help_ = f'did you mean "{near}"?' if near else f"known here: {', '.join(sorted(known))}"
             raise UsageError(f"{gate.option} {gate.text!r}: there is no metric {gate.metric!r}", help=help_)
+
+
+def require_known_parts(gates: Iterable[Gate], outputs: Sequence[Output]) -> None:
+    """Refuse gates about outputs or parts that a network does not have.
+
+    Raises:
+        UsageError: naming the closest one.
+    """
+    require_known([gate for gate in gates if gate.part is not None], metric_names(outputs))
+
+
+def about_all(gates: Iterable[Gate]) -> list[Gate]:
+    """Return the gates that are about no single output or part: their names are known without the network."""
+    return [gate for gate in gates if gate.part is None and gate.metric != ROWS_KEPT]
 
 
 def names_in_test(metrics: Iterable[str], options: Options) -> set[str]:

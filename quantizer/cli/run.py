@@ -15,7 +15,15 @@ from quantizer.cli import runlog, session, torchrun
 from quantizer.cli.annotations import annotate
 from quantizer.cli.exact_and_deploy import deploy, require_dpu, require_one, run_exact
 from quantizer.cli.follow import followed, progress
-from quantizer.cli.gates import MEASURED, failed, names_in_test, parse_gate, require_known
+from quantizer.cli.gates import (
+    MEASURED,
+    about_all,
+    failed,
+    names_in_test,
+    parse_gate,
+    require_known,
+    require_known_parts,
+)
 from quantizer.cli.options import Options
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import config_to_look, show_layers, table_view
@@ -36,6 +44,7 @@ from quantizer.engine.target import TracedTarget
 from quantizer.errors import GateError, UsageError
 from quantizer.export import as_run, planned_refusals, refuse, require_extras
 from quantizer.export.choices import require_choices
+from quantizer.graph.output_parts import output_parts
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
 from quantizer.report.files import write_report
@@ -168,11 +177,12 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
     loaded = session.open_model(options)
     evaluator, gates = _evaluate(options, loaded), [parse_gate(text) for text in options.gate]
     if evaluator is None:
-        require_known(gates, names_in_test(MEASURED, options))
+        require_known(about_all(gates), names_in_test(MEASURED, options))
     seq_len = window_length(info.header["inputs"])
     batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
     with _opened(folder, options, ranks) as noted:
         original = session.trace_model(options, loaded, batches)
+        require_known_parts(gates, output_parts(original))
         noted["data"] = batches.filled and batches.filled.to_json()
         calibrated = reopened(loaded.module, batches.first().to(session.device_of(options)), original, info)
         info = replace(info, solution=calibrated.solution)
@@ -186,7 +196,7 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
             show_layers(options, graph, info.solution.tensors, {})
 
         def check(metrics: Collection[str]) -> None:
-            require_known(gates, names_in_test(metrics, options))
+            require_known(about_all(gates), names_in_test(metrics, options))
 
         calibrated = calibrated.with_solution(as_run(options.deploy, graph, calibrated.solution))
         more = footprint.comparison_bytes(graph, info.solution.specs, session.batch_size(options, batches))
@@ -195,7 +205,7 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         scores = score(calibrated, loaded.module, batches, follower, evaluator, check, ranks, explained=True)
         if not ranks.is_first:
             return Outcome(scores.metrics, {})
-        held = {gate.text: gate.holds(scores.metrics) for gate in gates if gate.metric in scores.metrics}
+        held = {gate.text: gate.holds(scores.gated) for gate in gates if gate.metric in scores.gated}
         outcome = _report(table_view(options, graph), folder, info, scores, batches.stamp, held)
         if scores.fault:
             help_ = "give that layer and those before it more bits or a wider range, or leave them float"
@@ -274,7 +284,7 @@ def _report(
         shown.append(f"note: {stamp}")
     if scores.pairs:
         shown.append(tables.metric_table(scores.pairs))
-    return Outcome(scores.metrics, report, [*shown, *_lines(compared.metrics())])
+    return Outcome(scores.gated, report, [*shown, *_lines(compared.metrics())])
 
 
 def _lines(metrics: dict[str, float]) -> list[RenderableType]:

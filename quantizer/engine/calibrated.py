@@ -27,6 +27,7 @@ from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.edits import inserted, with_weights
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.output_parts import Output, parts_named_as
 from quantizer.graph.parameters import placed
 from quantizer.graph.passes import for_device, run_passes
 from quantizer.graph.trace import trace
@@ -71,6 +72,11 @@ class Calibrated:
     def passed(self) -> Graph:
         """The model's graph after the passes, which both have in common where no pass is for a device alone."""
         return run_passes(self.original, self.settings)
+
+    @cached_property
+    def outputs(self) -> tuple[Output, ...]:
+        """What the float network returns, by the names of the user's model."""
+        return parts_named_as(self.float_graph, self.original)
 
     def network(self) -> Network:
         """The quantized network, a new one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,8 +14,19 @@ from torch.utils import _pytree as pytree
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.distributed import ALONE, Ranks, in_turn
 from quantizer.engine.noise import Noise
+from quantizer.engine.output_comparison import OutputComparison, Recorder
+from quantizer.engine.output_figures import (
+    ROWS_KEPT,
+    OutputFigures,
+    leaves,
+    lowest_cosine,
+    named_metrics,
+    pooled,
+    worst,
+)
 from quantizer.engine.perplexity import TokenLoss, next_tokens
 from quantizer.errors import DataError, ModelError
+from quantizer.graph.output_parts import Output, output_parts
 from quantizer.nn.network import Network
 from quantizer.numerics.deferred import loaded
 from quantizer.sources.batches import Batch, naming_batch
@@ -75,15 +86,12 @@ class Score:
 class Comparison:
     """What a paired run found; figures about classes are absent when the output or the data has none.
 
-    `output` is about floating-point outputs, of which there are `floats` values; of the `others`, integers and
-    booleans, so many are `equal`. `spoiled` is the first batch where the quantized network alone gives NaN or infinity.
+    `outputs` has the figures of each output and of its parts. `spoiled` is the first batch where the quantized network
+    alone gives NaN or infinity.
     """
 
     layers: list[LayerNoise]
-    output: Noise = field(default_factory=Noise)
-    floats: int = 0
-    others: int = 0
-    equal: int = 0
+    outputs: list[OutputFigures] = field(default_factory=list)
     spoiled: int | None = None
     batches: int = 0
     samples: int = 0
@@ -95,13 +103,11 @@ class Comparison:
         """Take in other batches, in which the same tensors were compared."""
         for mine, its in zip(self.layers, other.layers, strict=True):
             mine.merge(its)
-        self.output.merge(other.output)
+        for output, its_output in zip(self.outputs, other.outputs, strict=True):
+            output.merge(its_output)
         if self.spoiled is None and other.spoiled is not None:
             self.spoiled = self.batches + other.spoiled
         self.batches += other.batches
-        self.floats += other.floats
-        self.others += other.others
-        self.equal += other.equal
         self.samples += other.samples
         self.agreeing += other.agreeing
         self.rankable &= other.rankable
@@ -109,13 +115,37 @@ class Comparison:
             score.merge(its_score)
 
     def metrics(self) -> dict[str, float]:
-        """The figures that gates and reports use; of outputs that are no numbers there are none."""
-        found = {"sqnr_db": self.output.sqnr_db, "cosine": self.output.cosine} if self.floats else {}
-        if self.others:
-            found["equal_outputs"] = self.equal / self.others
+        """The figures that gates and reports use; of outputs that are no numbers there are none.
+
+        SQNR and cosine are the lowest of all outputs and parts; those together have a "pooled" one.
+        """
+        found: dict[str, float] = {}
+        lowest, cosine = worst(self.outputs), lowest_cosine(self.outputs)
+        if lowest is not None and lowest.sqnr_db is not None and cosine is not None:
+            found = {"sqnr_db": lowest.sqnr_db, "cosine": cosine, "sqnr_db_pooled": self.output.sqnr_db}
+        others = [output.whole for output in self.outputs if output.whole.kind == "integer"]
+        if others:
+            found["equal_outputs"] = sum(part.equal for part in others) / sum(part.count for part in others)
+        orders = [output.order.share for output in self.outputs if output.order is not None]
+        if orders:
+            found[ROWS_KEPT] = min(orders)
         if self.rankable and self.samples:
             found["top1_agreement"] = self.agreeing / self.samples
         return found
+
+    def named_metrics(self) -> dict[str, float]:
+        """The figures of each output and part, as `sqnr_db[0.boxes]`."""
+        return named_metrics(self.outputs)
+
+    @property
+    def output(self) -> Noise:
+        """The noise of all floating-point outputs together."""
+        return pooled(self.outputs)
+
+    @property
+    def floats(self) -> int:
+        """How many floating-point values were compared."""
+        return sum(output.whole.count for output in self.outputs if output.whole.is_float)
 
     @property
     def first_spoiled(self) -> str | None:
@@ -165,10 +195,20 @@ def over_batches(
     exchange(count)
 
 
-def compare(reference: Network, quantized: Network, batches: Iterable[Batch], ranks: Ranks = ALONE) -> Comparison:
+def compare(
+    reference: Network,
+    quantized: Network,
+    batches: Iterable[Batch],
+    ranks: Ranks = ALONE,
+    *,
+    outputs: Sequence[Output] | None = None,
+) -> Comparison:
     """Run both networks on each batch, once, on the rank that it belongs to.
 
     What is found is added up batch by batch in their order, so the number of ranks cannot be seen.
+
+    Args:
+        outputs: those of `reference` by name; without them, as its graph names them.
 
     Raises:
         DataError: no batch at all, or an output that is not finite.
@@ -185,14 +225,19 @@ def compare(reference: Network, quantized: Network, batches: Iterable[Batch], ra
             taps.setdefault(source, []).append((quantizer, len(activations)))
             activations.append((name, role))
 
+    compared = OutputComparison(output_parts(reference.graph) if outputs is None else outputs)
+
     def nothing() -> Comparison:
-        return Comparison([LayerNoise(*key, accumulated=Noise()) for key in activations])
+        return Comparison([LayerNoise(*key, accumulated=Noise()) for key in activations], compared.empty())
 
     def one_batch(batch: Batch) -> None:
         """Both networks in step, so that each pair of values is compared while it exists."""
         found.append(nothing())
         left, right = reference.start(batch.args, batch.kwargs), quantized.start(batch.args, batch.kwargs)
+        recorders = Recorder(compared.outputs), Recorder(compared.outputs)
         for (name, x), (_, y) in zip(left.steps(), right.steps(), strict=True):
+            recorders[0].see(name, x)
+            recorders[1].see(name, y)
             for quantizer, at in taps.get(name, ()):
                 _require_same_shape(name, x, y)
                 noise = found[-1].layers[at]
@@ -200,7 +245,9 @@ def compare(reference: Network, quantized: Network, batches: Iterable[Batch], ra
                 assert noise.accumulated is not None  # only parameters have none
                 # What the quantizer hands on: a layer quantizes its own input after the value that both networks made.
                 noise.accumulated.add(x, y if noise.layer == name else quantizer(y.clone()))
-        _outputs(left.outputs(), right.outputs(), batch, found[-1])
+        pair = left.outputs(), right.outputs()
+        found[-1].outputs = compared.figures(*pair, *recorders)
+        _classes(*pair, batch, found[-1])
 
     result = nothing()
 
@@ -237,24 +284,13 @@ def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
     return rows
 
 
-def _outputs(reference: list[Tensor], quantized: list[Tensor], batch: Batch, result: Comparison) -> None:
-    """Noise of all floating-point outputs, equal values of the others, and which classes the first float ranks
-    highest."""
+def _classes(reference: list[Tensor], quantized: list[Tensor], batch: Batch, result: Comparison) -> None:
+    """Find which classes the first floating-point output ranks highest, and whether the quantized one is finite."""
     result.batches = 1
-    every = list(zip(reference, quantized, strict=True))
-    for x, y in every:
-        if not x.is_floating_point():
-            result.others += x.numel()
-            result.equal += int((x == y).sum()) if x.shape == y.shape else 0
-    pairs = [(x, y) for x, y in every if x.is_floating_point()]
-    for x, y in pairs:
-        _require_same_shape("the output", x, y)
-        if not bool(torch.isfinite(x).all()):
-            raise DataError("the float model's output is not finite", help="check the data and the weights")
-        result.floats += x.numel()
-        if not bool(torch.isfinite(y).all()):
+    pairs = [(x, y) for x, y in zip(reference, quantized, strict=True) if x.is_floating_point()]
+    for part in leaves(result.outputs):
+        if part.is_float and not math.isfinite(part.noise.error):
             result.spoiled = 0
-        result.output.add(x, y)
     shape = pairs[0][0].shape if pairs else ()
     is_ranking = len(shape) == 2 and shape[1] > 1
     result.rankable &= is_ranking

@@ -36,6 +36,11 @@ class Scores:
         return self.comparison.metrics() | paired(self.pairs)
 
     @property
+    def gated(self) -> dict[str, float]:
+        """The same with the figures of each output and part."""
+        return self.metrics | self.comparison.named_metrics()
+
+    @property
     def fault(self) -> str | None:
         """Why no figure can stand for the quantized network: it gives what is no number, or nothing to compare."""
         compared = self.comparison
@@ -93,7 +98,7 @@ def score(
     reference = Network(calibrated.float_graph)
     with Stage(events, "test", batches.total) as stage:
         on_device = stage.counted(batch.to(device) for batch in batches)
-        compared = evaluate.compare(reference, quantized, on_device, ranks)
+        compared = evaluate.compare(reference, quantized, on_device, ranks, outputs=calibrated.outputs)
     batches.require_same(ranks)
     if (
         explained

@@ -105,7 +105,8 @@ class Graph:
     that folded batch norms promise, float64 [channels]; `changes` is what passes did to the parameters.
     `input_paths` are where each input stands in the call, as (args, kwargs) access paths; `lengths` are the sizes of
     inputs that each call chooses; `output` is the returned
-    structure with `Ref`s for tensors, `rebuild` makes the model's own output type of it.
+    structure with `Ref`s for tensors, `rebuild` makes the model's own output type of it; `output_names` are those of
+    its leaves, in order.
     """
 
     model: str
@@ -118,6 +119,7 @@ class Graph:
     normal: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
     rebuild: Callable[[Any], Any] | None = field(default=None, compare=False)
+    output_names: tuple[str, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, Node]:

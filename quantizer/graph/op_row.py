@@ -39,6 +39,9 @@ class Op:
         fresh: whether the output shares no memory with an input.
         any_layout: whether it computes on any order of memory alike, and makes images of the order of those it reads.
         shape_of: the argument of which it reads the shape alone.
+        joins: the arguments whose values stand side by side in what it makes; of a "concat" those that `axes` names.
+        unwritten: whether what it makes is memory that nobody has written.
+        orders: whether it puts rows in the order of their values; its last result says which row each was.
     """
 
     name: str
@@ -59,6 +62,16 @@ class Op:
     fresh: bool = False
     any_layout: bool = False
     shape_of: str | None = None
+    joins: tuple[str, ...] = ()
+    unwritten: bool = False
+    orders: bool = False
+
+    @property
+    def joined_arguments(self) -> tuple[str, ...]:
+        """The arguments whose values stand side by side in what it makes."""
+        if self.kind == "concat" and self.axes is not None:
+            return self.joins or self.axes.arguments
+        return self.joins
 
     @property
     def is_linear_or_convolution(self) -> bool:

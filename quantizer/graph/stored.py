@@ -28,6 +28,7 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
         "tensors": {path: _described(tensor) for path, tensor in graph.tensors.items()},
         "input_paths": _plain(graph.input_paths),
         "lengths": [asdict(length) for length in graph.lengths],
+        "output_names": list(graph.output_names),
     }
 
 
@@ -40,8 +41,8 @@ def graph_from_json(value: Mapping[str, Any]) -> Graph:
     nodes = tuple(Node(**{name: _read(item) for name, item in node.items()}) for node in value["nodes"])
     tensors = {path: _blank(*facts) for path, facts in value["tensors"].items()}
     lengths = tuple(_length(**length) for length in value["lengths"])
-    paths = _read(value["input_paths"])
-    return Graph(value["model"], nodes, _read(value["output"]), tensors, paths, lengths)
+    paths, names = _read(value["input_paths"]), tuple(value["output_names"])
+    return Graph(value["model"], nodes, _read(value["output"]), tensors, paths, lengths, output_names=names)
 
 
 def _node(node: Node) -> dict[str, Any]:

@@ -1,0 +1,253 @@
+"""Compares what two networks return for one batch: part by part, and rows by what they are, wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantizer.engine.output_figures import ChannelExtents, OutputFigures, PartFigures, RowCounts
+from quantizer.errors import DataError, ModelError
+from quantizer.graph.label_replay import Seen
+from quantizer.graph.output_parts import Output, Part
+from quantizer.graph.row_order import RowOrder, matched_rows
+from quantizer.nn.execution import Watchers
+
+
+class Recorder:
+    """Keeps what tells the parts of outputs apart while a network runs."""
+
+    def __init__(self, outputs: Sequence[Output]) -> None:
+        self.shapes: dict[str, torch.Size] = {}
+        self.values: dict[str, Any] = {}
+        self._kept: set[str] = set()
+        self.watched: set[str] = set()
+        for output in outputs:
+            self.watched |= output.watched
+            if output.labels is not None:
+                self._kept |= output.labels.replay.steering
+            if output.order is not None:
+                self._kept |= output.order.replay.steering | {output.order.node}
+
+    def see(self, name: str, value: Any) -> None:
+        """Take in the value of a node, if it is watched; of several results the last."""
+        if name not in self.watched:
+            return
+        last = value[-1] if isinstance(value, (list, tuple)) else value
+        if not isinstance(last, Tensor):
+            self.values[name] = last
+            return
+        self.shapes[name] = last.shape
+        if name in self._kept:
+            self.values[name] = last.detach().cpu().clone()  # its memory may be written to
+
+    @property
+    def watchers(self) -> Watchers:
+        """What a network calls with the values of nodes."""
+
+        def watch(name: str) -> Any:
+            return lambda value: self.see(name, value)
+
+        return {name: watch(name) for name in self.watched}
+
+    @property
+    def seen(self) -> Seen:
+        """What was kept."""
+        return Seen(self.shapes, self.values)
+
+
+class OutputComparison:
+    """Compares outputs batch by batch; what tells parts apart is found once for each shape."""
+
+    def __init__(self, outputs: Sequence[Output]) -> None:
+        self.outputs = outputs
+        self._splits: dict[tuple[Any, ...], _Split] = {}
+
+    def empty(self) -> list[OutputFigures]:
+        """Return figures without a batch."""
+        return [_empty(output) for output in self.outputs]
+
+    def figures(
+        self,
+        reference: Sequence[Tensor],
+        quantized: Sequence[Tensor],
+        left: Recorder,
+        right: Recorder,
+    ) -> list[OutputFigures]:
+        """Return the figures of one batch.
+
+        Args:
+            reference: what the float network returns; `left` has watched it.
+            quantized: what the quantized one returns, watched by `right`.
+
+        Raises:
+            DataError: an output of the float network is not finite.
+            ModelError: the networks return other sizes.
+        """
+        found: list[OutputFigures] = []
+        for at, output in enumerate(self.outputs):
+            found.append(self._of_output(output, (reference[at], quantized[at]), (left, right)))
+        return found
+
+    def _of_output(
+        self, output: Output, values: tuple[Tensor, Tensor], recorders: tuple[Recorder, Recorder]
+    ) -> OutputFigures:
+        x, y = values
+        figures = _empty(output)
+        if output.channel_axis is not None and x.is_floating_point():
+            figures.channels = ChannelExtents.of(x, y, output.channel_axis)
+        split = self._split(output, x, recorders[0])
+        matched = None if output.order is None else _matched(output.order, values, recorders)
+        if matched is not None:
+            figures.order = matched.counts
+        elif x.shape != y.shape:
+            raise _other_sizes(x, y)
+        if split is None:
+            if matched is not None:
+                x, y = matched.pair(x, y)
+            _require_finite(x)
+            figures.whole.add(x, y)
+            return figures
+        pieces = split.pieces(x, y) if matched is None else split.matched_pieces(x, y, matched)
+        for part, (mine, its) in zip(figures.parts, pieces, strict=True):
+            if not part.is_fixed:
+                _require_finite(mine)
+            part.add(mine, its)
+            figures.whole.merge(part)
+        return figures
+
+    def _split(self, output: Output, x: Tensor, recorder: Recorder) -> _Split | None:
+        """Return where each part of an output is, None if it has one."""
+        if output.labels is None:
+            return None
+        replay = output.labels.replay
+        masks = [name for name in replay.steering if isinstance(recorder.values.get(name), Tensor)]
+        shapes = tuple((name, tuple(recorder.shapes.get(name, ()))) for name in sorted(replay.shaped))
+        sizes = tuple(
+            (name, recorder.values.get(name)) for name in sorted(replay.steering) if name not in masks
+        )
+        key = (output.name, tuple(x.shape), shapes, sizes)
+        if not masks and key in self._splits:
+            return self._splits[key]
+        try:
+            labels = output.labels.of(recorder.seen, x.shape)
+        except ValueError:
+            return None  # the output is one part then
+        split = _Split(labels, len(output.parts))
+        if not masks:
+            self._splits[key] = split
+        return split
+
+
+class _Split:
+    """The places of all parts of an output, one after the other."""
+
+    def __init__(self, labels: Tensor, parts: int) -> None:
+        flat = labels.reshape(-1)
+        self.order = flat.argsort(stable=True)
+        counts = torch.bincount(flat + 1, minlength=parts + 1).tolist()
+        self.order = self.order[counts[0] :]  # what nothing has written comes first
+        self.counts: list[int] = counts[1:]
+
+    def pieces(self, x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the values of each part, of both networks."""
+        order = self.order.to(x.device)
+        mine = torch.split(x.reshape(-1)[order], self.counts)
+        its = torch.split(y.reshape(-1)[order], self.counts)
+        return list(zip(mine, its, strict=True))
+
+    def matched_pieces(self, x: Tensor, y: Tensor, matched: _MatchedRows) -> list[tuple[Tensor, Tensor]]:
+        """Return the values of each part that both networks have, of both."""
+        pieces: list[tuple[Tensor, Tensor]] = []
+        mine, its = x.reshape(-1), y.reshape(-1)
+        for places in torch.split(self.order, self.counts):
+            kept = places[matched.is_there[places]]
+            pieces.append((mine[kept.to(x.device)], its[matched.places[kept].to(y.device)]))
+        return pieces
+
+
+class _MatchedRows:
+    """For each value of the float network's output the place of its counterpart in the quantized one's."""
+
+    def __init__(self, places: Tensor, is_there: Tensor, counts: RowCounts) -> None:
+        self.places, self.is_there, self.counts = places, is_there, counts
+
+    def pair(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values of rows that both networks have, side by side."""
+        mine = x.reshape(-1)[self.is_there.to(x.device)]
+        its = y.reshape(-1)[self.places[self.is_there].to(y.device)]
+        return mine, its
+
+
+def _matched(
+    order: RowOrder, values: tuple[Tensor, Tensor], recorders: tuple[Recorder, Recorder]
+) -> _MatchedRows | None:
+    """Return which values belong together; None if the rows of a network cannot be followed to its output."""
+    tables: list[tuple[Tensor, Tensor]] = []
+    for value, recorder in zip(values, recorders, strict=True):
+        try:
+            rows = order.rows(recorder.seen, value.shape)
+        except ValueError:
+            return None
+        table = _table(rows.reshape(-1), recorder.values[order.node].numel())
+        if table is None:
+            return None
+        tables.append(table)
+    (mine, unordered), (its, others) = tables
+    if mine.shape[1] != its.shape[1] or unordered.shape != others.shape:
+        return None
+    before = [recorder.values[order.node] for recorder in recorders]
+    found = matched_rows(before[0], before[1], order.axis).reshape(-1)
+    is_kept = found >= 0
+    places = torch.zeros(values[0].numel(), dtype=torch.int64)
+    is_there = torch.zeros(values[0].numel(), dtype=torch.bool)
+    places[unordered] = others
+    is_there[unordered] = True
+    places[mine[is_kept].reshape(-1)] = its[found[is_kept]].reshape(-1)
+    is_there[mine[is_kept].reshape(-1)] = True
+    numbers = torch.arange(len(found))
+    moved = int((is_kept & (found != numbers)).sum())
+    return _MatchedRows(places, is_there, RowCounts(len(found), moved, int((~is_kept).sum())))
+
+
+def _table(rows: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+    """Return the places of each row's values, [rows, values], and those of what is in no row; None if rows have
+    different numbers of values."""
+    order = rows.argsort(stable=True)
+    outside = int((rows < 0).sum())
+    if not count or (len(rows) - outside) % count:
+        return None
+    counts = torch.bincount(rows[rows >= 0], minlength=count)
+    if bool((counts != counts[0]).any()):
+        return None
+    return order[outside:].view(count, -1), order[:outside]
+
+
+def _empty(output: Output) -> OutputFigures:
+    """Return the figures of an output without a batch."""
+    first = output.parts[0]
+    if output.labels is None:
+        return OutputFigures(_part(first))
+    is_fixed = all(part.is_constant for part in output.parts)
+    whole = PartFigures(output.name, None, output.node, is_fixed)
+    return OutputFigures(whole, [_part(part) for part in output.parts])
+
+
+def _part(part: Part) -> PartFigures:
+    return PartFigures(part.name, part.index, part.layer, part.is_constant, part.pooled)
+
+
+def _require_finite(x: Tensor) -> None:
+    if x.is_floating_point() and not bool(torch.isfinite(x).all()):
+        raise DataError("the float model's output is not finite", help="check the data and the weights")
+
+
+def _other_sizes(x: Tensor, y: Tensor) -> ModelError:
+    """Say that quantization changes how many values there are, as it does behind `nonzero`."""
+    return ModelError(
+        f"the output: the float network makes {list(x.shape)}, the quantized one {list(y.shape)}: sizes that "
+        "depend on values leave nothing to compare",
+        help="quantize the model up to the layer that selects, and select outside of it",
+    )
