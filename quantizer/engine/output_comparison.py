@@ -91,6 +91,15 @@ class OutputComparison:
             found.append(self._of_output(output, (reference[at], quantized[at]), (left, right)))
         return found
 
+    def pieces(self, output: Output, x: Tensor, recorder: Recorder) -> list[tuple[Part, Tensor]]:
+        """Return the values of each part of an output, which a run has made that `recorder` watched."""
+        split = self._split(output, x, recorder)
+        if split is None:
+            whole = output.parts[0] if output.labels is None else Part(output.name, None, output.node)
+            return [(whole, x)]
+        values = torch.split(x.reshape(-1)[split.order.to(x.device)], split.counts)
+        return list(zip(output.parts, values, strict=True))
+
     def _of_output(
         self, output: Output, values: tuple[Tensor, Tensor], recorders: tuple[Recorder, Recorder]
     ) -> OutputFigures:
@@ -104,6 +113,8 @@ class OutputComparison:
             figures.order = matched.counts
         elif x.shape != y.shape:
             raise _other_sizes(x, y)
+        if split is not None and split.is_unwritten:
+            figures.channels = None
         if split is None:
             if matched is not None:
                 x, y = matched.pair(x, y)
@@ -148,6 +159,7 @@ class _Split:
         flat = labels.reshape(-1)
         self.order = flat.argsort(stable=True)
         counts = torch.bincount(flat + 1, minlength=parts + 1).tolist()
+        self.is_unwritten = counts[0] > 0
         self.order = self.order[counts[0] :]  # what nothing has written comes first
         self.counts: list[int] = counts[1:]
 

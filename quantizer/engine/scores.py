@@ -14,6 +14,8 @@ from quantizer.engine import evaluate, low_sqnr
 from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.evaluate import Comparison
 from quantizer.engine.events import Events, Stage
+from quantizer.engine.output_warnings import OutputWarning, output_warnings
+from quantizer.engine.tested_networks import Networks
 from quantizer.errors import ModelError
 from quantizer.nn.network import Network
 from quantizer.sources.data import Batches
@@ -22,13 +24,20 @@ from quantizer.sources.user_code import user_errors
 
 logger = logging.getLogger(__name__)
 
+HELD = 0.01
+"""A metric that changes by no more than this share is held."""
+
 
 @dataclass(frozen=True)
 class Scores:
-    """What a test found: the comparison tensor by tensor, and `pairs`, each metric of both networks."""
+    """What a test found: the comparison tensor by tensor, and `pairs`, each metric of both networks.
+
+    `warnings` say what single outputs and parts lose, if they were asked for.
+    """
 
     comparison: Comparison
     pairs: Mapping[str, Mapping[str, float]]
+    warnings: tuple[OutputWarning, ...] = ()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -39,6 +48,11 @@ class Scores:
     def gated(self) -> dict[str, float]:
         """The same with the figures of each output and part."""
         return self.metrics | self.comparison.named_metrics()
+
+    @property
+    def is_task_held(self) -> bool:
+        """Whether there are metrics of the task, and the quantized network has the float one's."""
+        return bool(self.pairs) and all(map(_is_held, self.pairs.values()))
 
     @property
     def fault(self) -> str | None:
@@ -53,6 +67,12 @@ class Scores:
             if math.isnan(pair["quantized"]) and not math.isnan(pair["float"]):
                 return f"the metric {name} of the quantized network is no number"
         return None if self.metrics else "the model returns no tensors, and there is no evaluate(): nothing is compared"
+
+
+def _is_held(pair: Mapping[str, float]) -> bool:
+    """Return whether a metric is that of the float network, within a hundredth."""
+    before, after = pair["float"], pair["quantized"]
+    return abs(after - before) <= HELD * abs(before)
 
 
 def paired(pairs: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -100,17 +120,28 @@ def score(
         on_device = stage.counted(batch.to(device) for batch in batches)
         compared = evaluate.compare(reference, quantized, on_device, ranks, outputs=calibrated.outputs)
     batches.require_same(ranks)
-    if (
-        explained
-        and ranks.is_first
-        and (said := low_sqnr.remark(compared, reference, quantized, (b.to(device) for b in batches)))
-    ):
-        logger.warning("%s", said)
-    if function is None:
-        return Scores(compared, compared.pairs())
-    after = measure(quantized, batches, device, events, "evaluate quantized", function)
-    pairs = {name: {"float": value, "quantized": after[name]} for name, value in before.items() if name in after}
-    return Scores(compared, pairs)
+    pairs: Mapping[str, Mapping[str, float]] = compared.pairs()
+    if function is not None:
+        after = measure(quantized, batches, device, events, "evaluate quantized", function)
+        pairs = {name: {"float": value, "quantized": after[name]} for name, value in before.items() if name in after}
+    if not explained or not ranks.is_first:
+        return Scores(compared, pairs)
+    networks = Networks(reference, quantized, batches, device, calibrated.outputs)
+    return Scores(compared, pairs, _explained(Scores(compared, pairs), networks))
+
+
+def _explained(scores: Scores, networks: Networks) -> tuple[OutputWarning, ...]:
+    """Find what outputs lose, and why, and log it."""
+    warnings = output_warnings(scores.comparison, networks)
+    for warning in warnings:
+        logger.log(logging.INFO if warning.kind == "rows" else logging.WARNING, "%s", warning.text)
+    is_named = any(warning.kind in ("constant", "below") for warning in warnings)
+    if is_named or scores.is_task_held:
+        return tuple(warnings)
+    remark = low_sqnr.remark(scores.comparison, networks)
+    if remark is not None:
+        logger.warning("%s", remark)
+    return tuple(warnings)
 
 
 def measure(
