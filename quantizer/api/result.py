@@ -55,36 +55,47 @@ class Comparison:
     """What a test found.
 
     Attributes:
-        metrics: by name: sqnr_db, cosine, the user's own with `_float` and `_drop` beside them.
+        metrics: by name: sqnr_db and cosine of the worst output or part, sqnr_db_pooled of all together, the user's
+            own with `_float` and `_drop` beside them.
+        outputs: a row per output, and per part that a join or a write makes of one, with its own figures.
+        warnings: what outputs lose that the figures of all together would hide, and the tensors to blame.
         layers: a row per quantized tensor, the most damaged first, with local and accumulated SQNR in dB.
     """
 
     def __init__(self, scores: Scores, calibrated: Calibrated, stamp: str | None = None) -> None:
         specs = {key: tensor.spec for key, tensor in calibrated.solution.tensors.items()}
         self.metrics: Mapping[str, float] = scores.metrics
+        self.outputs = tables.output_rows(scores.comparison.outputs)
+        self.warnings = [warning.to_json() for warning in scores.warnings]
         self.layers = tables.layer_rows(scores.comparison, specs)
-        self._pairs, self._stamp = scores.pairs, stamp
+        self._scores, self._pairs, self._stamp = scores, scores.pairs, stamp
 
     def require(self, **least: float) -> Comparison:
         """Raise GateError for each metric below what is given: `require(sqnr_db=20)`; returns itself.
+
+        Of one output or part: `require(**{"sqnr_db[0.scores]": 30})`.
 
         Raises:
             GateError: naming those that are not met.
             UsageError: there is no such metric.
         """
+        metrics = self._scores.gated
         for name in least:
-            if name not in self.metrics:
-                near = closest(name, list(self.metrics))
+            if name not in metrics:
+                near = closest(name, list(metrics))
                 known = f"did you mean {near}?" if near else f"known here: {', '.join(sorted(self.metrics))}"
                 raise UsageError(f"there is no metric {name!r}", help=known)
-        failed = [f"{name}>={bound:g}" for name, bound in least.items() if not self.metrics[name] >= bound]
+        failed = [f"{name}>={bound:g}" for name, bound in least.items() if not metrics[name] >= bound]
         if failed:
             raise GateError(f"not met: {', '.join(failed)}", help="layers, the worst first, shows which lose most")
         return self
 
     def to_json(self) -> dict[str, Any]:
         """As report.json has it, beside what calibration found."""
-        return tables.report(self.metrics, self._pairs, self.layers, self._stamp)
+        outputs, warnings = self._scores.comparison.outputs, self._scores.warnings
+        return tables.report(
+            self.metrics, self._pairs, self.layers, self._stamp, outputs=outputs, warnings=warnings
+        )
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(f'{name}={value:.6g}' for name, value in self.metrics.items())})"
@@ -92,7 +103,8 @@ class Comparison:
     def _repr_html_(self) -> str:
         shown = html_table(tables.damage_table(self.layers, View()))
         pairs = html_table(tables.metric_table(self._pairs)) if self._pairs else ""
-        return f"<p>{self!r}</p>{pairs}{shown}"
+        outputs = html_table(tables.output_table(self.outputs, View())) if len(self.outputs) > 1 else ""
+        return f"<p>{self!r}</p>{pairs}{outputs}{shown}"
 
 
 class Result:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quantizer.cli.options import Options
 from quantizer.config.wording import closest
-from quantizer.engine.output_figures import ROWS_KEPT, metric_names
+from quantizer.engine.output_figures import POOLED_FIGURE, ROWS_KEPT, metric_names
 from quantizer.engine.scores import paired
 from quantizer.errors import UsageError
 from quantizer.graph.output_parts import Output
@@ -19,7 +19,7 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
-FIGURES = ("sqnr_db", "cosine", "sqnr_db_pooled", "top1_agreement", "equal_outputs")
+FIGURES = ("sqnr_db", "cosine", POOLED_FIGURE, "top1_agreement", "equal_outputs")
 """What test mode finds without an evaluate()."""
 MEASURED = ("top1", "perplexity")
 """What is measured in place of an evaluate(), where the data have labels or are text."""
@@ -39,9 +39,9 @@ class Gate:
     option: str = "--gate"
 
     @property
-    def part(self) -> str | None:
-        """The output or the part that it is about, as in `sqnr_db[0.boxes]`; None for all."""
-        return self.metric.partition("[")[2].removesuffix("]") or None
+    def is_of_outputs(self) -> bool:
+        """Whether it depends on the network's outputs if there is such a figure, as of `sqnr_db[0.boxes]`."""
+        return "[" in self.metric or self.metric == ROWS_KEPT
 
     def holds(self, metrics: Mapping[str, float]) -> bool:
         """Whether the metric fulfils the gate.
@@ -85,12 +85,12 @@ def require_known_parts(gates: Iterable[Gate], outputs: Sequence[Output]) -> Non
     Raises:
         UsageError: naming the closest one.
     """
-    require_known([gate for gate in gates if gate.part is not None], metric_names(outputs))
+    require_known([gate for gate in gates if gate.is_of_outputs], metric_names(outputs))
 
 
 def about_all(gates: Iterable[Gate]) -> list[Gate]:
     """Return the gates that are about no single output or part: their names are known without the network."""
-    return [gate for gate in gates if gate.part is None and gate.metric != ROWS_KEPT]
+    return [gate for gate in gates if not gate.is_of_outputs]
 
 
 def names_in_test(metrics: Iterable[str], options: Options) -> set[str]:

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 
 from quantizer import memory
 from quantizer.cli import runlog, session, torchrun
-from quantizer.cli.annotations import annotate
+from quantizer.cli.annotations import annotate, annotate_warnings
 from quantizer.cli.exact_and_deploy import deploy, require_dpu, require_one, run_exact
 from quantizer.cli.follow import followed, progress
 from quantizer.cli.gates import (
@@ -36,6 +36,7 @@ from quantizer.engine.events import Forked
 from quantizer.engine.exact import require_wide
 from quantizer.engine.finetune import check_checkpoint, require_asked
 from quantizer.engine.job import Job
+from quantizer.engine.output_figures import POOLED_FIGURE
 from quantizer.engine.result_files import write_text
 from quantizer.engine.result_set import locked
 from quantizer.engine.same_calibration import check_plan
@@ -207,6 +208,8 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
             return Outcome(scores.metrics, {})
         held = {gate.text: gate.holds(scores.gated) for gate in gates if gate.metric in scores.gated}
         outcome = _report(table_view(options, graph), folder, info, scores, batches.stamp, held)
+        noted["warnings"] = outcome.content["warnings"]
+        annotate_warnings(options, outcome.content["warnings"])
         if scores.fault:
             help_ = "give that layer and those before it more bits or a wider range, or leave them float"
             return replace(outcome, error=GateError(scores.fault, help=help_))
@@ -276,7 +279,10 @@ def _report(
     compared = scores.comparison
     rows = tables.layer_rows(compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()})
     stamp = stamp or info.header.get("stamp")
-    report = tables.report(scores.metrics, scores.pairs, rows, stamp) | ({"gates": gates} if gates else {})
+    report = tables.report(
+        scores.metrics, scores.pairs, rows, stamp, outputs=compared.outputs, warnings=scores.warnings
+    )
+    report |= {"gates": gates} if gates else {}
     write_report(folder, report)
     write_text(folder / "layers.csv", tables.as_csv(rows))
     shown: list[RenderableType] = [tables.damage_table(rows, view), f"results: {folder}"]
@@ -284,7 +290,12 @@ def _report(
         shown.append(f"note: {stamp}")
     if scores.pairs:
         shown.append(tables.metric_table(scores.pairs))
-    return Outcome(scores.gated, report, [*shown, *_lines(compared.metrics())])
+    metrics = compared.metrics()
+    if len(report["outputs"]) > 1:
+        shown.append(tables.output_table(report["outputs"], view))
+    else:
+        metrics.pop(POOLED_FIGURE, None)  # of a single part it says nothing more
+    return Outcome(scores.gated, report, [*shown, *_lines(metrics)])
 
 
 def _lines(metrics: dict[str, float]) -> list[RenderableType]:

@@ -16,6 +16,7 @@ from quantizer.distributed import ALONE, Ranks, in_turn
 from quantizer.engine.noise import Noise
 from quantizer.engine.output_comparison import OutputComparison, Recorder
 from quantizer.engine.output_figures import (
+    POOLED_FIGURE,
     ROWS_KEPT,
     OutputFigures,
     leaves,
@@ -122,7 +123,7 @@ class Comparison:
         found: dict[str, float] = {}
         lowest, cosine = worst(self.outputs), lowest_cosine(self.outputs)
         if lowest is not None and lowest.sqnr_db is not None and cosine is not None:
-            found = {"sqnr_db": lowest.sqnr_db, "cosine": cosine, "sqnr_db_pooled": self.output.sqnr_db}
+            found = {"sqnr_db": lowest.sqnr_db, "cosine": cosine, POOLED_FIGURE: self.output.sqnr_db}
         others = [output.whole for output in self.outputs if output.whole.kind == "integer"]
         if others:
             found["equal_outputs"] = sum(part.equal for part in others) / sum(part.count for part in others)

@@ -18,6 +18,8 @@ from quantizer.graph.output_parts import Output
 
 NAMED_FIGURES = ("sqnr_db", "cosine", "equal_outputs")
 """What there is of each output and part."""
+POOLED_FIGURE = "sqnr_db_pooled"
+"""The SQNR of all outputs together."""
 ROWS_KEPT = "rows_kept"
 """The share of rows that both networks select, where an operator selects rows by their values."""
 FEW = 4

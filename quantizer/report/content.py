@@ -68,6 +68,8 @@ def _content(info: Json, plan: Json, tested: Mapping[str, Any], statistics: Mapp
         "commands": _commands(info["header"], plan),
         "metrics": tested.get("metrics", {}),
         "pairs": tested.get("pairs", {}),
+        "outputs": tested.get("outputs", []),
+        "warnings": tested.get("warnings", []),
         "gates": tested.get("gates", {}),
         "stamp": tested.get("stamp", info["header"].get("stamp")),
         "weight_bytes": plan["weight_bytes"],
