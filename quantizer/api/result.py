@@ -230,8 +230,9 @@ class Result:
         calibrated = self._calibrated
         check(target, calibrated.graph, calibrated.solution.specs, calibrated.settings.onnx_opset_version)
         batches = self._given(data)
-        loss = score(calibrated, self._model, batches, self._events).comparison.output.sqnr_db
-        given = Deployment.of(calibrated, self._model, batches, loss, choices)
+        scores = score(calibrated, self._model, batches, self._events, explained=True)
+        warnings = [warning.text for warning in scores.warnings if warning.kind != "rows"]
+        given = Deployment.of(calibrated, self._model, batches, scores.gated, choices, warnings=warnings)
         return export(target, given, Path(path), self._events, batches.total)
 
     def _given(self, data: Any) -> Batches:

@@ -1,6 +1,5 @@
 """What test mode does besides, if asked: `--exact` runs the DPU's integers, `--deploy` writes for other runtimes."""
 
-import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -87,7 +86,9 @@ def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, model: nn
     folder = Path(options.output_dir) / FOLDER
     if folder.is_symlink():
         raise ResultError(f"{folder} is a link to another folder", help="remove the link")
-    given = Deployment.of(calibrated, model, batches, outcome.metrics.get("sqnr_db", math.inf), options.target_choices)
+    warnings = [warning["text"] for warning in outcome.content["warnings"] if warning["kind"] != "rows"]
+    choices = options.target_choices
+    given = Deployment.of(calibrated, model, batches, outcome.metrics, choices, warnings=warnings)
     files, lines, metrics = {}, [], {}
     refusals: list[Exception] = []
     for target in dict.fromkeys(options.deploy):

@@ -128,7 +128,7 @@ class PartFigures:
     @property
     def collapses(self) -> bool:
         """Whether quantization makes it one value, which it is not in float."""
-        is_several = self.kind == "float" and self.count >= FEW and not _is_flat(self.reference)
+        is_several = self.kind == "float" and self.count >= FEW and not is_flat(self.reference)
         return is_several and self.other.is_constant
 
     @property
@@ -152,7 +152,7 @@ class PartFigures:
         }
 
 
-def _is_flat(extent: Extent) -> bool:
+def is_flat(extent: Extent) -> bool:
     """Return whether values differ by so little that they are one value."""
     return extent.high - extent.low <= FLAT * max(abs(extent.low), abs(extent.high))
 
