@@ -131,6 +131,7 @@ def _write(
         "call": fingerprint.call_paths(original),
         "config": fingerprint.decisions(plan),
         "files": files,
+        "joins": {name: decision.to_json() for name, decision in found.joins.items()},
         **header_of(network, found),
         **run,
     }

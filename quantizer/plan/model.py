@@ -1,7 +1,9 @@
 """The plan: for each (layer, role) one spec and where its values came from; for the rest, why it stays float."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -15,6 +17,8 @@ from quantizer.graph.ir import Graph
 Key = tuple[str, str]
 """A layer and a role, which together name one tensor."""
 T = TypeVar("T")
+ENTRIES = ("input", "quant_stub")
+"""Operators whose output is what a config calls the network's input."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,48 @@ class TensorPlan:
 
 
 @dataclass(frozen=True)
+class JoinPlan:
+    """A join that products read, whose parts share one scale or keep their own: calibration decides.
+
+    The plan holds the tensors of both ways, of which those of one are left.
+
+    Attributes:
+        name: the layer that joins.
+        single: the tensor at the join; None where nothing is quantized there.
+        sources: the tensors of its parts.
+        alone: those of `sources` that nothing else reads.
+        inputs: the whole, quantized again for each layer that multiplies it.
+        divisible: those of `inputs` whose layer can multiply each part on its own scale.
+        is_returned: whether the network returns some of it.
+    """
+
+    name: str
+    single: Key | None
+    sources: tuple[Key, ...]
+    alone: tuple[Key, ...]
+    inputs: tuple[Key, ...]
+    divisible: tuple[Key, ...]
+    is_returned: bool
+
+
+@dataclass(frozen=True)
+class JoinDecision:
+    """How calibration has decided that a join is quantized.
+
+    Attributes:
+        scale: "one" for all parts, or "own" for each.
+        lost_bits: by layer, how many bits its values would lose on the scale of the whole.
+    """
+
+    scale: str
+    lost_bits: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as quant_info.json has them."""
+        return {"scale": self.scale, "lost_bits": dict(self.lost_bits)}
+
+
+@dataclass(frozen=True)
 class RuleMatch:
     """How many layers a block of the config found; `took_effect` counts the tensors it sets a value for."""
 
@@ -64,7 +110,7 @@ class RuleMatch:
 @dataclass(frozen=True)
 class Plan:
     """All decisions for one graph and one config; `off` are the tensors set to float32, and where that is said,
-    `ungrouped` those that stay float as groups do not fit them, and why.
+    `ungrouped` those that stay float as groups do not fit them, and why; `joins` are open until calibration.
     """
 
     graph: Graph
@@ -75,6 +121,16 @@ class Plan:
     settings: Settings = field(default_factory=Settings)
     off: Mapping[Key, str] = field(default_factory=dict)
     ungrouped: Mapping[Key, str] = field(default_factory=dict)
+    joins: tuple[JoinPlan, ...] = ()
+
+    def without(self, dropped: Mapping[Key, str]) -> Plan:
+        """Return the plan without tensors of joins that are decided, and why each layer's output stays float."""
+        tensors = {key: tensor for key, tensor in self.tensors.items() if key not in dropped}
+        floats = dict(self.floats)
+        for (layer, role), why in dropped.items():
+            if role == "activation" or self.graph.by_name[layer].op in ENTRIES:
+                floats[layer] = why
+        return replace(self, tensors=tensors, floats=floats)
 
     def of_layer(self, layer: str) -> Mapping[str, TensorPlan]:
         """The layer's tensors by role."""
