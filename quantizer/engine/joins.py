@@ -8,33 +8,24 @@ from dataclasses import replace
 
 from quantizer.engine.calibrate import Calibration
 from quantizer.observers import Observer
-from quantizer.plan.joins import dropped
+from quantizer.plan import joins
+from quantizer.plan.joins import decide
 from quantizer.plan.model import JoinDecision, JoinPlan, Key
-
-CLOSE_BITS = 3.0
-"""Parts that lose no more bits than this on the scale of the whole share it."""
-
 
 def decided(calibration: Calibration) -> tuple[Calibration, dict[str, JoinDecision]]:
     """Return the calibration with a plan that has no open joins, and what was decided of each.
 
     What was observed of tensors that the plan does without stays, for whoever decides anew.
     """
-    plan = calibration.plan
     decisions: dict[str, JoinDecision] = {}
-    without: dict[Key, str] = {}
-    for join in plan.joins:
-        lost_bits = _lost_bits(join, calibration.observers)
-        is_close = all(bits <= CLOSE_BITS for bits in lost_bits.values())
-        names = dropped(join, is_close=is_close)
-        has_one = join.single is not None and join.single not in names
-        decisions[join.name] = JoinDecision("one" if has_one else "own", lost_bits)
-        without.update(names)
-    return replace(calibration, plan=replace(plan.without(without), joins=())), decisions
+    for join in calibration.plan.joins:
+        decisions[join.name] = decide(join, lost_bits(join, calibration.observers))
+    plan = joins.decided(calibration.plan, decisions)
+    return replace(calibration, plan=plan), decisions
 
 
-def _lost_bits(join: JoinPlan, observers: Mapping[Key, Observer]) -> dict[str, float]:
-    """The base-2 logarithm of how much wider the range of the whole is, by the layer that makes a part.
+def lost_bits(join: JoinPlan, observers: Mapping[Key, Observer]) -> dict[str, float]:
+    """Return the base-2 logarithm of how much wider the range of the whole is, by the layer that makes a part.
 
     Formats with an exponent lose nothing, and neither do parts that are all zero.
     """

@@ -91,7 +91,7 @@ class _Walk:
             sources, constants = self._together(node, reads)
             axis = self._axis(node)
         else:
-            numbers = {int(label) for part in labels for label in part.unique()}
+            numbers = {int(label) for part in labels for label in torch.unique(part)}
             constants = CONSTANT in numbers
             sources = {self.names[number] for number in numbers if number > NOTHING}
             axis = _axis_of(labels[0]) if len(labels) == 1 else None

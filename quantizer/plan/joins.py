@@ -9,9 +9,11 @@ from quantizer.config.model import Config
 from quantizer.graph.ir import Graph
 from quantizer.plan.groups import EVERY_JOIN, Join, Layout, Product
 from quantizer.plan.match import RANKS, MatchedRule
-from quantizer.plan.model import ENTRIES, JoinPlan, Key, Plan, TensorPlan
+from quantizer.plan.model import ENTRIES, JoinDecision, JoinPlan, Key, Plan, TensorPlan
 
 OWN = "its parts keep their own quantization"
+CLOSE_BITS = 3.0
+"""Parts that lose no more bits than this on the scale of the whole share it."""
 _CHANNELS_OF_IMAGES = 1
 
 
@@ -88,32 +90,49 @@ def join_plans(
     return plans
 
 
-def dropped(join: JoinPlan, *, is_close: bool) -> dict[Key, str]:
-    """Return the tensors that a plan does without once a join is decided, and why.
+def left_out(join: JoinPlan, *, is_close: bool) -> tuple[Key, ...]:
+    """Return the tensors that a plan does without once a join is decided.
 
     Args:
         is_close: whether the ranges of the parts are close enough for one scale.
     """
     if is_close and join.single is not None and not join.is_returned:
-        point = join.single[0]
-        return dict.fromkeys((*join.alone, *join.inputs), f"quantized at {point}")
-    without = dict[Key, str]() if join.single is None else {join.single: OWN}
-    if not is_close:
-        without.update(dict.fromkeys(join.divisible, OWN))
-    return without
+        return (*join.alone, *join.inputs)
+    single = () if join.single is None else (join.single,)
+    return single if is_close else (*single, *join.divisible)
+
+
+def decide(join: JoinPlan, lost_bits: Mapping[str, float]) -> JoinDecision:
+    """Return how a join is quantized whose parts lose so many bits on the scale of the whole."""
+    is_close = all(bits <= CLOSE_BITS for bits in lost_bits.values())
+    left = left_out(join, is_close=is_close)
+    has_one = join.single is not None and join.single not in left
+    return JoinDecision("one" if has_one else "own", lost_bits, left)
 
 
 def decided_unseen(plan: Plan) -> Plan:
     """Return the plan with the joins decided whose scales calibration does not find: their parts count as close."""
-    without: dict[Key, str] = {}
-    left: list[JoinPlan] = []
+    unseen: dict[str, JoinDecision] = {}
     for join in plan.joins:
-        key = join.single or join.inputs[0]
-        if plan.tensors[key].is_calibrated:
-            left.append(join)
-        else:
-            without.update(dropped(join, is_close=True))
-    return replace(plan.without(without), joins=tuple(left))
+        whole = join.single or join.inputs[0]
+        if not plan.tensors[whole].is_calibrated:
+            unseen[join.name] = decide(join, {})
+    waiting = tuple(join for join in plan.joins if join.name not in unseen)
+    return replace(decided(plan, unseen), joins=waiting, left={})
+
+
+def decided(plan: Plan, decisions: Mapping[str, JoinDecision]) -> Plan:
+    """Return the plan with its open joins as calibration has decided on them."""
+    why: dict[Key, str] = {}
+    for join in plan.joins:
+        decision = decisions.get(join.name)
+        if decision is None:
+            continue
+        has_one = join.single is not None and decision.scale == "one"
+        reason = f"quantized at {join.single[0]}" if has_one and join.single else OWN
+        why.update(dict.fromkeys(decision.left, reason))
+    left = {key: tensor for key, tensor in plan.tensors.items() if key in why}
+    return replace(plan.without(why), joins=(), left=left)
 
 
 def input_role(graph: Graph, product: Product) -> str | None:

@@ -86,14 +86,12 @@ class JoinDecision:
     Attributes:
         scale: "one" for all parts, or "own" for each.
         lost_bits: by layer, how many bits its values would lose on the scale of the whole.
+        left: the tensors that were observed for this decision and are not quantized after it.
     """
 
     scale: str
     lost_bits: Mapping[str, float]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as quant_info.json has them."""
-        return {"scale": self.scale, "lost_bits": dict(self.lost_bits)}
+    left: tuple[Key, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,8 @@ class RuleMatch:
 @dataclass(frozen=True)
 class Plan:
     """All decisions for one graph and one config; `off` are the tensors set to float32, and where that is said,
-    `ungrouped` those that stay float as groups do not fit them, and why; `joins` are open until calibration.
+    `ungrouped` those that stay float as groups do not fit them, and why; `joins` are open until calibration,
+    and `left` the tensors that it then does without.
     """
 
     graph: Graph
@@ -122,6 +121,7 @@ class Plan:
     off: Mapping[Key, str] = field(default_factory=dict)
     ungrouped: Mapping[Key, str] = field(default_factory=dict)
     joins: tuple[JoinPlan, ...] = ()
+    left: Mapping[Key, TensorPlan] = field(default_factory=dict)
 
     def without(self, dropped: Mapping[Key, str]) -> Plan:
         """Return the plan without tensors of joins that are decided, and why each layer's output stays float."""
