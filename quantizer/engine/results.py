@@ -224,7 +224,8 @@ def _join_entry(calibration: Calibration, network: Network, decision: JoinDecisi
     for key in decision.left:
         tensor = QuantizedTensor(calibration.plan.left[key].spec).at(calibration.observers[key].qparams())
         left.setdefault(key[0], {})[key[1]] = _entry(calibration, network, key, tensor)
-    return {"scale": decision.scale, "lost_bits": dict(decision.lost_bits), "left": left}
+    known = {key: value for key, value in asdict(decision).items() if key != "left"}
+    return known | {"left": left}
 
 
 def stored_joins(header: Mapping[str, Any]) -> dict[str, JoinDecision]:
@@ -234,7 +235,7 @@ def stored_joins(header: Mapping[str, Any]) -> dict[str, JoinDecision]:
         left: list[Key] = []
         for layer, roles in entry["left"].items():
             left += [(layer, role) for role in roles]
-        decisions[name] = JoinDecision(entry["scale"], entry["lost_bits"], tuple(left))
+        decisions[name] = JoinDecision(**{**entry, "left": tuple(left)})
     return decisions
 
 

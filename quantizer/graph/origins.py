@@ -40,11 +40,13 @@ class Origins:
         sources: the nodes that made its parts, in their order of execution.
         constants: whether constants other than zero stand among them.
         axis: the only axis along which one part follows another; None if there are several, or it is not known.
+        parts: where there is such an axis, the parts along it: their sources, "" for constants, and their lengths.
     """
 
     sources: tuple[str, ...]
     constants: bool = False
     axis: int | None = None
+    parts: tuple[tuple[str, int], ...] = ()
 
 
 def origins_of(graph: Graph) -> dict[str, Origins]:
@@ -88,25 +90,43 @@ class _Walk:
             reads = (source.name,)
         labels = None if self.labels is None else self.labels.of(node)
         if labels is None:
-            sources, constants = self._together(node, reads)
-            axis = self._axis(node)
-        else:
-            numbers = {int(label) for part in labels for label in torch.unique(part)}
-            constants = CONSTANT in numbers
-            sources = {self.names[number] for number in numbers if number > NOTHING}
-            axis = _axis_of(labels[0]) if len(labels) == 1 else None
-        in_order = sorted(sources, key=self.numbers.__getitem__)
-        self.origins[node.name] = Origins(tuple(in_order), constants, axis)
+            self.origins[node.name] = self._put_together(node, reads)
+            return
+        numbers = {int(label) for part in labels for label in torch.unique(part)}
+        sources = {self.names[number] for number in numbers if number > NOTHING}
+        axis = _axis_of(labels[0]) if len(labels) == 1 else None
+        parts: list[tuple[str, int]] = []
+        if axis is not None:
+            line = labels[0].movedim(axis, 0).reshape(labels[0].shape[axis], -1)[:, 0]
+            runs, lengths = torch.unique_consecutive(line, return_counts=True)
+            for number, length in zip(runs.tolist(), lengths.tolist(), strict=True):
+                parts.append((self.names.get(number, ""), length))
+        self.origins[node.name] = Origins(self._in_order(sources), CONSTANT in numbers, axis, tuple(parts))
 
-    def _axis(self, node: Node) -> int | None:
-        """The axis of the parts, where the shape of the network says it: of a concatenation, and after an activation."""
-        if node.op == "cat":
-            axis = int(node.attrs.get("dim", 0)) % max(node.rank, 1)
-            inner = [self.origins[name].axis for name in node.joined() if name in self.origins]
-            return axis if all(each == axis for each in inner) else None
+    def _in_order(self, sources: set[str]) -> tuple[str, ...]:
+        return tuple(sorted(sources, key=self.numbers.__getitem__))
+
+    def _put_together(self, node: Node, reads: tuple[str, ...]) -> Origins:
+        """The origins without labels: all that the node reads may be in what it makes."""
+        sources, constants = self._together(node, reads)
+        names = self._in_order(sources)
         source = self.graph.source(node)
-        stays = source is not None and (node.row.rectifies or node.row.axes is SAME)
-        return self.origins[source.name].axis if source is not None and stays else None
+        known = None if source is None else self.origins.get(source.name)
+        if known is not None and (node.row.rectifies or node.row.axes is SAME):
+            return Origins(names, constants, known.axis, known.parts)
+        if node.op != "cat":
+            return Origins(names, constants)
+        axis = int(node.attrs.get("dim", 0)) % max(node.rank, 1)
+        parts: list[tuple[str, int]] = []
+        for name in reads:
+            inner = self.origins.get(name)
+            shape = self.graph.by_name[name].shape or ()
+            length = shape[axis] if axis < len(shape) else None
+            if (inner is not None and inner.axis != axis) or length is None:
+                return Origins(names, constants)
+            label = _leaf_label(self.graph, name, self.numbers)
+            parts += inner.parts if inner is not None else [(self.names.get(label, ""), length)]
+        return Origins(names, constants, axis, tuple(parts))
 
     def _together(self, node: Node, reads: tuple[str, ...]) -> tuple[set[str], bool]:
         """The sources of all that the node reads: any of them may be in what it makes."""
@@ -196,7 +216,7 @@ class _Labels:
         """What a node makes of constants alone, such as indices; None if it reads an input."""
         node = self.graph.by_name[name]
         value = self.values.get(name)
-        if value is not None and not isinstance(value, Tensor):
+        if isinstance(value, (int, float)):
             return value  # a size
         if node.op == "constant":
             return loaded(self.graph.weight(node)).cpu()

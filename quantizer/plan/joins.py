@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from quantizer.config.model import Config
 from quantizer.graph.ir import Graph
-from quantizer.plan.groups import EVERY_JOIN, Join, Layout, Product
+from quantizer.plan.groups import EVERY_JOIN, Join, Layout, Product, quantization_point
 from quantizer.plan.match import RANKS, MatchedRule
 from quantizer.plan.model import ENTRIES, JoinDecision, JoinPlan, Key, Plan, TensorPlan
 
 OWN = "its parts keep their own quantization"
-CLOSE_BITS = 3.0
-"""Parts that lose no more bits than this on the scale of the whole share it."""
+CLOSE_DB = 9.0
+"""Parts share a scale where the error of a product grows by no more than this."""
 _CHANNELS_OF_IMAGES = 1
 
 
@@ -69,12 +70,14 @@ def join_plans(
         has_grids = len(sources) >= len(where.origins[join.name].sources)
         inputs: list[Key] = []
         divisible: list[Key] = []
+        parts: dict[str, tuple[tuple[Key | None, int], ...]] = {}
         for product in join.products:
             key = (product.layer, input_role(graph, product) or "")
             if key in tensors and key not in stated:
                 inputs.append(key)
-                if has_grids and _is_divisible(where, graph, product):
-                    divisible.append(key)
+            if has_grids and _is_divisible(where, graph, product):
+                divisible += [key] if key in inputs else []
+                parts[product.layer] = _channels(where, graph, product, tensors)
         if single in tensors or inputs:
             plans.append(
                 JoinPlan(
@@ -85,6 +88,7 @@ def join_plans(
                     inputs=tuple(inputs),
                     divisible=tuple(divisible),
                     is_returned=join.is_returned,
+                    parts=parts,
                 )
             )
     return plans
@@ -102,12 +106,26 @@ def left_out(join: JoinPlan, *, is_close: bool) -> tuple[Key, ...]:
     return single if is_close else (*single, *join.divisible)
 
 
-def decide(join: JoinPlan, lost_bits: Mapping[str, float]) -> JoinDecision:
-    """Return how a join is quantized whose parts lose so many bits on the scale of the whole."""
-    is_close = all(bits <= CLOSE_BITS for bits in lost_bits.values())
-    left = left_out(join, is_close=is_close)
+def decide(join: JoinPlan, lost_bits: Mapping[str, float], gains: Mapping[str, Mapping[str, float]]) -> JoinDecision:
+    """Return how a join is quantized.
+
+    Args:
+        lost_bits: by layer that makes a part, how many bits its values lose on the scale of the whole.
+        gains: by layer that multiplies the join, how much the squared error of each part weighs in its output.
+    """
+    lost_db = max((_lost_db(lost_bits, weights) for weights in gains.values()), default=0.0)
+    left = left_out(join, is_close=lost_db <= CLOSE_DB)
     has_one = join.single is not None and join.single not in left
-    return JoinDecision("one" if has_one else "own", lost_bits, left)
+    return JoinDecision("one" if has_one else "own", gains, lost_bits, lost_db, left)
+
+
+def _lost_db(lost_bits: Mapping[str, float], gains: Mapping[str, float]) -> float:
+    """How much larger the error of a product is where its parts lose bits, in dB."""
+    one = sum(gains.values())
+    own = 0.0
+    for layer, gain in gains.items():
+        own += gain * 4.0 ** -lost_bits.get(layer, 0.0)
+    return round(10 * math.log10(one / own), 3) if own > 0 else 0.0
 
 
 def decided_unseen(plan: Plan) -> Plan:
@@ -116,7 +134,7 @@ def decided_unseen(plan: Plan) -> Plan:
     for join in plan.joins:
         whole = join.single or join.inputs[0]
         if not plan.tensors[whole].is_calibrated:
-            unseen[join.name] = decide(join, {})
+            unseen[join.name] = decide(join, {}, {})
     waiting = tuple(join for join in plan.joins if join.name not in unseen)
     return replace(decided(plan, unseen), joins=waiting, left={})
 
@@ -158,6 +176,19 @@ def _source_keys(where: Layout, graph: Graph, join: Join, tensors: Mapping[Key, 
     trained = [(name, "weights") for name in where.origins[join.name].sources if (name, "weights") in tensors]
     parameters = [key for key in trained if graph.by_name[key[0]].op == "parameter"]
     return (*_keys(graph, join.sources, tensors), *parameters)
+
+
+def _channels(
+    where: Layout, graph: Graph, product: Product, tensors: Mapping[Key, TensorPlan]
+) -> tuple[tuple[Key | None, int], ...]:
+    """Which tensor each run of a layer's input channels comes from."""
+    runs: list[tuple[Key | None, int]] = []
+    for source, length in where.origins[product.value].parts:
+        point = quantization_point(graph, where, source) if source else None
+        keys = _keys(graph, [point], tensors) if point is not None else ()
+        trained = (source, "weights")
+        runs.append((keys[0] if keys else trained if trained in tensors else None, length))
+    return tuple(runs)
 
 
 def _is_divisible(where: Layout, graph: Graph, product: Product) -> bool:

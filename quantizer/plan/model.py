@@ -68,6 +68,8 @@ class JoinPlan:
         inputs: the whole, quantized again for each layer that multiplies it.
         divisible: those of `inputs` whose layer can multiply each part on its own scale.
         is_returned: whether the network returns some of it.
+        parts: by layer that multiplies the join with a weight, which of `sources` each run of its input channels comes
+            from, and the run's length; None for constants.
     """
 
     name: str
@@ -77,6 +79,7 @@ class JoinPlan:
     inputs: tuple[Key, ...]
     divisible: tuple[Key, ...]
     is_returned: bool
+    parts: Mapping[str, tuple[tuple[Key | None, int], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,16 @@ class JoinDecision:
 
     Attributes:
         scale: "one" for all parts, or "own" for each.
+        gains: by layer that multiplies the join, how much the error of each part weighs in its output.
         lost_bits: by layer, how many bits its values would lose on the scale of the whole.
+        lost_db: how much larger the error of what multiplies the join is with one scale, at worst.
         left: the tensors that were observed for this decision and are not quantized after it.
     """
 
     scale: str
+    gains: Mapping[str, Mapping[str, float]]
     lost_bits: Mapping[str, float]
+    lost_db: float
     left: tuple[Key, ...] = ()
 
 
