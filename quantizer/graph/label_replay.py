@@ -166,7 +166,7 @@ def _between(graph: Graph, end: str, labelled: frozenset[str], carriers: Mapping
 
 def moved_operands(node: Node) -> list[str]:
     """Return the nodes whose values a node moves or joins, in the order of its arguments."""
-    keys = node.row.joined_arguments
+    keys = node.row.joins
     if not keys and node.row.only_moves:
         keys = tuple(node.inputs)[:1]
     names: list[str] = []
@@ -183,7 +183,7 @@ def _constants(node: Node) -> dict[str, Any]:
     for key, value in constants.items():
         if isinstance(value, torch.device):
             constants[key] = torch.device("cpu")
-        elif key in node.row.joined_arguments:
+        elif key in node.row.joins:
             constants[key] = float(FILLED)
     return constants
 

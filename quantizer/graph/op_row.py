@@ -5,12 +5,12 @@ from typing import Literal
 
 from quantizer.graph.axis_rules import AxisRule, Commutes
 
-Kind = Literal["mac", "compute", "fusable", "nonlinear", "concat", "passthrough", "structural", "float", "unknown"]
+Kind = Literal["mac", "compute", "fusable", "nonlinear", "join", "passthrough", "structural", "float", "unknown"]
 # mac          multiplies and accumulates; on integer hardware its inputs must be integers as well as its output
 # compute      makes new values; its output is quantized
 # fusable      an activation that hardware applies before writing the producer's output: one quantization for both
 # nonlinear    an activation of its own: quantized unless it is what the network returns
-# concat       joins tensors: they are quantized once, at its output
+# join         puts values of several tensors into one and computes nothing: each keeps its quantization
 # passthrough  moves or selects values, so that they keep the scale of its input
 # structural   inputs, parameters, constants, sizes and integers: nothing to quantize
 # float        known, and computed in float on purpose: few bits of what it makes say too little (roots, exponentials)
@@ -39,7 +39,7 @@ class Op:
         fresh: whether the output shares no memory with an input.
         any_layout: whether it computes on any order of memory alike, and makes images of the order of those it reads.
         shape_of: the argument of which it reads the shape alone.
-        joins: the arguments whose values stand side by side in what it makes; of a "concat" those that `axes` names.
+        joins: the arguments whose values a join puts into its output, later ones over earlier ones.
         unwritten: whether what it makes is memory that nobody has written.
         orders: whether it puts rows in the order of their values; its last result says which row each was.
     """
@@ -65,13 +65,6 @@ class Op:
     joins: tuple[str, ...] = ()
     unwritten: bool = False
     orders: bool = False
-
-    @property
-    def joined_arguments(self) -> tuple[str, ...]:
-        """The arguments whose values stand side by side in what it makes."""
-        if self.kind == "concat" and self.axes is not None:
-            return self.joins or self.axes.arguments
-        return self.joins
 
     @property
     def is_linear_or_convolution(self) -> bool:

@@ -132,16 +132,14 @@ class _Provenance:
 
     def is_join(self, node: Node) -> bool:
         """Return whether a node puts values of several sources, or filled in ones, side by side."""
-        if not node.is_float or not node.row.joined_arguments or not self.depends[node.name]:
+        if not node.is_join or not self.depends[node.name]:
             return False
-        if node.attrs.get("accumulate") or node.attrs.get("reduce"):
-            return False
-        given = [key for key in node.row.joined_arguments if key in node.inputs or key in node.attrs]
+        given = [key for key in node.row.joins if key in node.inputs or key in node.attrs]
         return len(given) > 1 or len(moved_operands(node)) > 1
 
     def carrier(self, node: Node) -> str | None:
         """Return the operand whose parts an elementwise operator keeps: the first that has some, else the first."""
-        if not is_pointwise(node) or node.row.joined_arguments:
+        if not is_pointwise(node) or node.row.joins:
             return None
         operands = [name for name in dict.fromkeys(node.refs()) if self.depends[name]]
         joined = [name for name in operands if self.joined.get(name)]
@@ -159,7 +157,7 @@ class _Provenance:
         carried = self.carrier(node)
         if carried is not None:
             return carried
-        if node.row.joined_arguments or not node.row.only_moves or self._selects(node):
+        if node.row.joins or not node.row.only_moves or self._selects(node):
             return None
         return next(iter(moved_operands(node)), None)
 
@@ -254,7 +252,7 @@ def _start(place: Range | None) -> int:
 
 def _fills(node: Node) -> bool:
     """Return whether a node writes a number, or pads."""
-    return any(key in node.attrs for key in node.row.joined_arguments) or "pad" in node.attrs
+    return any(key in node.attrs for key in node.row.joins) or "pad" in node.attrs
 
 
 def _pooled(provenance: _Provenance, makers: Mapping[int, str]) -> list[tuple[int, ...]]:

@@ -106,7 +106,7 @@ def _operators_before(graph: Graph) -> dict[str, str | None]:
 
 def _is_moving(node: Node) -> bool:
     """Return whether labels go through a node as values do, and nothing that it reads decides which."""
-    return not _indices(node) and bool(node.row.joined_arguments or node.row.only_moves)
+    return not _indices(node) and bool(node.row.joins or node.row.only_moves)
 
 
 def _indices(node: Node) -> list[str]:
