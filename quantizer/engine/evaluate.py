@@ -127,7 +127,7 @@ class Comparison:
         others = [output.whole for output in self.outputs if output.whole.kind == "integer"]
         if others:
             found["equal_outputs"] = sum(part.equal for part in others) / sum(part.count for part in others)
-        orders = [output.order.share for output in self.outputs if output.order is not None]
+        orders = [output.order.share for output in self.outputs if output.order is not None and output.order.rows]
         if orders:
             found[ROWS_KEPT] = min(orders)
         if self.rankable and self.samples:

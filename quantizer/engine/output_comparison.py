@@ -239,12 +239,12 @@ def _table(rows: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
 
 def _empty(output: Output) -> OutputFigures:
     """Return the figures of an output without a batch."""
-    first = output.parts[0]
+    order = None if output.order is None else RowCounts()
     if output.labels is None:
-        return OutputFigures(_part(first))
+        return OutputFigures(_part(output.parts[0]), order=order)
     is_fixed = all(part.is_constant for part in output.parts)
     whole = PartFigures(output.name, None, output.node, is_fixed)
-    return OutputFigures(whole, [_part(part) for part in output.parts])
+    return OutputFigures(whole, [_part(part) for part in output.parts], order=order)
 
 
 def _part(part: Part) -> PartFigures:

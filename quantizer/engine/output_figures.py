@@ -241,11 +241,13 @@ class OutputFigures:
 
     def merge(self, other: OutputFigures) -> None:
         """Take in other batches."""
+        if not self.whole.count:
+            self.channels = other.channels
+        elif self.channels is not None:
+            self.channels = None if other.channels is None else self.channels.merged(other.channels)
         self.whole.merge(other.whole)
         for part, its in zip(self.parts, other.parts, strict=True):
             part.merge(its)
-        if self.channels is not None:
-            self.channels = None if other.channels is None else self.channels.merged(other.channels)
         if self.order is not None and other.order is not None:
             self.order.merge(other.order)
 
@@ -298,7 +300,7 @@ def named_metrics(outputs: Sequence[OutputFigures]) -> dict[str, float]:
     for output in outputs:
         for row in output.rows:
             figures = {"sqnr_db": row.sqnr_db, "cosine": row.cosine, "equal_outputs": row.equal_share}
-            if row is output.whole and output.order is not None:
+            if row is output.whole and output.order is not None and output.order.rows:
                 figures[ROWS_KEPT] = output.order.share
             for name in filter(None, (row.name, row.index)):
                 known = {figure: value for figure, value in figures.items() if value is not None}

@@ -371,7 +371,9 @@ def _channel_axis(graph: Graph, provenance: _Provenance, output: Output) -> int 
         name = operand
     replay = Replay(graph, output.node, [maker.name], carriers)
     shapes = _shapes(graph, replay)
-    if maker.row.channels is None or shapes is None or torch.Size(shapes[output.node]).numel() > LARGEST:
+    if maker.row.channels is None or shapes is None:
+        return 1
+    if not 0 < torch.Size(shapes[output.node]).numel() <= LARGEST:
         return 1
     shape = shapes[maker.name]
     view = [1] * len(shape)
