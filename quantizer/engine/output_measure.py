@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -11,7 +11,9 @@ from quantizer.engine.output_comparison import OutputComparison, Recorder
 from quantizer.errors import DataError
 from quantizer.graph.output_parts import Output
 from quantizer.nn.execution import Execution
+from quantizer.nn.network import Network
 from quantizer.numerics.metrics import decibel, energy
+from quantizer.sources.batches import Batch
 
 
 class OutputMeasure:
@@ -89,3 +91,70 @@ def _weights(signals: dict[str, float]) -> dict[str, float]:
         return dict.fromkeys(present, 1.0)
     total = math.fsum(present.values())
     return {name: total / signal / len(present) for name, signal in present.items()}
+
+
+class AlikeOutputs:
+    """Gives the floating-point outputs of a run, with the parts of each scaled so that all have the same energy.
+
+    The factors are found on one batch. Parts that are no ranges of one axis share the factor of their output, and an
+    output that is the only one is given as it is.
+    """
+
+    def __init__(self, outputs: Sequence[Output], network: Network, batch: Batch) -> None:
+        leaves = [part for output in outputs for part in output.parts]
+        self._factors: list[Tensor | None] = [None] * len(outputs)
+        if len(leaves) < 2:
+            return
+        values = network.start(batch.args, batch.kwargs).advance().outputs()
+        energies: dict[str, float] = {}
+        for output, value in zip(outputs, values, strict=True):
+            if value.is_floating_point():
+                for name, piece in _pieces(output, value):
+                    energies[name] = energy(piece)
+        weights = _weights(energies)
+        for at, (output, value) in enumerate(zip(outputs, values, strict=True)):
+            if value.is_floating_point():
+                self._factors[at] = _factor(output, value, weights)
+
+    def __call__(self, execution: Execution) -> list[Tensor]:
+        """Return the outputs of an execution that has ended."""
+        found: list[Tensor] = []
+        outputs = execution.outputs()
+        for at, value in enumerate(outputs):
+            factor = self._factors[at] if len(self._factors) == len(outputs) else None
+            if value.is_floating_point():
+                found.append(value if factor is None else value * factor)
+        return found
+
+
+def _axis_of_parts(output: Output) -> int | None:
+    """Return the axis along which all parts of an output lie one after the other; None if there is none."""
+    axes = {None if part.place is None else part.place.axis for part in output.parts}
+    return axes.pop() if len(axes) == 1 else None
+
+
+def _pieces(output: Output, value: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the parts of an output that have a factor of their own, by name."""
+    axis = _axis_of_parts(output)
+    if axis is None:
+        return [(output.name, value)]
+    pieces: list[tuple[str, Tensor]] = []
+    for part in output.parts:
+        if part.place is not None and not part.is_constant:
+            length = part.place.stop - part.place.start
+            pieces.append((part.name, value.narrow(axis, part.place.start, length)))
+    return pieces
+
+
+def _factor(output: Output, value: Tensor, weights: Mapping[str, float]) -> Tensor:
+    """Return what an output is multiplied by, so that its energy has these weights."""
+    axis = _axis_of_parts(output)
+    if axis is None:
+        return value.new_full((), math.sqrt(weights.get(output.name, 0.0)))
+    factors = value.new_zeros(value.shape[axis])
+    for part in output.parts:
+        if part.place is not None:
+            factors[part.place.start : part.place.stop] = math.sqrt(weights.get(part.name, 0.0))
+    view = [1] * value.dim()
+    view[axis] = len(factors)
+    return factors.view(view)

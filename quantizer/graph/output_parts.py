@@ -35,6 +35,15 @@ _NOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, KeyError, NotImplem
 
 
 @dataclass(frozen=True)
+class Range:
+    """Where a part lies, if it is all of an output between two indices of one axis."""
+
+    axis: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Part:
     """Values of an output that one layer makes.
 
@@ -44,6 +53,7 @@ class Part:
         layer: the node that makes it, the last before it is joined; "" for what is filled in.
         is_constant: whether it depends on no input.
         pooled: how many sources it stands for.
+        place: where it is, if it is such a range.
     """
 
     name: str
@@ -51,6 +61,7 @@ class Part:
     layer: str
     is_constant: bool = False
     pooled: int = 1
+    place: Range | None = None
 
 
 @dataclass(frozen=True)
@@ -280,9 +291,11 @@ def _named(
 ) -> tuple[Part, ...]:
     """Return the parts of an output by unique names; `taken` gains them."""
     indices: list[str | None] = []
+    ranges: list[Range | None] = []
     layers: list[Node | None] = []
     for group in groups:
         place = places.get(group[0]) if len(group) == 1 else None
+        ranges.append(place)
         indices.append(None if place is None else f"{output.name}[{place.start}:{place.stop}]")
         layers.append(provenance.maker(makers[group[0]]) if makers[group[0]] else None)
     names = [f"{output.name}.{name}" for name in unique_names(layers)]
@@ -294,21 +307,12 @@ def _named(
     if is_rest:
         names[-1] = f"{output.name}.{OTHERS}"
     parts: list[Part] = []
-    for name, index, group in zip(numbered(names, taken), indices, groups, strict=True):
+    for at, (name, group) in enumerate(zip(numbered(names, taken), groups, strict=True)):
         sources = [makers[label] for label in group]
         is_constant = not any(source and provenance.depends[source] for source in sources)
-        parts.append(Part(name, index, sources[0], is_constant, len(group)))
+        parts.append(Part(name, indices[at], sources[0], is_constant, len(group), ranges[at]))
         taken.add(name)
     return tuple(parts)
-
-
-@dataclass(frozen=True)
-class Range:
-    """Where a part lies, if it is all of an output between two indices of one axis."""
-
-    axis: int
-    start: int
-    stop: int
 
 
 def _places(graph: Graph, replay: Replay, labels: Mapping[str, int]) -> dict[int, Range | None] | None:

@@ -107,7 +107,7 @@ def output_table(rows: Sequence[Mapping[str, Any]], view: View) -> Listing:
 
 
 def _digits(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    return "" if value is None else f"{value:.6g}"
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:
