@@ -93,9 +93,7 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """As report.json has it, beside what calibration found."""
         outputs, warnings = self._scores.comparison.outputs, self._scores.warnings
-        return tables.report(
-            self.metrics, self._pairs, self.layers, self._stamp, outputs=outputs, warnings=warnings
-        )
+        return tables.report(self.metrics, self._pairs, self.layers, self._stamp, outputs=outputs, warnings=warnings)
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(f'{name}={value:.6g}' for name, value in self.metrics.items())})"

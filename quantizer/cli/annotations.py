@@ -1,4 +1,5 @@
-"""What a test found, shown at the lines of the config that decided it, where GitHub Actions runs."""
+"""What a test found, shown at the lines of the config that decided it, where GitHub Actions
+runs."""
 
 import os
 import sys
@@ -17,7 +18,8 @@ TITLE = {"title": "quantizer"}
 
 
 def annotate(options: Options, not_met: Sequence[str]) -> None:
-    """Print a workflow command on gates that are not met; Actions reads stderr as it does stdout."""
+    """Print a workflow command on gates that are not met; Actions reads stderr as it does
+    stdout."""
     if not _is_in_actions():
         return
     values = _values(options)
@@ -31,7 +33,8 @@ def annotate(options: Options, not_met: Sequence[str]) -> None:
 
 
 def annotate_warnings(options: Options, warnings: Sequence[Mapping[str, str]]) -> None:
-    """Print a workflow command on each output that has lost, at the line about the tensor that is to blame."""
+    """Print a workflow command on each output that has lost, at the line about the tensor
+    that is to blame."""
     if not _is_in_actions():
         return
     values = _values(options)
@@ -39,7 +42,8 @@ def annotate_warnings(options: Options, warnings: Sequence[Mapping[str, str]]) -
     for warning in warnings:
         if warning["kind"] != "rows":
             row = rows.get((warning["layer"], warning["tensor"]))
-            _command("warning", {} if row is None else _place(options, values, row), warning["text"])
+            place = {} if row is None else _place(options, values, row)
+            _command("warning", place, warning["text"])
 
 
 def _is_in_actions() -> bool:
@@ -54,7 +58,11 @@ def _values(options: Options) -> Any:
         return {"layers": [], "config": None}
 
 
-def _place(options: Options, values: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, str]:
+def _place(
+    options: Options,
+    values: Mapping[str, Any],
+    row: Mapping[str, Any],
+) -> dict[str, str]:
     """Return the line of the config that says most about a tensor, if one does."""
     if row["line"] is None:
         return {}

@@ -1,4 +1,5 @@
-"""Compares what two networks return for one batch: part by part, and rows by what they are, wherever they are."""
+"""Compares what two networks return for one batch: part by part, and rows by what they are,
+wherever they are."""
 
 from __future__ import annotations
 
@@ -8,12 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.engine.output_figures import ChannelExtents, OutputFigures, PartFigures, RowCounts
+from quantizer.engine.output_figures import (
+    ChannelExtents,
+    OutputFigures,
+    PartFigures,
+    RowCounts,
+)
 from quantizer.errors import DataError, ModelError
 from quantizer.graph.label_replay import Seen
 from quantizer.graph.output_parts import Output, Part
 from quantizer.graph.row_order import RowOrder, matched_rows
 from quantizer.nn.execution import Watchers
+
+NOT_FINITE = "the float model's output is not finite"
 
 
 class Recorder:
@@ -91,17 +99,26 @@ class OutputComparison:
             found.append(self._of_output(output, (reference[at], quantized[at]), (left, right)))
         return found
 
-    def pieces(self, output: Output, x: Tensor, recorder: Recorder) -> list[tuple[Part, Tensor]]:
-        """Return the values of each part of an output, which a run has made that `recorder` watched."""
+    def pieces(
+        self,
+        output: Output,
+        x: Tensor,
+        recorder: Recorder,
+    ) -> list[tuple[Part, Tensor]]:
+        """Return the values of each part of an output, which a run has made that `recorder`
+        watched."""
         split = self._split(output, x, recorder)
         if split is None:
-            whole = output.parts[0] if output.labels is None else Part(output.name, None, output.node)
-            return [(whole, x)]
+            is_one = output.labels is None
+            return [(output.parts[0] if is_one else Part(output.name, None, output.node), x)]
         values = torch.split(x.reshape(-1)[split.order.to(x.device)], split.counts)
         return list(zip(output.parts, values, strict=True))
 
     def _of_output(
-        self, output: Output, values: tuple[Tensor, Tensor], recorders: tuple[Recorder, Recorder]
+        self,
+        output: Output,
+        values: tuple[Tensor, Tensor],
+        recorders: tuple[Recorder, Recorder],
     ) -> OutputFigures:
         x, y = values
         figures = _empty(output)
@@ -134,20 +151,18 @@ class OutputComparison:
         if output.labels is None:
             return None
         replay = output.labels.replay
-        masks = [name for name in replay.steering if isinstance(recorder.values.get(name), Tensor)]
-        shapes = tuple((name, tuple(recorder.shapes.get(name, ()))) for name in sorted(replay.shaped))
-        sizes = tuple(
-            (name, recorder.values.get(name)) for name in sorted(replay.steering) if name not in masks
-        )
-        key = (output.name, tuple(x.shape), shapes, sizes)
-        if not masks and key in self._splits:
+        steering = [recorder.values.get(name) for name in sorted(replay.steering)]
+        has_masks = any(isinstance(value, Tensor) for value in steering)
+        shapes = tuple(recorder.shapes.get(name) for name in sorted(replay.shaped))
+        key = (output.name, x.shape, shapes, () if has_masks else tuple(steering))
+        if not has_masks and key in self._splits:
             return self._splits[key]
         try:
             labels = output.labels.of(recorder.seen, x.shape)
         except ValueError:
             return None  # the output is one part then
         split = _Split(labels, len(output.parts))
-        if not masks:
+        if not has_masks:
             self._splits[key] = split
         return split
 
@@ -170,7 +185,12 @@ class _Split:
         its = torch.split(y.reshape(-1)[order], self.counts)
         return list(zip(mine, its, strict=True))
 
-    def matched_pieces(self, x: Tensor, y: Tensor, matched: _MatchedRows) -> list[tuple[Tensor, Tensor]]:
+    def matched_pieces(
+        self,
+        x: Tensor,
+        y: Tensor,
+        matched: _MatchedRows,
+    ) -> list[tuple[Tensor, Tensor]]:
         """Return the values of each part that both networks have, of both."""
         pieces: list[tuple[Tensor, Tensor]] = []
         mine, its = x.reshape(-1), y.reshape(-1)
@@ -181,7 +201,8 @@ class _Split:
 
 
 class _MatchedRows:
-    """For each value of the float network's output the place of its counterpart in the quantized one's."""
+    """For each value of the float network's output the place of its counterpart in the
+    quantized one's."""
 
     def __init__(self, places: Tensor, is_there: Tensor, counts: RowCounts) -> None:
         self.places, self.is_there, self.counts = places, is_there, counts
@@ -196,7 +217,8 @@ class _MatchedRows:
 def _matched(
     order: RowOrder, values: tuple[Tensor, Tensor], recorders: tuple[Recorder, Recorder]
 ) -> _MatchedRows | None:
-    """Return which values belong together; None if the rows of a network cannot be followed to its output."""
+    """Return which values belong together; None if the rows of a network cannot be followed
+    to its output."""
     tables: list[tuple[Tensor, Tensor]] = []
     for value, recorder in zip(values, recorders, strict=True):
         try:
@@ -225,8 +247,8 @@ def _matched(
 
 
 def _table(rows: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
-    """Return the places of each row's values, [rows, values], and those of what is in no row; None if rows have
-    different numbers of values."""
+    """Return the places of each row's values, [rows, values], and those of what is in no
+    row; None if rows have different numbers of values."""
     order = rows.argsort(stable=True)
     outside = int((rows < 0).sum())
     if not count or (len(rows) - outside) % count:
@@ -253,13 +275,13 @@ def _part(part: Part) -> PartFigures:
 
 def _require_finite(x: Tensor) -> None:
     if x.is_floating_point() and not bool(torch.isfinite(x).all()):
-        raise DataError("the float model's output is not finite", help="check the data and the weights")
+        raise DataError(NOT_FINITE, help="check the data and the weights")
 
 
 def _other_sizes(x: Tensor, y: Tensor) -> ModelError:
     """Say that quantization changes how many values there are, as it does behind `nonzero`."""
+    sizes = f"the float network makes {list(x.shape)}, the quantized one {list(y.shape)}"
     return ModelError(
-        f"the output: the float network makes {list(x.shape)}, the quantized one {list(y.shape)}: sizes that "
-        "depend on values leave nothing to compare",
+        f"the output: {sizes}: sizes that depend on values leave nothing to compare",
         help="quantize the model up to the layer that selects, and select outside of it",
     )

@@ -21,7 +21,8 @@ NAMED_FIGURES = ("sqnr_db", "cosine", "equal_outputs")
 POOLED_FIGURE = "sqnr_db_pooled"
 """The SQNR of all outputs together."""
 ROWS_KEPT = "rows_kept"
-"""The share of rows that both networks select, where an operator selects rows by their values."""
+"""The share of rows that both networks select, where an operator selects rows by their
+values."""
 FEW = 4
 """Values of a channel that may be equal by chance."""
 FLAT = 1e-3
@@ -63,7 +64,8 @@ class PartFigures:
         pooled: the number of sources that it stands for.
         count: its values, of which `equal` are the same in both networks.
         noise: of its floating-point values.
-        reference: the range of the float network's values; `other` is that of the quantized one's.
+        reference: the range of the float network's values; `other` is that of the quantized
+            one's.
     """
 
     name: str
@@ -209,7 +211,8 @@ class ChannelExtents:
 
 @dataclass
 class RowCounts:
-    """Of the rows that the float network selects: how many the quantized one does not, and has in another place."""
+    """Of the rows that the float network selects: how many the quantized one does not, and
+    has in another place."""
 
     rows: int = 0
     moved: int = 0
@@ -229,7 +232,8 @@ class RowCounts:
 
 @dataclass
 class OutputFigures:
-    """What one output loses: as a whole, in each of its `parts` if there are several, and in its channels.
+    """What one output loses: as a whole, in each of its `parts` if there are several, and in
+    its channels.
 
     `order` is there where an operator puts rows in an order that depends on values.
     """
@@ -244,7 +248,8 @@ class OutputFigures:
         if not self.whole.count:
             self.channels = other.channels
         elif self.channels is not None:
-            self.channels = None if other.channels is None else self.channels.merged(other.channels)
+            others = other.channels
+            self.channels = None if others is None else self.channels.merged(others)
         self.whole.merge(other.whole)
         for part, its in zip(self.parts, other.parts, strict=True):
             part.merge(its)
@@ -269,7 +274,8 @@ def leaves(outputs: Sequence[OutputFigures]) -> Iterator[PartFigures]:
 
 
 def worst(outputs: Sequence[OutputFigures]) -> PartFigures | None:
-    """Return the part or output with the lowest SQNR, the first of equal ones; None if none has an SQNR."""
+    """Return the part or output with the lowest SQNR, the first of equal ones; None if none
+    has an SQNR."""
     lowest: tuple[float, PartFigures] | None = None
     for part in leaves(outputs):
         sqnr = part.sqnr_db
@@ -279,7 +285,8 @@ def worst(outputs: Sequence[OutputFigures]) -> PartFigures | None:
 
 
 def lowest_cosine(outputs: Sequence[OutputFigures]) -> float | None:
-    """Return the lowest cosine of a part or output, NaN if one is NaN; None if none has a cosine."""
+    """Return the lowest cosine of a part or output, NaN if one is NaN; None if none has a
+    cosine."""
     cosines = [part.cosine for part in leaves(outputs) if part.cosine is not None]
     if any(map(math.isnan, cosines)):
         return math.nan
@@ -295,16 +302,23 @@ def pooled(outputs: Sequence[OutputFigures]) -> Noise:
 
 
 def named_metrics(outputs: Sequence[OutputFigures]) -> dict[str, float]:
-    """Return the figures of each output and part by the names that gates have for them: `sqnr_db[0.boxes]`."""
+    """Return the figures of each output and part by the names that gates have for them:
+    `sqnr_db[0.boxes]`."""
     metrics: dict[str, float] = {}
     for output in outputs:
         for row in output.rows:
-            figures = {"sqnr_db": row.sqnr_db, "cosine": row.cosine, "equal_outputs": row.equal_share}
+            figures = {
+                "sqnr_db": row.sqnr_db,
+                "cosine": row.cosine,
+                "equal_outputs": row.equal_share,
+            }
             if row is output.whole and output.order is not None and output.order.rows:
                 figures[ROWS_KEPT] = output.order.share
-            for name in filter(None, (row.name, row.index)):
-                known = {figure: value for figure, value in figures.items() if value is not None}
-                metrics |= {f"{figure}[{name}]": value for figure, value in known.items()}
+            for figure, value in figures.items():
+                if value is None:
+                    continue
+                for name in filter(None, (row.name, row.index)):
+                    metrics[f"{figure}[{name}]"] = value
     return metrics
 
 

@@ -1,4 +1,5 @@
-"""One number for what a change does to a network's outputs, in which each output and each part counts alike."""
+"""One number for what a change does to a network's outputs, in which each output and each
+part counts alike."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from quantizer.engine.output_comparison import OutputComparison, Recorder
+from quantizer.engine.output_comparison import NOT_FINITE, OutputComparison, Recorder
 from quantizer.errors import DataError
 from quantizer.graph.output_parts import Output
 from quantizer.nn.execution import Execution
@@ -17,7 +18,8 @@ from quantizer.sources.batches import Batch
 
 
 class OutputMeasure:
-    """Adds up the energies of parts, each multiplied so that on the first batch all have the same.
+    """Adds up the energies of parts, each multiplied so that on the first batch all have the
+    same.
 
     With a single part it is that part's energy. What is constant, or no float, does not count.
 
@@ -35,7 +37,8 @@ class OutputMeasure:
         self._noises: dict[str, float] = {}
 
     def expect(self, execution: Execution) -> float:
-        """Run the network that others are compared with on a batch; return the energy of its outputs.
+        """Run the network that others are compared with on a batch; return the energy of its
+        outputs.
 
         Raises:
             DataError: an output is not finite.
@@ -45,15 +48,16 @@ class OutputMeasure:
         self._expected = self._parts(outputs)
         signals = {name: energy(part) for name, part in self._expected.items()}
         if not math.isfinite(math.fsum(signals.values())):
-            raise DataError("the float model's output is not finite", help="check the data and the weights")
+            raise DataError(NOT_FINITE, help="check the data and the weights")
         if not self._weights:
             self._weights = _weights(signals)
         for name, signal in signals.items():
             self._signals[name] = self._signals.get(name, 0.0) + signal
-        return math.fsum(self._weights.get(name, 0.0) * signal for name, signal in signals.items())
+        return self._weighted(signals)
 
     def noise(self, execution: Execution, *, is_counted: bool = False) -> float:
-        """Run another network on that batch to its end; return the energy of the difference, infinite for NaN.
+        """Run another network on that batch to its end; return the energy of the difference,
+        infinite for NaN.
 
         Args:
             is_counted: whether it counts for `sqnr_db`.
@@ -63,7 +67,7 @@ class OutputMeasure:
         if is_counted:
             for name, noise in noises.items():
                 self._noises[name] = self._noises.get(name, 0.0) + noise
-        total = math.fsum(self._weights.get(name, 0.0) * noise for name, noise in noises.items())
+        total = self._weighted(noises)
         return total if math.isfinite(total) else math.inf
 
     @property
@@ -71,6 +75,10 @@ class OutputMeasure:
         """The lowest of all parts, of the network that was counted."""
         ratios = [decibel(self._signals[name], noise) for name, noise in self._noises.items()]
         return min(ratios, default=math.inf)
+
+    def _weighted(self, energies: Mapping[str, float]) -> float:
+        """Return the sum of the energies of all parts, each times its weight."""
+        return math.fsum(self._weights.get(name, 0.0) * each for name, each in energies.items())
 
     def _parts(self, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the values of each part that counts."""
@@ -94,10 +102,11 @@ def _weights(signals: dict[str, float]) -> dict[str, float]:
 
 
 class AlikeOutputs:
-    """Gives the floating-point outputs of a run, with the parts of each scaled so that all have the same energy.
+    """Gives the floating-point outputs of a run, with the parts of each scaled so that all
+    have the same energy.
 
-    The factors are found on one batch. Parts that are no ranges of one axis share the factor of their output, and an
-    output that is the only one is given as it is.
+    The factors are found on one batch. Parts that are no ranges of one axis share the factor of
+    their output, and an output that is the only one is given as it is.
     """
 
     def __init__(self, outputs: Sequence[Output], network: Network, batch: Batch) -> None:
@@ -128,7 +137,8 @@ class AlikeOutputs:
 
 
 def _axis_of_parts(output: Output) -> int | None:
-    """Return the axis along which all parts of an output lie one after the other; None if there is none."""
+    """Return the axis along which all parts of an output lie one after the other; None if
+    there is none."""
     axes = {None if part.place is None else part.place.axis for part in output.parts}
     return axes.pop() if len(axes) == 1 else None
 

@@ -1,4 +1,5 @@
-"""What outputs lose that the figures of others would hide: each loss is named, with the tensor that is to blame."""
+"""What outputs lose that the figures of others would hide: each loss is named, with the
+tensor that is to blame."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class OutputWarning:
         kind: "constant", "below", "channels", "varies" or "rows".
         output: the output or part that loses.
         text: a sentence for people.
-        layer: what is to blame, "" if that is not known; `tensor` is the role of the tensor in it.
+        layer: what is to blame, "" if that is not known; `tensor` is the role of the tensor in
+            it.
     """
 
     kind: str
@@ -71,7 +73,8 @@ def output_warnings(compared: Comparison, networks: Networks) -> list[OutputWarn
 
 
 def loss_of(part: PartFigures, outputs: Sequence[OutputFigures]) -> tuple[str, str] | None:
-    """Return the kind of loss of a part, and a sentence on it; None if it loses no more than the others."""
+    """Return the kind of loss of a part, and a sentence on it; None if it loses no more than
+    the others."""
     sqnr = part.sqnr_db
     if sqnr is None:
         return None
@@ -86,7 +89,8 @@ def loss_of(part: PartFigures, outputs: Sequence[OutputFigures]) -> tuple[str, s
 
 
 def _of_others(part: PartFigures, outputs: Sequence[OutputFigures]) -> float | None:
-    """Return the SQNR of all other parts and outputs together; None if there is none with an error."""
+    """Return the SQNR of all other parts and outputs together; None if there is none with an
+    error."""
     noise = Noise()
     for output in outputs:
         for other in output.leaves:
@@ -96,9 +100,13 @@ def _of_others(part: PartFigures, outputs: Sequence[OutputFigures]) -> float | N
 
 
 def _with_blame(
-    part: PartFigures, output: Output, compared: Comparison, networks: Networks
+    part: PartFigures,
+    output: Output,
+    compared: Comparison,
+    networks: Networks,
 ) -> OutputWarning:
-    """Return the warning on a part that has lost, with the tensor that gives it back when it is left in float."""
+    """Return the warning on a part that has lost, with the tensor that gives it back when it
+    is left in float."""
     loss = loss_of(part, compared.outputs)
     assert loss is not None  # only such parts are asked for
     kind, text = loss
@@ -109,14 +117,21 @@ def _with_blame(
     gains = {effect.key: found.gain_db(effect) for effect in found.effects}
     key = max(gains, key=gains.__getitem__, default=None)
     if key is None or not gains[key] >= HELPS_DB:
-        return OutputWarning(kind, part.name, f"{text}; {part.layer} makes it", part.layer, "activation")
+        text += f"; {part.layer} makes it"
+        return OutputWarning(kind, part.name, text, part.layer, "activation")
     layer, role = key
     gained = "all of it" if math.isinf(gains[key]) else f"{gains[key]:.1f} dB more"
-    text += f". The {role} of {layer} is to blame: in float, it gives {gained} on the first batch"
+    text += f". The {role} of {layer} is to blame: "
+    text += f"in float, it gives {gained} on the first batch"
     return OutputWarning(kind, part.name, text, layer, role)
 
 
-def _suspects(part: PartFigures, output: Output, compared: Comparison, graph: Graph) -> Iterator[Key]:
+def _suspects(
+    part: PartFigures,
+    output: Output,
+    compared: Comparison,
+    graph: Graph,
+) -> Iterator[Key]:
     """Yield the tensors that a part goes through, from the output back."""
     measured: dict[str, list[Key]] = {}
     for noise in sorted(compared.layers, key=lambda noise: noise.local.sqnr_db):
@@ -152,11 +167,11 @@ def _of_channels(figures: OutputFigures) -> Iterator[OutputWarning]:
         return
     rank_of_channels = ", ".join([":"] * channels.axis)
     named = [f"{figures.whole.name}[{rank_of_channels}, {at}]" for at in lost]
-    text = (
-        f"{len(lost)} of {len(channels.low)} channels of {figures.whole.name} are one value in the quantized "
-        f"network and not in the float one: {shortened(named, SHOWN)}; {figures.whole.layer} makes them"
-    )
-    yield OutputWarning("channels", figures.whole.name, text, figures.whole.layer, "activation")
+    name, layer = figures.whole.name, figures.whole.layer
+    count = f"{len(lost)} of {len(channels.low)} channels of {name}"
+    text = f"{count} are one value in the quantized network and not in the float one: "
+    text += f"{shortened(named, SHOWN)}; {layer} makes them"
+    yield OutputWarning("channels", name, text, layer, "activation")
 
 
 def _of_rows(figures: OutputFigures) -> Iterator[OutputWarning]:
@@ -164,8 +179,8 @@ def _of_rows(figures: OutputFigures) -> Iterator[OutputWarning]:
     order = figures.order
     if order is None or not (order.moved or order.exchanged):
         return
-    text = (
-        f"{figures.whole.name}: of {order.rows} rows that the float network selects, {order.moved} are in another "
-        f"order in the quantized one, and {order.exchanged} are others; its figures are of rows that both select"
-    )
-    yield OutputWarning("rows", figures.whole.name, text, figures.whole.layer)
+    name = figures.whole.name
+    text = f"{name}: of {order.rows} rows that the float network selects, "
+    text += f"{order.moved} are in another order in the quantized one, "
+    text += f"and {order.exchanged} are others; its figures are of rows that both select"
+    yield OutputWarning("rows", name, text, figures.whole.layer)

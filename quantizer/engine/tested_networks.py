@@ -14,7 +14,8 @@ from quantizer.sources.data import Batches
 
 @dataclass(frozen=True)
 class Networks:
-    """The float network and the quantized one; `outputs` are those of both, `device` is where they are."""
+    """The float network and the quantized one; `outputs` are those of both, `device` is
+    where they are."""
 
     reference: Network
     quantized: Network

@@ -16,16 +16,24 @@ from quantizer.export.part_agreement import WITHIN, PartAgreement
 from quantizer.nn.network import Network
 
 MARGIN_DB = 3.0
-"""Of two roundings of one network, neither worse than the other, the difference has twice the energy of the error."""
+"""Of two roundings of one network, neither worse than the other, the difference has twice
+the energy of the error."""
 ENOUGH_DB = 40.0
 """A difference of a hundredth is rounding, even where test mode loses less."""
 NOTHING = 1e-6
-"""A difference of so small a share of the largest value is none, where test mode gives nothing but zeros."""
+"""A difference of so small a share of the largest value is none, where test mode gives
+nothing but zeros."""
 Outputs = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Tensor]]
 """What a file gives for one call: the tensors, in order."""
 
 
-def accepted(found: Verification, deployment: Deployment, outputs: Outputs, refusal: str, remedy: str) -> Verification:
+def accepted(
+    found: Verification,
+    deployment: Deployment,
+    outputs: Outputs,
+    refusal: str,
+    remedy: str,
+) -> Verification:
     """The figures of a file, with those against the float network where they decide.
 
     Args:
@@ -39,7 +47,8 @@ def accepted(found: Verification, deployment: Deployment, outputs: Outputs, refu
     differing = worst_of(found, deployment)
     if differing is None:
         return found
-    itself = f"test mode itself is {deployment.loss_of(differing.name):.1f} dB from the float network"
+    loss = deployment.loss_of(differing.name)
+    itself = f"test mode itself is {loss:.1f} dB from the float network"
     said = f"{refusal} does not compute what test mode does: {found.figures()}"
     if len(found.parts) > 1:
         said += f"; {_part_in_words(differing)}"
@@ -47,7 +56,8 @@ def accepted(found: Verification, deployment: Deployment, outputs: Outputs, refu
 
 
 def worst_of(found: Verification, deployment: Deployment) -> PartAgreement | None:
-    """Return the part of a file that differs most of those that test mode computes otherwise; None if none does."""
+    """Return the part of a file that differs most of those that test mode computes
+    otherwise; None if none does."""
     differing: list[PartAgreement] = []
     for part in found.parts:
         if not _part_agrees(part, deployment.loss_of(part.name), found):
@@ -56,17 +66,20 @@ def worst_of(found: Verification, deployment: Deployment) -> PartAgreement | Non
 
 
 def agrees(found: Verification, sqnr_db: float) -> bool:
-    """Whether a file computes what test mode does, of whose outputs the worst is `sqnr_db` from the float network's.
+    """Whether a file computes what test mode does, of whose outputs the worst is `sqnr_db`
+    from the float network's.
 
-    Each part does if nearly all of its values are within one step, or if its difference from test mode costs no more
-    than quantization itself: a code that falls otherwise in an early layer changes many in later ones. In a deep
-    network these may be nearly all, and then it is the file's own error that may be twice that of test mode.
+    Each part does if nearly all of its values are within one step, or if its difference from
+    test mode costs no more than quantization itself: a code that falls otherwise in an early
+    layer changes many in later ones. In a deep network these may be nearly all, and then it is
+    the file's own error that may be twice that of test mode.
     """
     return all(_part_agrees(part, sqnr_db, found) for part in found.parts)
 
 
 def _part_agrees(part: PartAgreement, sqnr_db: float, found: Verification) -> bool:
-    """Return whether one part is what test mode computes, where it is `sqnr_db` from the float network's."""
+    """Return whether one part is what test mode computes, where it is `sqnr_db` from the
+    float network's."""
     if part.within_share is not None and part.within_share >= WITHIN:
         return True
     if part.collapses:
@@ -80,14 +93,19 @@ def _part_agrees(part: PartAgreement, sqnr_db: float, found: Verification) -> bo
 
 
 def least_db(sqnr_db: float) -> float:
-    """The least SQNR, against test mode or the float network, of what rounds otherwise and costs no more."""
+    """The least SQNR, against test mode or the float network, of what rounds otherwise and
+    costs no more."""
     return min(ENOUGH_DB, sqnr_db - MARGIN_DB)
 
 
 def _largest(found: Verification) -> float:
     """Return the largest value that test mode gives."""
-    ends = [max(abs(part.expected.low), abs(part.expected.high)) for part in found.parts if part.is_float]
-    return max((end for end in ends if math.isfinite(end)), default=0.0)
+    largest = 0.0
+    for part in found.parts:
+        end = max(abs(part.expected.low), abs(part.expected.high))
+        if part.is_float and math.isfinite(end):
+            largest = max(largest, end)
+    return largest
 
 
 def _part_in_words(part: PartAgreement) -> str:
@@ -100,8 +118,13 @@ def _part_in_words(part: PartAgreement) -> str:
 
 
 @torch.no_grad()
-def _with_float_figures(found: Verification, outputs: Outputs, deployment: Deployment) -> Verification:
-    """Return the figures with those against the float network, if there is one and a second pass over the data."""
+def _with_float_figures(
+    found: Verification,
+    outputs: Outputs,
+    deployment: Deployment,
+) -> Verification:
+    """Return the figures with those against the float network, if there is one and a second
+    pass over the data."""
     if deployment.float_graph is None:
         return found
     network = Network(deployment.float_graph.in_memory())

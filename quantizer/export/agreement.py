@@ -52,10 +52,12 @@ class Kernels:
 class Verification:
     """A file against test mode: `compared` says what of it; differences are absolute, shares go from 0 to 1.
 
-    `equal` is the share of equal values; `within_step` of those at most one step of their scale away, None unless all
-    have a scale or are integers; `sqnr_db` is of the worst of the floating-point tensors and their `parts`, infinite
-    without a difference, None without such tensors, `sqnr_db_pooled` of all together; `top1_agreement` is the share of samples with the same class, None if the first tensor has no
-    row of classes for each; `float_sqnr_db` is of the file against the float network, where that decides.
+    `equal` is the share of equal values; `within_step` of those at most one step of their scale
+    away, None unless all have a scale or are integers; `sqnr_db` is of the worst of the
+    floating-point tensors and their `parts`, infinite without a difference, None without such
+    tensors, `sqnr_db_pooled` of all together; `top1_agreement` is the share of samples with the
+    same class, None if the first tensor has no row of classes for each; `float_sqnr_db` is of
+    the file against the float network, where that decides.
     `default_session` has the figures of a runtime as its users start it, where those beside it are of one without
     optimizations: also its `kernels`, the codes of its `layers`, each made of the same codes as in test mode, and its
     `speed`, as a multiple of that of the float network. `remarks` say how a file is read.
@@ -137,9 +139,7 @@ class Agreement:
         steps: the distance of two codes for each output and part that has a scale, by name.
     """
 
-    def __init__(
-        self, compared: str, outputs: Sequence[Output] = (), steps: Mapping[str, float] | None = None
-    ) -> None:
+    def __init__(self, compared: str, outputs: Sequence[Output] = (), steps: Mapping[str, float] | None = None) -> None:
         self.compared, self.outputs = compared, outputs
         self.steps: Mapping[str, float] = {} if steps is None else steps
         self.parts: dict[str, PartAgreement] = {}
@@ -150,9 +150,7 @@ class Agreement:
         """Return what has to watch the network whose tensors are expected, to tell their parts apart."""
         return Recorder(self.outputs)
 
-    def add(
-        self, expected: Sequence[Tensor], found: Sequence[Tensor], recorder: Recorder | None = None
-    ) -> None:
+    def add(self, expected: Sequence[Tensor], found: Sequence[Tensor], recorder: Recorder | None = None) -> None:
         """Take in one batch, pairwise; NaN and infinity equal themselves.
 
         Raises:

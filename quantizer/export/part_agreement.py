@@ -13,7 +13,8 @@ from quantizer.engine.noise import Noise
 from quantizer.engine.output_figures import FEW, Extent, is_flat
 
 WITHIN = 0.999
-"""The share of values that may be a step off at most: kernels of integers round ties and biases otherwise."""
+"""The share of values that may be a step off at most: kernels of integers round ties and
+biases otherwise."""
 CHUNK = 1 << 20
 """Values that are compared at once, in float64."""
 EDGE = 1.001
@@ -112,5 +113,8 @@ class PartAgreement:
             "sqnr_db": self.sqnr_db,
             "float_sqnr_db": self.float_sqnr_db,
         }
-        known = {key: value for key, value in figures.items() if value is not None and math.isfinite(value)}
-        return {"name": self.name, "index": self.index, "values": self.count, **known}
+        content: dict[str, Any] = {"name": self.name, "index": self.index, "values": self.count}
+        for figure, value in figures.items():
+            if value is not None and math.isfinite(value):
+                content[figure] = value
+        return content

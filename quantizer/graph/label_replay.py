@@ -1,6 +1,8 @@
-"""Runs the operators that move and join values on labels, numbers that say where each value comes from.
+"""Runs the operators that move and join values on labels, numbers that say where each value
+comes from.
 
-Values that only steer a move (sizes, indices, masks) are those of a real run or, before one, what the graph knows.
+Values that only steer a move (sizes, indices, masks) are those of a real run or, before one,
+what the graph knows.
 """
 
 from __future__ import annotations
@@ -38,12 +40,15 @@ def _is_tagged_pointwise(target: str) -> bool:
 
 
 def is_pointwise(node: Node) -> bool:
-    """Return whether each value that a node makes follows from the values in the same place of its operands."""
-    return node.row.axes in _ELEMENTWISE or node.target in _UNTAGGED or _is_tagged_pointwise(node.target)
+    """Return whether each value that a node makes follows from the values in the same place
+    of its operands."""
+    is_known = node.row.axes in _ELEMENTWISE or node.target in _UNTAGGED
+    return is_known or _is_tagged_pointwise(node.target)
 
 
 def shape_in(graph: Graph, name: str) -> torch.Size | None:
-    """Return the shape of what a node makes, for a batch of `EXAMPLE_BATCH`; None if it makes no single tensor."""
+    """Return the shape of what a node makes, for a batch of `EXAMPLE_BATCH`; None if it
+    makes no single tensor."""
     shape = graph.by_name[name].shape
     if shape is None:
         return None
@@ -51,7 +56,8 @@ def shape_in(graph: Graph, name: str) -> torch.Size | None:
 
 
 class ExampleValues(Mapping[str, Any]):
-    """What the graph knows of values before there is a batch: the sizes among them, nothing of masks and indices."""
+    """What the graph knows of values before there is a batch: the sizes among them, nothing
+    of masks and indices."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -77,7 +83,8 @@ class ExampleValues(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Seen:
-    """What a run has shown of values: the shapes of all that a replay asks for, and the values of those that steer."""
+    """What a run has shown of values: the shapes of all that a replay asks for, and the
+    values of those that steer."""
 
     shapes: Mapping[str, torch.Size]
     values: Mapping[str, Any]
@@ -97,7 +104,8 @@ class Replay:
 
     Attributes:
         nodes: what runs on labels, in execution order.
-        carriers: for each of `nodes` that computes, the operand whose labels it keeps; how, `spread` says.
+        carriers: for each of `nodes` that computes, the operand whose labels it keeps; how,
+            `spread` says.
         steering: the values, not labelled, that say what is moved where.
         shaped: the nodes whose shapes are needed.
     """
@@ -118,8 +126,11 @@ class Replay:
         moving = [node for node in self.nodes if node.name not in carriers]
         read = {name for node in moving for name in node.refs()}
         self.steering = frozenset(read - inside - set(self.labelled))
-        reshaped = {node.name for node in self.nodes if node.name in carriers or node.row.axes is RESHAPED}
-        self.shaped = frozenset({*self.labelled, *reshaped})
+        shaped = set(self.labelled)
+        for node in self.nodes:
+            if node.name in carriers or node.row.axes is RESHAPED:
+                shaped.add(node.name)
+        self.shaped = frozenset(shaped)
 
     def run(self, labels: Mapping[str, Any], seen: Seen) -> Any:
         """Return the labels of the last node's value.
@@ -150,7 +161,12 @@ class Replay:
         return made[self.end]
 
 
-def _between(graph: Graph, end: str, labelled: frozenset[str], carriers: Mapping[str, str]) -> set[str]:
+def _between(
+    graph: Graph,
+    end: str,
+    labelled: frozenset[str],
+    carriers: Mapping[str, str],
+) -> set[str]:
     """Return the nodes that carry labels to `end`."""
     joins: set[str] = set()
     pending = [end]
@@ -176,7 +192,8 @@ def moved_operands(node: Node) -> list[str]:
 
 
 def _constants(node: Node) -> dict[str, Any]:
-    """Return the constants of a node's call on labels: what is filled in has a label of its own."""
+    """Return the constants of a node's call on labels: what is filled in has a label of its
+    own."""
     constants = dict(node.attrs)
     if constants.get("value") is not None:
         constants["value"] = float(FILLED)

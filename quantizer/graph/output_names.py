@@ -1,4 +1,5 @@
-"""The names of what a network returns: of its outputs, and of the parts of each, by the layers that make them."""
+"""The names of what a network returns: of its outputs, and of the parts of each, by the
+layers that make them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ OTHERS = "others"
 
 
 def leaf_names(value: Any, prefix: str = "") -> tuple[str, ...]:
-    """Return a name for each leaf of a nested output: keys, fields, else numbers, joined by dots.
+    """Return a name for each leaf of a nested output: keys, fields, else numbers, joined by
+    dots.
 
     >>> leaf_names({"boxes": 1, "aux": [2, 3]}), leaf_names(1)
     (('boxes', 'aux.0', 'aux.1'), ('0',))
@@ -34,7 +36,7 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
     """Return the keys and values of a container, None for what is none."""
     if isinstance(value, Ref):
         return None
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not isinstance(value, Mapping):
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
         return [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
     if isinstance(value, Mapping) or hasattr(value, "items"):
         return list(value.items())
@@ -46,7 +48,7 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
 def short_names(node: Node) -> list[str]:
     """Return what a part may be called that a node makes, the shortest name first.
 
-    >>> node = Node("Net::Net/Head[head]/Conv2d[0]/conv2d.1", "conv2d", "aten.conv2d.default", scope="head.boxes.0")
+    >>> node = Node("Net::Net/conv2d.1", "conv2d", "aten.conv2d.default", scope="head.boxes.0")
     >>> short_names(node)
     ['boxes', 'boxes.0', 'head.boxes.0', 'head.boxes.0.conv2d']
     """
@@ -66,7 +68,8 @@ def short_names(node: Node) -> list[str]:
 
 
 def unique_names(makers: Sequence[Node | None]) -> list[str]:
-    """Return a name for each part of an output: the shortest that tells its maker from the others.
+    """Return a name for each part of an output: the shortest that tells its maker from the
+    others.
 
     Parts of one maker, or of several calls of one, have the same name.
 
@@ -80,7 +83,10 @@ def unique_names(makers: Sequence[Node | None]) -> list[str]:
     while True:
         names = {choice: choice[level] for choice, level in levels.items()}
         counts = Counter(names.values())
-        longer = [choice for choice, name in names.items() if counts[name] > 1 and choice[levels[choice] + 1 :]]
+        longer: list[tuple[str, ...]] = []
+        for choice, name in names.items():
+            if counts[name] > 1 and levels[choice] + 1 < len(choice):
+                longer.append(choice)
         if not longer:
             return [names[choice] for choice in choices]
         for choice in longer:
@@ -106,9 +112,12 @@ def numbered(names: Sequence[str], taken: Collection[str]) -> list[str]:
 
 
 def output_leaves(graph: Graph) -> list[tuple[str, str]]:
-    """Return name and node of each tensor that a network returns, in the order in which it returns them."""
+    """Return name and node of each tensor that a network returns, in the order in which it
+    returns them."""
     leaves = list(_leaves(graph.output))
-    names = graph.output_names if len(graph.output_names) == len(leaves) else leaf_names(graph.output)
+    names = graph.output_names
+    if len(names) != len(leaves):
+        names = leaf_names(graph.output)
     found: list[tuple[str, str]] = []
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, Ref) and graph.by_name[leaf.name].shape is not None:

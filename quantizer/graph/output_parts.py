@@ -1,6 +1,8 @@
-"""The outputs of a network and the parts of each that different layers make: their names, and which value is whose.
+"""The outputs of a network and the parts of each that different layers make: their names,
+and which value is whose.
 
-A part ends where something is computed of several values at once: a product, a sum, a choice by `topk`.
+A part ends where something is computed of several values at once: a product, a sum, a choice by
+`topk`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from quantizer.graph.output_names import OTHERS, numbered, output_leaves, unique
 from quantizer.graph.row_order import RowOrder, row_order
 
 MOST = 32
-"""Parts of an output that have names of their own; the last of more is the pool of all that is left."""
+"""Parts of an output that have names of their own; the last of more is the pool of all that
+is left."""
 LARGEST = 1 << 24
 """Values of an output of which the places of parts are looked for, before there is a run."""
 _NOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, KeyError, NotImplementedError)
@@ -99,7 +102,8 @@ class Output:
 
 @dataclass(frozen=True)
 class PartLabels:
-    """Which part each value of an output belongs to. `parts` has the number of the part of each label."""
+    """Which part each value of an output belongs to. `parts` has the number of the part of
+    each label."""
 
     replay: Replay
     labels: Mapping[str, int]
@@ -114,13 +118,17 @@ class PartLabels:
         try:
             labels = self._run(seen)
         except _NOT_RUN as error:
-            raise ValueError(f"the parts of {self.replay.end} cannot be told apart: {error}") from error
+            why = f"the parts of {self.replay.end} are not known: {error}"
+            raise ValueError(why) from error
         if labels.shape != torch.Size(shape):
-            raise ValueError(f"the parts of {self.replay.end} have shape {list(labels.shape)}, not {list(shape)}")
+            found, wanted = list(labels.shape), list(shape)
+            raise ValueError(f"the parts of {self.replay.end} have shape {found}, not {wanted}")
         return labels
 
     def _run(self, seen: Seen) -> Tensor:
-        sources = {name: filled(seen.shapes[name], label) for name, label in self.labels.items()}
+        sources: dict[str, Tensor] = {}
+        for name, label in self.labels.items():
+            sources[name] = filled(seen.shapes[name], label)
         labels: Tensor = self.replay.run(sources, seen)
         numbers = labels.to(torch.int64)
         parts: Tensor = self.parts[numbers.clamp_min(FILLED)]
@@ -142,14 +150,16 @@ class _Provenance:
             self.joined[node.name] = self._is_joined(node)
 
     def is_join(self, node: Node) -> bool:
-        """Return whether a node puts values of several sources, or filled in ones, side by side."""
+        """Return whether a node puts values of several sources, or filled in ones, side by
+        side."""
         if not node.is_join or not self.depends[node.name]:
             return False
         given = [key for key in node.row.joins if key in node.inputs or key in node.attrs]
         return len(given) > 1 or len(moved_operands(node)) > 1
 
     def carrier(self, node: Node) -> str | None:
-        """Return the operand whose parts an elementwise operator keeps: the first that has some, else the first."""
+        """Return the operand whose parts an elementwise operator keeps: the first that has
+        some, else the first."""
         if not is_pointwise(node) or node.row.joins:
             return None
         operands = [name for name in dict.fromkeys(node.refs()) if self.depends[name]]
@@ -178,7 +188,8 @@ class _Provenance:
         return any(self.depends[name] for name in steering)
 
     def sources(self, end: str) -> tuple[list[str], dict[str, str]]:
-        """Return the nodes that make the parts of a value, and the operand that each elementwise operator keeps."""
+        """Return the nodes that make the parts of a value, and the operand that each
+        elementwise operator keeps."""
         sources: dict[str, None] = {}
         carriers: dict[str, str] = {}
         seen: set[str] = set()
@@ -202,7 +213,8 @@ class _Provenance:
         return list(sources), carriers
 
     def maker(self, name: str) -> Node:
-        """Return the layer that makes a source: the nearest before it that does more than move or bend values."""
+        """Return the layer that makes a source: the nearest before it that does more than
+        move or bend values."""
         node = self.graph.by_name[name]
         operand = self.before(node)
         while operand is not None and "weight" not in node.params:
@@ -212,7 +224,8 @@ class _Provenance:
 
 
 def output_parts(graph: Graph) -> tuple[Output, ...]:
-    """Return the outputs of a network in order, each with the parts that joins and writes make of it."""
+    """Return the outputs of a network in order, each with the parts that joins and writes
+    make of it."""
     provenance = _Provenance(graph)
     leaves = output_leaves(graph)
     taken = {name for name, _ in leaves}
@@ -220,7 +233,8 @@ def output_parts(graph: Graph) -> tuple[Output, ...]:
     for name, node_name in leaves:
         node = graph.by_name[node_name]
         whole = Part(name, None, node_name, is_constant=not provenance.depends[node_name])
-        output = Output(name, node_name, node.is_float, (whole,), order=row_order(graph, node_name))
+        order = row_order(graph, node_name)
+        output = Output(name, node_name, node.is_float, (whole,), order=order)
         axis: int | None = None
         if node.is_float and provenance.joined[node_name]:
             output, axis = _with_parts(graph, provenance, output, taken)
@@ -230,14 +244,23 @@ def output_parts(graph: Graph) -> tuple[Output, ...]:
     return tuple(outputs)
 
 
-def _with_parts(graph: Graph, provenance: _Provenance, output: Output, taken: set[str]) -> tuple[Output, int | None]:
-    """Return an output with its parts, itself if there is but one; and the axis along which they lie, if it is one."""
+def _with_parts(
+    graph: Graph,
+    provenance: _Provenance,
+    output: Output,
+    taken: set[str],
+) -> tuple[Output, int | None]:
+    """Return an output with its parts, itself if there is but one; and the axis along which
+    they lie, if it is one."""
     sources, carriers = provenance.sources(output.node)
     replay = Replay(graph, output.node, sources, carriers)
     labels: dict[str, int] = {}
     for name in sources:
         labels[name] = UNWRITTEN if provenance.maker(name).row.unwritten else 1 + len(labels)
-    makers = {FILLED: "", **{label: name for name, label in labels.items() if label != UNWRITTEN}}
+    makers = {FILLED: ""}
+    for name, label in labels.items():
+        if label != UNWRITTEN:
+            makers[label] = name
     places = _places(graph, replay, labels)
     if places is not None:
         makers = {label: name for label, name in makers.items() if label in places}
@@ -267,7 +290,8 @@ def _fills(node: Node) -> bool:
 
 
 def _pooled(provenance: _Provenance, makers: Mapping[int, str]) -> list[tuple[int, ...]]:
-    """Return the labels of each part: one, but for more than `MOST` those of one layer, and those that are left."""
+    """Return the labels of each part: one, but for more than `MOST` those of one layer, and
+    those that are left."""
     if len(makers) <= MOST:
         return [(label,) for label in makers]
     groups: dict[str, list[int]] = {}
@@ -315,8 +339,13 @@ def _named(
     return tuple(parts)
 
 
-def _places(graph: Graph, replay: Replay, labels: Mapping[str, int]) -> dict[int, Range | None] | None:
-    """Return the labels that an output has, each with its range; None if only a run can tell."""
+def _places(
+    graph: Graph,
+    replay: Replay,
+    labels: Mapping[str, int],
+) -> dict[int, Range | None] | None:
+    """Return the labels that an output has, each with its range; None if only a run can
+    tell."""
     node = graph.by_name[replay.end]
     shapes = _shapes(graph, replay)
     if shapes is None or torch.Size(shapes[node.name]).numel() > LARGEST:
@@ -327,7 +356,8 @@ def _places(graph: Graph, replay: Replay, labels: Mapping[str, int]) -> dict[int
     except _NOT_RUN:
         return None
     sizes = node.shape or ()
-    axes = [axis for axis, size in enumerate(sizes) if size is not None and axis not in node.open_axes]
+    fixed = (axis for axis, size in enumerate(sizes) if size is not None)
+    axes = [axis for axis in fixed if axis not in node.open_axes]
     places: dict[int, Range | None] = {}
     for label in found.unique().tolist():
         if label != UNWRITTEN:
@@ -336,7 +366,8 @@ def _places(graph: Graph, replay: Replay, labels: Mapping[str, int]) -> dict[int
 
 
 def _shapes(graph: Graph, replay: Replay) -> dict[str, torch.Size] | None:
-    """Return the shapes that a replay needs, and that of its end, as the graph knows them; None if one is not known."""
+    """Return the shapes that a replay needs, and that of its end, as the graph knows them;
+    None if one is not known."""
     shapes: dict[str, torch.Size] = {}
     for name in (*replay.shaped, replay.end):
         shape = shape_in(graph, name)
@@ -359,7 +390,8 @@ def _range(is_part: Tensor, axes: Sequence[int]) -> Range | None:
 
 
 def _channel_axis(graph: Graph, provenance: _Provenance, output: Output) -> int | None:
-    """Return the axis of an output's channels: where those of the layer are that makes it, else the second."""
+    """Return the axis of an output's channels: where those of the layer are that makes it,
+    else the second."""
     rank = graph.by_name[output.node].rank
     if rank < 3:
         return 1 if rank == 2 else None
@@ -382,17 +414,22 @@ def _channel_axis(graph: Graph, provenance: _Provenance, output: Output) -> int 
     shape = shapes[maker.name]
     view = [1] * len(shape)
     view[maker.row.channels] = shape[maker.row.channels]
-    channels = torch.arange(view[maker.row.channels], dtype=torch.float32).view(view).expand(shape)
+    channels = torch.arange(max(view), dtype=torch.float32).view(view).expand(shape)
     try:
         found = replay.run({maker.name: channels}, Seen(shapes, ExampleValues(graph)))
     except _NOT_RUN:
         return 1
-    axes = [axis for axis in range(rank) if not torch.equal(found, found.narrow(axis, 0, 1).expand(found.shape))]
+    axes: list[int] = []
+    for axis in range(rank):
+        first = found.narrow(axis, 0, 1).expand(found.shape)
+        if not torch.equal(found, first):
+            axes.append(axis)
     return axes[0] if len(axes) == 1 else 1
 
 
 def parts_named_as(graph: Graph, original: Graph) -> tuple[Output, ...]:
-    """Return the outputs of a graph that passes have made of `original`, with the names that this gives them.
+    """Return the outputs of a graph that passes have made of `original`, with the names that
+    this gives them.
 
     Where passes leave an output other parts, these keep the names that they have in `graph`.
     """

@@ -1,6 +1,8 @@
-"""Which rows of an output an operator has put in order by their values (`topk`, `sort`, `nms`), and what matches them.
+"""Which rows of an output an operator has put in order by their values (`topk`, `sort`,
+`nms`), and what matches them.
 
-Two networks may choose the same rows in another order: then rows are compared by where they were, not where they are.
+Two networks may choose the same rows in another order: then rows are compared by where they
+were, not where they are.
 """
 
 from __future__ import annotations
@@ -11,9 +13,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantizer.graph.axis_rules import ATTENTION, INDEXED, MATRIX_PRODUCT, PICKED, PLAIN_MATRIX_PRODUCT
+from quantizer.graph.axis_rules import (
+    ATTENTION,
+    INDEXED,
+    MATRIX_PRODUCT,
+    PICKED,
+    PLAIN_MATRIX_PRODUCT,
+)
 from quantizer.graph.ir import Graph, Node, Ref, references
-from quantizer.graph.label_replay import UNWRITTEN, Replay, Seen, filled, is_pointwise, moved_operands
+from quantizer.graph.label_replay import (
+    UNWRITTEN,
+    Replay,
+    Seen,
+    filled,
+    is_pointwise,
+    moved_operands,
+)
 
 _PRODUCTS = (MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT, ATTENTION)
 
@@ -42,14 +57,17 @@ class RowOrder:
         return self.replay.shaped | self.replay.steering | {self.node}
 
     def rows(self, seen: Seen, shape: torch.Size) -> Tensor:
-        """Return for each value of the output the number of its row, -1 for what is in no order.
+        """Return for each value of the output the number of its row, -1 for what is in no
+        order.
 
         Args:
-            seen: what a run has shown; rows are numbered as the operator's results lie in memory.
+            seen: what a run has shown; rows are numbered as the operator's results lie in
+                memory.
             shape: of the output.
 
         Raises:
-            ValueError: the output has another shape, or a value that leads to it cannot be followed.
+            ValueError: the output has another shape, or a value that leads to it cannot be
+                followed.
         """
         ordered = seen.shapes.get(self.node, torch.Size())
         numbers = torch.arange(ordered.numel(), dtype=torch.float32).view(ordered)
@@ -58,9 +76,10 @@ class RowOrder:
         try:
             found: Tensor = self.replay.run({**labels, self.node: results}, seen)
         except (RuntimeError, TypeError, IndexError, KeyError) as error:
-            raise ValueError(f"the rows of {self.replay.end} cannot be followed: {error}") from error
+            raise ValueError(f"the rows of {self.replay.end} are not known: {error}") from error
         if found.shape != shape:
-            raise ValueError(f"the rows of {self.replay.end} have shape {list(found.shape)}, not {list(shape)}")
+            sizes = f"{list(found.shape)}, not {list(shape)}"
+            raise ValueError(f"the rows of {self.replay.end} have shape {sizes}")
         return found.to(torch.int64)
 
 
@@ -94,7 +113,8 @@ def row_order(graph: Graph, end: str) -> RowOrder | None:
 
 
 def _operators_before(graph: Graph) -> dict[str, str | None]:
-    """Return for each node the operator in whose order its rows are, the nearest one before it."""
+    """Return for each node the operator in whose order its rows are, the nearest one before
+    it."""
     leads: dict[str, str | None] = {}
     for node in graph.nodes:
         nearest = node.name if node.row.orders else None
@@ -105,7 +125,8 @@ def _operators_before(graph: Graph) -> dict[str, str | None]:
 
 
 def _is_moving(node: Node) -> bool:
-    """Return whether labels go through a node as values do, and nothing that it reads decides which."""
+    """Return whether labels go through a node as values do, and nothing that it reads
+    decides which."""
     return not _indices(node) and bool(node.row.joins or node.row.only_moves)
 
 
@@ -130,11 +151,14 @@ def _row_operands(graph: Graph, node: Node) -> Iterator[str]:
     elif node.row.axes in _PRODUCTS or node.row.spatial == 0:
         yield from list(node.refs())[:1]
     elif node.row.normalizes or node.row.kind == "nonlinear":
-        yield from (name for name in list(node.refs())[:1] if graph.by_name[name].shape == node.shape)
+        source = graph.source(node)
+        if source is not None and source.shape == node.shape:
+            yield source.name
 
 
 def _spread(node: Node, labels: Tensor, shape: torch.Size) -> Tensor:
-    """Return the rows of what a node computes, of those of the operand that it keeps the rows of."""
+    """Return the rows of what a node computes, of those of the operand that it keeps the
+    rows of."""
     if node.row.axes in _PRODUCTS or node.row.spatial == 0:
         return _along_last(labels).expand(shape)
     if node.row.looks_up:
@@ -171,7 +195,8 @@ def _leading(indices: object) -> int:
 
 
 def matched_rows(reference: Tensor, other: Tensor, axis: int) -> Tensor:
-    """Return for each row of `reference` the number of the row of `other` that was in the same place; -1 for none.
+    """Return for each row of `reference` the number of the row of `other` that was in the
+    same place; -1 for none.
 
     Args:
         reference: where each row was before it was put in order.

@@ -320,7 +320,7 @@ def sorted_by_score(head: Head, boxes: Tensor, scores: Tensor) -> dict[str, Tens
 
 def transformed(head: Head, boxes: Tensor, scores: Tensor) -> dict[str, Tensor]:
     """Chosen rows go through layers that keep them apart."""
-    values, places = scores.amax(1).topk(8)
+    _, places = scores.amax(1).topk(8)
     rows = (boxes / PIXELS).transpose(1, 2).gather(1, places[..., None].expand(-1, -1, 4))
     rows = F.layer_norm(rows, (4,)) + F.linear(rows, head.anchors[0, :, :4]).relu()
     weights = (rows @ rows.transpose(1, 2)).softmax(-1)

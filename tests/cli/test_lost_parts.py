@@ -13,7 +13,7 @@ from runs import calibrate, check
 
 from quantizer.cli.main import run_command
 
-DETECTOR = '''
+DETECTOR = """
 import torch
 from torch import nn
 
@@ -31,7 +31,7 @@ def model():
 
 def calibration_data():
     return [torch.randn(4, 3, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-'''
+"""
 LOST = "0.scores is 0 everywhere in the quantized network"
 
 
@@ -72,7 +72,11 @@ def test_a_lost_part_is_said_everywhere(
     assert run["warnings"] == [warning]
     assert (warning["kind"], warning["output"], warning["layer"]) == ("constant", "0.scores", "Detector::Detector/cat")
     rows = {row["name"]: row for row in report["outputs"]}
-    assert {name: row["values"] for name, row in rows.items()} == {"0": 3 * 448, "0.boxes": 3 * 256, "0.scores": 3 * 192}
+    assert {name: row["values"] for name, row in rows.items()} == {
+        "0": 3 * 448,
+        "0.boxes": 3 * 256,
+        "0.scores": 3 * 192,
+    }
     assert report["metrics"]["sqnr_db"] == rows["0.scores"]["sqnr_db"] == 0
     assert report["metrics"]["sqnr_db_pooled"] == rows["0"]["sqnr_db"]
     page = (folder / "report.html").read_text("utf-8")
