@@ -264,6 +264,11 @@ def test_what_is_integer_constant_or_empty_has_no_sqnr_and_is_not_the_worst() ->
     assert {name for name in metrics if name.startswith("sqnr_db[")} == {"sqnr_db[s]"}
 
 
+def test_constant_outputs_alone_have_a_share_of_equal_values() -> None:
+    graph = trace(Head(lambda head, boxes, scores: torch.relu(-boxes)).eval(), (data()[0],))
+    assert compare(Network(graph), Network(graph), batches(*data())).metrics() == {"equal_outputs": 1.0}
+
+
 def test_an_output_of_one_number_has_an_sqnr() -> None:
     graph = trace(Head(lambda head, boxes, scores: scores.mean()).eval(), (data()[0],))
     compared = compare(Network(graph), quantized_at(graph, node_of(graph, "sigmoid.1"), 0.1), batches(data()[0]))
