@@ -15,13 +15,11 @@ from quantizer.engine.output_figures import (
     PartFigures,
     RowCounts,
 )
-from quantizer.errors import DataError, ModelError
+from quantizer.errors import ModelError
 from quantizer.graph.label_replay import Seen
 from quantizer.graph.output_parts import Output, Part
 from quantizer.graph.row_order import RowOrder, matched_rows
 from quantizer.nn.execution import Watchers
-
-NOT_FINITE = "the float model's output is not finite"
 
 
 class Recorder:
@@ -133,15 +131,14 @@ class OutputComparison:
         if split is not None and split.is_unwritten:
             figures.channels = None
         if split is None:
+            ranges = None if figures.channels is None else figures.channels.whole
             if matched is not None:
                 x, y = matched.pair(x, y)
-            _require_finite(x)
-            figures.whole.add(x, y)
+                ranges = None  # of fewer rows
+            figures.whole.add(x, y, ranges)
             return figures
         pieces = split.pieces(x, y) if matched is None else split.matched_pieces(x, y, matched)
         for part, (mine, its) in zip(figures.parts, pieces, strict=True):
-            if not part.is_fixed:
-                _require_finite(mine)
             part.add(mine, its)
             figures.whole.merge(part)
         return figures
@@ -271,11 +268,6 @@ def _empty(output: Output) -> OutputFigures:
 
 def _part(part: Part) -> PartFigures:
     return PartFigures(part.name, part.index, part.layer, part.is_constant, part.pooled)
-
-
-def _require_finite(x: Tensor) -> None:
-    if x.is_floating_point() and not bool(torch.isfinite(x).all()):
-        raise DataError(NOT_FINITE, help="check the data and the weights")
 
 
 def _other_sizes(x: Tensor, y: Tensor) -> ModelError:

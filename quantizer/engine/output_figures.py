@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quantizer.engine.noise import Noise
+from quantizer.errors import DataError
 from quantizer.graph.output_parts import Output
 
 NAMED_FIGURES = ("sqnr_db", "cosine", "equal_outputs")
@@ -23,6 +24,7 @@ POOLED_FIGURE = "sqnr_db_pooled"
 ROWS_KEPT = "rows_kept"
 """The share of rows that both networks select, where an operator selects rows by their
 values."""
+NOT_FINITE = "the float model's output is not finite"
 FEW = 4
 """Values of a channel that may be equal by chance."""
 FLAT = 1e-3
@@ -36,16 +38,24 @@ class Extent:
     low: float = math.inf
     high: float = -math.inf
 
-    def add(self, x: Tensor) -> None:
-        """Take in one batch."""
-        if x.numel():
-            low, high = x.aminmax()
-            self.merge(Extent(float(low), float(high)))
+    @classmethod
+    def of(cls, x: Tensor) -> Extent:
+        """Return that of a tensor, which may be empty."""
+        if not x.numel():
+            return cls()
+        low, high = x.aminmax()
+        return cls(float(low), float(high))
 
     def merge(self, other: Extent) -> None:
         """Take in other batches."""
         self.low = min(self.low, other.low)
         self.high = max(self.high, other.high)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it has neither NaN nor infinity in it; an empty one has not."""
+        ends = (self.low, self.high)
+        return all(map(math.isfinite, ends)) or ends == (math.inf, -math.inf)
 
     @property
     def is_constant(self) -> bool:
@@ -80,17 +90,26 @@ class PartFigures:
     reference: Extent = field(default_factory=Extent)
     other: Extent = field(default_factory=Extent)
 
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Take in the values of one batch, of both networks."""
+    def add(self, x: Tensor, y: Tensor, ranges: tuple[Extent, Extent] | None = None) -> None:
+        """Take in the values of one batch, of both networks; their ranges, if they are known.
+
+        Raises:
+            DataError: the float network's are not finite.
+        """
         self.count += x.numel()
-        self.equal += int((x == y).sum())
+        self.equal += int(torch.count_nonzero(x == y))
         if not x.is_floating_point():
             return
         self.is_float = True
-        if not self.is_fixed:
-            self.noise.add(x, y)
-            self.reference.add(x)
-            self.other.add(y)
+        if self.is_fixed:
+            return
+        if ranges is None:
+            ranges = Extent.of(x), Extent.of(y)
+        if not ranges[0].is_finite:
+            raise DataError(NOT_FINITE, help="check the data and the weights")
+        self.noise.add(x, y)
+        self.reference.merge(ranges[0])
+        self.other.merge(ranges[1])
 
     def merge(self, other: PartFigures) -> None:
         """Take in other batches."""
@@ -178,12 +197,16 @@ class ChannelExtents:
         """Return those of one batch; None if there is no such axis, or there are no values."""
         if x.dim() <= axis or not x.numel() or x.shape != y.shape:
             return None
-        others = [at for at in range(x.dim()) if at != axis]
         ends: list[Tensor] = []
         for values in (x, y):
-            ends.append(values.amin(others).float().cpu())
-            ends.append(values.amax(others).float().cpu())
+            ends += _ends_along(values, axis)
         return cls(axis, x.numel() // x.shape[axis], *ends)
+
+    @property
+    def whole(self) -> tuple[Extent, Extent]:
+        """The ranges of all channels together, in both networks."""
+        reference = Extent(float(self.low.min()), float(self.high.max()))
+        return reference, Extent(float(self.other_low.min()), float(self.other_high.max()))
 
     def merged(self, other: ChannelExtents) -> ChannelExtents | None:
         """Return those of both; None if they do not have the same channels."""
@@ -207,6 +230,12 @@ class ChannelExtents:
         largest = torch.maximum(self.low.abs(), self.high.abs())
         is_lost = (self.other_low == self.other_high) & (spread > FLAT * largest)
         return [int(at) for at in is_lost.nonzero().flatten().tolist()]
+
+
+def _ends_along(values: Tensor, axis: int) -> list[Tensor]:
+    """Return the least and the greatest value at each index of an axis."""
+    others = [at for at in range(values.dim()) if at != axis]
+    return [values.amin(others).float().cpu(), values.amax(others).float().cpu()]
 
 
 @dataclass

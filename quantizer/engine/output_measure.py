@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from quantizer.engine.output_comparison import NOT_FINITE, OutputComparison, Recorder
+from quantizer.engine.output_comparison import OutputComparison, Recorder
+from quantizer.engine.output_figures import NOT_FINITE
 from quantizer.errors import DataError
 from quantizer.graph.output_parts import Output
 from quantizer.nn.execution import Execution

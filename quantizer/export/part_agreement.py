@@ -71,8 +71,8 @@ class PartAgreement:
             finite = torch.where(signal.isfinite(), signal, 0.0)
             self.noise.signal += float(finite.square().sum())
             self.noise.error += float(difference.square().sum())
-            self.expected.add(finite)
-            self.found.add(other.nan_to_num(math.inf))
+            self.expected.merge(Extent.of(finite))
+            self.found.merge(Extent.of(other.nan_to_num(math.inf)))
 
     @property
     def is_stepped(self) -> bool:

@@ -396,6 +396,8 @@ def _channel_axis(graph: Graph, provenance: _Provenance, output: Output) -> int 
     if rank < 3:
         return 1 if rank == 2 else None
     maker = provenance.maker(output.node)
+    if maker.name == output.node:
+        return 1 if maker.row.channels is None else maker.row.channels % rank
     carriers: dict[str, str] = {}
     name = output.node
     while name != maker.name:

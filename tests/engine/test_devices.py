@@ -154,7 +154,7 @@ GIVE_TO_THE_CPU = {
     "algorithms/fast_finetune.py:solve",
     "algorithms/optimal_rounding.py:optimal_rounding",
     "engine/output_comparison.py:see",
-    "engine/output_figures.py:of",
+    "engine/output_figures.py:_ends_along",
     "graph/passes/equalization.py:__init__",
     "nn/quantized_tensor.py:at",
     "nn/quantized_tensor.py:encoded",
