@@ -92,10 +92,11 @@ class OutputComparison:
             DataError: an output of the float network is not finite.
             ModelError: the networks return other sizes.
         """
-        found: list[OutputFigures] = []
-        for at, output in enumerate(self.outputs):
-            found.append(self._of_output(output, (reference[at], quantized[at]), (left, right)))
-        return found
+        figures: list[OutputFigures] = []
+        for number, output in enumerate(self.outputs):
+            pair = reference[number], quantized[number]
+            figures.append(self._of_output(output, pair, (left, right)))
+        return figures
 
     def pieces(
         self,
@@ -192,8 +193,8 @@ class _Split:
         pieces: list[tuple[Tensor, Tensor]] = []
         mine, its = x.reshape(-1), y.reshape(-1)
         for places in torch.split(self.order, self.counts):
-            kept = places[matched.is_there[places]]
-            pieces.append((mine[kept.to(x.device)], its[matched.places[kept].to(y.device)]))
+            shared = places[matched.is_there[places]]
+            pieces.append((mine[shared.to(x.device)], its[matched.places[shared].to(y.device)]))
         return pieces
 
 
@@ -230,17 +231,17 @@ def _matched(
     if mine.shape[1] != its.shape[1] or unordered.shape != others.shape:
         return None
     before = [recorder.values[order.node] for recorder in recorders]
-    found = matched_rows(before[0], before[1], order.axis).reshape(-1)
-    is_kept = found >= 0
+    matches = matched_rows(before[0], before[1], order.axis).reshape(-1)
+    is_kept = matches >= 0
     places = torch.zeros(values[0].numel(), dtype=torch.int64)
     is_there = torch.zeros(values[0].numel(), dtype=torch.bool)
     places[unordered] = others
     is_there[unordered] = True
-    places[mine[is_kept].reshape(-1)] = its[found[is_kept]].reshape(-1)
+    places[mine[is_kept].reshape(-1)] = its[matches[is_kept]].reshape(-1)
     is_there[mine[is_kept].reshape(-1)] = True
-    numbers = torch.arange(len(found))
-    moved = int((is_kept & (found != numbers)).sum())
-    return _MatchedRows(places, is_there, RowCounts(len(found), moved, int((~is_kept).sum())))
+    numbers = torch.arange(len(matches))
+    moved = int((is_kept & (matches != numbers)).sum())
+    return _MatchedRows(places, is_there, RowCounts(len(matches), moved, int((~is_kept).sum())))
 
 
 def _table(rows: Tensor, count: int) -> tuple[Tensor, Tensor] | None:

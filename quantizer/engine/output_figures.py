@@ -229,12 +229,12 @@ class ChannelExtents:
         spread = self.high - self.low
         largest = torch.maximum(self.low.abs(), self.high.abs())
         is_lost = (self.other_low == self.other_high) & (spread > FLAT * largest)
-        return [int(at) for at in is_lost.nonzero().flatten().tolist()]
+        return [int(channel) for channel in is_lost.nonzero().flatten().tolist()]
 
 
 def _ends_along(values: Tensor, axis: int) -> list[Tensor]:
     """Return the least and the greatest value at each index of an axis."""
-    others = [at for at in range(values.dim()) if at != axis]
+    others = [other for other in range(values.dim()) if other != axis]
     return [values.amin(others).float().cpu(), values.amax(others).float().cpu()]
 
 

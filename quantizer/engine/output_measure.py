@@ -63,8 +63,8 @@ class OutputMeasure:
         Args:
             is_counted: whether it counts for `sqnr_db`.
         """
-        found = self._parts(execution.advance().outputs())
-        noises = {name: energy(part - found[name]) for name, part in self._expected.items()}
+        changed = self._parts(execution.advance().outputs())
+        noises = {name: energy(part - changed[name]) for name, part in self._expected.items()}
         if is_counted:
             for name, noise in noises.items():
                 self._noises[name] = self._noises.get(name, 0.0) + noise
@@ -79,7 +79,7 @@ class OutputMeasure:
 
     def _weighted(self, energies: Mapping[str, float]) -> float:
         """Return the sum of the energies of all parts, each times its weight."""
-        return math.fsum(self._weights.get(name, 0.0) * each for name, each in energies.items())
+        return math.fsum(self._weights.get(name, 0.0) * part for name, part in energies.items())
 
     def _parts(self, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the values of each part that counts."""
@@ -106,7 +106,7 @@ class AlikeOutputs:
     """Gives the floating-point outputs of a run, with the parts of each scaled so that all
     have the same energy.
 
-    The factors are found on one batch. Parts that are no ranges of one axis share the factor of
+    The factors are those of one batch. Parts that are no ranges of one axis share the factor of
     their output, and an output that is the only one is given as it is.
     """
 
@@ -122,19 +122,19 @@ class AlikeOutputs:
                 for name, piece in _pieces(output, value):
                     energies[name] = energy(piece)
         weights = _weights(energies)
-        for at, (output, value) in enumerate(zip(outputs, values, strict=True)):
+        for number, (output, value) in enumerate(zip(outputs, values, strict=True)):
             if value.is_floating_point():
-                self._factors[at] = _factor(output, value, weights)
+                self._factors[number] = _factor(output, value, weights)
 
     def __call__(self, execution: Execution) -> list[Tensor]:
         """Return the outputs of an execution that has ended."""
-        found: list[Tensor] = []
+        scaled: list[Tensor] = []
         outputs = execution.outputs()
-        for at, value in enumerate(outputs):
-            factor = self._factors[at] if len(self._factors) == len(outputs) else None
+        for number, value in enumerate(outputs):
+            factor = self._factors[number] if len(self._factors) == len(outputs) else None
             if value.is_floating_point():
-                found.append(value if factor is None else value * factor)
-        return found
+                scaled.append(value if factor is None else value * factor)
+        return scaled
 
 
 def _axis_of_parts(output: Output) -> int | None:

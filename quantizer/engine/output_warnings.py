@@ -82,10 +82,11 @@ def loss_of(part: PartFigures, outputs: Sequence[OutputFigures]) -> tuple[str, s
         value = f"{part.other.low:.3g} everywhere in the quantized network"
         spread = f"from {part.reference.low:.3g} to {part.reference.high:.3g}"
         return "constant", f"{part.name} is {value}; in the float one it goes {spread}"
-    rest = _of_others(part, outputs)
-    if rest is None or sqnr >= ENOUGH_DB or sqnr > rest - BELOW_DB:
+    others_db = _of_others(part, outputs)
+    if others_db is None or sqnr >= ENOUGH_DB or sqnr > others_db - BELOW_DB:
         return None
-    return "below", f"{part.name} has {sqnr:.1f} dB where the other outputs have {rest:.1f} dB"
+    others = f"where the other outputs have {others_db:.1f} dB"
+    return "below", f"{part.name} has {sqnr:.1f} dB {others}"
 
 
 def _of_others(part: PartFigures, outputs: Sequence[OutputFigures]) -> float | None:
@@ -112,9 +113,9 @@ def _with_blame(
     kind, text = loss
     keys = list(islice(_suspects(part, output, compared, networks.reference.graph), TRIED))
     measure = OutputMeasure(networks.outputs, only=part.name)
-    batches = [networks.first]
-    found = ablate(networks.reference, networks.quantized, batches, keys=keys, measure=measure)
-    gains = {effect.key: found.gain_db(effect) for effect in found.effects}
+    pair = networks.reference, networks.quantized
+    ablation = ablate(*pair, [networks.first], keys=keys, measure=measure)
+    gains = {effect.key: ablation.gain_db(effect) for effect in ablation.effects}
     key = max(gains, key=gains.__getitem__, default=None)
     if key is None or not gains[key] >= HELPS_DB:
         text += f"; {part.layer} makes it"
@@ -166,7 +167,7 @@ def _of_channels(figures: OutputFigures) -> Iterator[OutputWarning]:
     if channels is None or not lost:
         return
     rank_of_channels = ", ".join([":"] * channels.axis)
-    named = [f"{figures.whole.name}[{rank_of_channels}, {at}]" for at in lost]
+    named = [f"{figures.whole.name}[{rank_of_channels}, {channel}]" for channel in lost]
     name, layer = figures.whole.name, figures.whole.layer
     count = f"{len(lost)} of {len(channels.low)} channels of {name}"
     text = f"{count} are one value in the quantized network and not in the float one: "

@@ -28,7 +28,7 @@ Outputs = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Tensor]]
 
 
 def accepted(
-    found: Verification,
+    verification: Verification,
     deployment: Deployment,
     outputs: Outputs,
     refusal: str,
@@ -42,30 +42,30 @@ def accepted(
     Raises:
         VerificationError: the file does not compute what test mode does.
     """
-    if worst_of(found, deployment) is not None:
-        found = _with_float_figures(found, outputs, deployment)
-    differing = worst_of(found, deployment)
+    if worst_of(verification, deployment) is not None:
+        verification = _with_float_figures(verification, outputs, deployment)
+    differing = worst_of(verification, deployment)
     if differing is None:
-        return found
+        return verification
     loss = deployment.loss_of(differing.name)
     itself = f"test mode itself is {loss:.1f} dB from the float network"
-    said = f"{refusal} does not compute what test mode does: {found.figures()}"
-    if len(found.parts) > 1:
-        said += f"; {_part_in_words(differing)}"
-    raise VerificationError(f"{said}; {itself}", help=remedy)
+    text = f"{refusal} does not compute what test mode does: {verification.figures()}"
+    if len(verification.parts) > 1:
+        text += f"; {_part_in_words(differing)}"
+    raise VerificationError(f"{text}; {itself}", help=remedy)
 
 
-def worst_of(found: Verification, deployment: Deployment) -> PartAgreement | None:
+def worst_of(verification: Verification, deployment: Deployment) -> PartAgreement | None:
     """Return the part of a file that differs most of those that test mode computes
     otherwise; None if none does."""
     differing: list[PartAgreement] = []
-    for part in found.parts:
-        if not _part_agrees(part, deployment.loss_of(part.name), found):
+    for part in verification.parts:
+        if not _part_agrees(part, deployment.loss_of(part.name), verification):
             differing.append(part)
     return min(differing, key=lambda part: part.sqnr_db or -math.inf, default=None)
 
 
-def agrees(found: Verification, sqnr_db: float) -> bool:
+def agrees(verification: Verification, sqnr_db: float) -> bool:
     """Whether a file computes what test mode does, of whose outputs the worst is `sqnr_db`
     from the float network's.
 
@@ -74,10 +74,10 @@ def agrees(found: Verification, sqnr_db: float) -> bool:
     layer changes many in later ones. In a deep network these may be nearly all, and then it is
     the file's own error that may be twice that of test mode.
     """
-    return all(_part_agrees(part, sqnr_db, found) for part in found.parts)
+    return all(_part_agrees(part, sqnr_db, verification) for part in verification.parts)
 
 
-def _part_agrees(part: PartAgreement, sqnr_db: float, found: Verification) -> bool:
+def _part_agrees(part: PartAgreement, sqnr_db: float, verification: Verification) -> bool:
     """Return whether one part is what test mode computes, where it is `sqnr_db` from the
     float network's."""
     if part.within_share is not None and part.within_share >= WITHIN:
@@ -85,7 +85,7 @@ def _part_agrees(part: PartAgreement, sqnr_db: float, found: Verification) -> bo
     if part.collapses:
         return False
     if part.sqnr_db is None:
-        return part.equal_share >= WITHIN or part.largest <= NOTHING * _largest(found)
+        return part.equal_share >= WITHIN or part.largest <= NOTHING * _largest(verification)
     nearest = part.sqnr_db
     if part.float_sqnr_db is not None:
         nearest = max(nearest, part.float_sqnr_db)
@@ -98,10 +98,10 @@ def least_db(sqnr_db: float) -> float:
     return min(ENOUGH_DB, sqnr_db - MARGIN_DB)
 
 
-def _largest(found: Verification) -> float:
+def _largest(verification: Verification) -> float:
     """Return the largest value that test mode gives."""
     largest = 0.0
-    for part in found.parts:
+    for part in verification.parts:
         end = max(abs(part.expected.low), abs(part.expected.high))
         if part.is_float and math.isfinite(end):
             largest = max(largest, end)
@@ -112,21 +112,21 @@ def _part_in_words(part: PartAgreement) -> str:
     """Return the figures of a part that differs, as part of a sentence."""
     index = "" if part.index in (None, part.name) else f" ({part.index})"
     if part.collapses:
-        return f"{part.name}{index} is {part.found.low:.3g} everywhere"
+        return f"{part.name}{index} is {part.actual.low:.3g} everywhere"
     ratio = "" if part.sqnr_db is None else f"{part.sqnr_db:.1f} dB, "
     return f"{part.name}{index} has {ratio}{part.equal_share:.2%} equal values"
 
 
 @torch.no_grad()
 def _with_float_figures(
-    found: Verification,
+    verification: Verification,
     outputs: Outputs,
     deployment: Deployment,
 ) -> Verification:
     """Return the figures with those against the float network, if there is one and a second
     pass over the data."""
     if deployment.float_graph is None:
-        return found
+        return verification
     network = Network(deployment.float_graph.in_memory())
     agreement = Agreement("outputs", deployment.outputs)
     for args, kwargs in deployment.calls():
@@ -135,6 +135,8 @@ def _with_float_figures(
         agreement.add(expected, outputs(args, kwargs), recorder)
     floats = {part.name: part.sqnr_db for part in agreement.parts.values() if part.count}
     if not floats:
-        return found
-    parts = tuple(replace(part, float_sqnr_db=floats.get(part.name)) for part in found.parts)
-    return replace(found, parts=parts, float_sqnr_db=agreement.result().sqnr_db)
+        return verification
+    parts: list[PartAgreement] = []
+    for part in verification.parts:
+        parts.append(replace(part, float_sqnr_db=floats.get(part.name)))
+    return replace(verification, parts=tuple(parts), float_sqnr_db=agreement.result().sqnr_db)

@@ -30,7 +30,7 @@ class PartAgreement:
         step: the distance of two codes, None where they have no scale in common.
         count: values, of which `equal` are equal and `within` at most one step away.
         noise: of floating-point values.
-        expected: the range of test mode's values; `found` is that of the file's.
+        expected: the range of test mode's values; `actual` is that of the file's.
         float_sqnr_db: of the file against the float network, where that decides.
     """
 
@@ -45,7 +45,7 @@ class PartAgreement:
     total: float = 0.0
     noise: Noise = field(default_factory=Noise)
     expected: Extent = field(default_factory=Extent)
-    found: Extent = field(default_factory=Extent)
+    actual: Extent = field(default_factory=Extent)
     float_sqnr_db: float | None = None
 
     def add(self, want: Tensor, got: Tensor) -> None:
@@ -72,7 +72,7 @@ class PartAgreement:
             self.noise.signal += float(finite.square().sum())
             self.noise.error += float(difference.square().sum())
             self.expected.merge(Extent.of(finite))
-            self.found.merge(Extent.of(other.nan_to_num(math.inf)))
+            self.actual.merge(Extent.of(other.nan_to_num(math.inf)))
 
     @property
     def is_stepped(self) -> bool:
@@ -102,7 +102,7 @@ class PartAgreement:
     def collapses(self) -> bool:
         """Whether the file makes one value of what are several in test mode."""
         is_several = self.is_float and self.count >= FEW and not is_flat(self.expected)
-        return is_several and self.found.is_constant
+        return is_several and self.actual.is_constant
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures that it has; infinite ones are left out."""

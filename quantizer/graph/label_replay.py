@@ -143,22 +143,22 @@ class Replay:
             KeyError: a steering value is not known.
             RuntimeError, TypeError, ValueError, IndexError: an operator cannot run on labels.
         """
-        made = dict(labels)
+        labels_of = dict(labels)
 
         def operand(name: str) -> Any:
-            return made[name] if name in made else seen.values[name]
+            return labels_of[name] if name in labels_of else seen.values[name]
 
         for node in self.nodes:
             if node.name in self.carriers:
-                carried = made[self.carriers[node.name]]
-                made[node.name] = self._spread(node, carried, seen.shapes[node.name])
+                carried = labels_of[self.carriers[node.name]]
+                labels_of[node.name] = self._spread(node, carried, seen.shapes[node.name])
             elif node.row.axes is RESHAPED:
                 source = next(iter(node.refs()))
-                made[node.name] = made[source].reshape(seen.shapes[node.name])
+                labels_of[node.name] = labels_of[source].reshape(seen.shapes[node.name])
             else:
                 inputs = {key: map_refs(value, operand) for key, value in node.inputs.items()}
-                made[node.name] = call(node.target, {**_constants(node), **inputs})
-        return made[self.end]
+                labels_of[node.name] = call(node.target, {**_constants(node), **inputs})
+        return labels_of[self.end]
 
 
 def _between(

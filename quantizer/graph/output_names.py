@@ -37,7 +37,7 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, Ref):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
-        return [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     if isinstance(value, Mapping) or hasattr(value, "items"):
         return list(value.items())
     if isinstance(value, (list, tuple)):
@@ -74,7 +74,7 @@ def unique_names(makers: Sequence[Node | None]) -> list[str]:
     Parts of one maker, or of several calls of one, have the same name.
 
     Args:
-        makers: what makes each part, None for what is filled in.
+        makers: what makes field part, None for what is filled in.
     """
     choices: list[tuple[str, ...]] = []
     for maker in makers:
@@ -118,11 +118,11 @@ def output_leaves(graph: Graph) -> list[tuple[str, str]]:
     names = graph.output_names
     if len(names) != len(leaves):
         names = leaf_names(graph.output)
-    found: list[tuple[str, str]] = []
+    tensors: list[tuple[str, str]] = []
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, Ref) and graph.by_name[leaf.name].shape is not None:
-            found.append((name, leaf.name))
-    return found
+            tensors.append((name, leaf.name))
+    return tensors
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -121,8 +121,8 @@ class PartLabels:
             why = f"the parts of {self.replay.end} are not known: {error}"
             raise ValueError(why) from error
         if labels.shape != torch.Size(shape):
-            found, wanted = list(labels.shape), list(shape)
-            raise ValueError(f"the parts of {self.replay.end} have shape {found}, not {wanted}")
+            sizes = f"{list(labels.shape)}, not {list(shape)}"
+            raise ValueError(f"the parts of {self.replay.end} have shape {sizes}")
         return labels
 
     def _run(self, seen: Seen) -> Tensor:
@@ -154,8 +154,8 @@ class _Provenance:
         side."""
         if not node.is_join or not self.depends[node.name]:
             return False
-        given = [key for key in node.row.joins if key in node.inputs or key in node.attrs]
-        return len(given) > 1 or len(moved_operands(node)) > 1
+        written = [key for key in node.row.joins if key in node.inputs or key in node.attrs]
+        return len(written) > 1 or len(moved_operands(node)) > 1
 
     def carrier(self, node: Node) -> str | None:
         """Return the operand whose parts an elementwise operator keeps: the first that has
@@ -272,8 +272,8 @@ def _with_parts(
         return output, None
     parts = _named(provenance, output, groups, makers, places or {}, taken)
     numbers = torch.full((1 + max((FILLED, *labels.values())),), UNWRITTEN)
-    for at, group in enumerate(groups):
-        numbers[list(group)] = at
+    for number, group in enumerate(groups):
+        numbers[list(group)] = number
     axes = {place.axis for place in (places or {}).values() if place is not None}
     axis = axes.pop() if len(axes) == 1 else None
     return replace(output, parts=parts, labels=PartLabels(replay, labels, numbers)), axis
@@ -324,17 +324,18 @@ def _named(
         layers.append(provenance.maker(makers[group[0]]) if makers[group[0]] else None)
     names = [f"{output.name}.{name}" for name in unique_names(layers)]
     counts = Counter(names)
-    for at, index in enumerate(indices):
-        if counts[names[at]] > 1 and index is not None:
-            names[at] = index
+    for number, index in enumerate(indices):
+        if counts[names[number]] > 1 and index is not None:
+            names[number] = index
     is_rest = len(groups) == MOST and len(groups[-1]) > 1
     if is_rest:
         names[-1] = f"{output.name}.{OTHERS}"
     parts: list[Part] = []
-    for at, (name, group) in enumerate(zip(numbered(names, taken), groups, strict=True)):
+    for number, (name, group) in enumerate(zip(numbered(names, taken), groups, strict=True)):
         sources = [makers[label] for label in group]
         is_constant = not any(source and provenance.depends[source] for source in sources)
-        parts.append(Part(name, indices[at], sources[0], is_constant, len(group), ranges[at]))
+        index, place = indices[number], ranges[number]
+        parts.append(Part(name, index, sources[0], is_constant, len(group), place))
         taken.add(name)
     return tuple(parts)
 
@@ -352,16 +353,16 @@ def _places(
         return None
     sources = {name: filled(shapes[name], label) for name, label in labels.items()}
     try:
-        found = replay.run(sources, Seen(shapes, ExampleValues(graph)))
+        label_tensor = replay.run(sources, Seen(shapes, ExampleValues(graph)))
     except _NOT_RUN:
         return None
     sizes = node.shape or ()
     fixed = (axis for axis, size in enumerate(sizes) if size is not None)
     axes = [axis for axis in fixed if axis not in node.open_axes]
     places: dict[int, Range | None] = {}
-    for label in found.unique().tolist():
+    for label in label_tensor.unique().tolist():
         if label != UNWRITTEN:
-            places[int(label)] = _range(found == label, axes)
+            places[int(label)] = _range(label_tensor == label, axes)
     return places
 
 
@@ -418,13 +419,13 @@ def _channel_axis(graph: Graph, provenance: _Provenance, output: Output) -> int 
     view[maker.row.channels] = shape[maker.row.channels]
     channels = torch.arange(max(view), dtype=torch.float32).view(view).expand(shape)
     try:
-        found = replay.run({maker.name: channels}, Seen(shapes, ExampleValues(graph)))
+        label_tensor = replay.run({maker.name: channels}, Seen(shapes, ExampleValues(graph)))
     except _NOT_RUN:
         return 1
     axes: list[int] = []
     for axis in range(rank):
-        first = found.narrow(axis, 0, 1).expand(found.shape)
-        if not torch.equal(found, first):
+        first = label_tensor.narrow(axis, 0, 1).expand(label_tensor.shape)
+        if not torch.equal(label_tensor, first):
             axes.append(axis)
     return axes[0] if len(axes) == 1 else 1
 
@@ -441,7 +442,8 @@ def parts_named_as(graph: Graph, original: Graph) -> tuple[Output, ...]:
     for output, first in zip(output_parts(graph), output_parts(original), strict=True):
         parts = output.parts
         if len(parts) == len(first.parts):
-            pairs = zip(parts, first.parts, strict=True)
-            parts = tuple(replace(part, name=own.name, index=own.index) for part, own in pairs)
+            names = [(part.name, part.index) for part in first.parts]
+            pairs = zip(parts, names, strict=True)
+            parts = tuple(replace(part, name=name, index=index) for part, (name, index) in pairs)
         renamed.append(replace(output, name=first.name, parts=parts))
     return tuple(renamed)

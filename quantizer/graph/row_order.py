@@ -74,13 +74,13 @@ class RowOrder:
         labels = {name: filled(seen.shapes[name], UNWRITTEN) for name in self.unordered}
         results = (numbers, numbers) if self.is_pair else numbers
         try:
-            found: Tensor = self.replay.run({**labels, self.node: results}, seen)
+            rows: Tensor = self.replay.run({**labels, self.node: results}, seen)
         except (RuntimeError, TypeError, IndexError, KeyError) as error:
             raise ValueError(f"the rows of {self.replay.end} are not known: {error}") from error
-        if found.shape != shape:
-            sizes = f"{list(found.shape)}, not {list(shape)}"
+        if rows.shape != shape:
+            sizes = f"{list(rows.shape)}, not {list(shape)}"
             raise ValueError(f"the rows of {self.replay.end} have shape {sizes}")
-        return found.to(torch.int64)
+        return rows.to(torch.int64)
 
 
 def row_order(graph: Graph, end: str) -> RowOrder | None:
@@ -214,5 +214,5 @@ def matched_rows(reference: Tensor, other: Tensor, axis: int) -> Tensor:
     places = places.clamp_max(others.shape[-1] - 1)
     is_there = sorted_others.gather(-1, places) == rows
     numbers = torch.arange(other.numel()).view(other.shape).movedim(axis, -1)
-    found = numbers.gather(-1, order.gather(-1, places))
-    return torch.where(is_there, found, -1).movedim(-1, axis)
+    matches = numbers.gather(-1, order.gather(-1, places))
+    return torch.where(is_there, matches, -1).movedim(-1, axis)
