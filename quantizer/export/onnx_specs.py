@@ -84,8 +84,8 @@ def quantized_apart(graph: Graph, solution: Solution, *, any_rounding: bool = Fa
         if whole is None or not is_narrow(whole.spec) or whole.spec.is_dynamic:
             continue
         if any_rounding or whole.spec.round_mode == "half_even":
-            for point in join.alone:
-                tensors.setdefault((point, "activation"), whole)
+            for part in join.alone:
+                tensors.setdefault((part.point, "activation"), whole)
     return replace(solution, tensors=tensors)
 
 

@@ -35,7 +35,7 @@ class Join:
         name: the layer that joins them.
         group: it, and the activation function after it that nothing else reads before.
         sources: where its parts are quantized if each is on its own.
-        alone: those of `sources` that nothing but this join reads.
+        alone: what is quantized at those of `sources` that nothing but this join reads.
         products: the layers that multiply several parts at once, and so need one grid for them.
         is_returned: whether some of it is what the network returns.
         is_single: whether all parts are quantized at `group.point`, as somebody has asked for.
@@ -44,7 +44,7 @@ class Join:
     name: str
     group: Group
     sources: tuple[str, ...]
-    alone: tuple[str, ...]
+    alone: tuple[Group, ...]
     products: tuple[Product, ...]
     is_returned: bool
     is_single: bool = False
@@ -144,11 +144,13 @@ class _Layouter:
             is_single = False
         if not outside and not is_single:
             return
+        points = [point for point in self.feeds if self._leads(point, node.name)]
+        alone = [self.where.groups[point] for point in points if point in self.where.groups]
         self.where.joins[node.name] = Join(
             name=node.name,
             group=group,
             sources=self._points(node.name),
-            alone=tuple(point for point in self.feeds if self._leads(point, node.name)),
+            alone=tuple(alone),
             products=tuple(products),
             is_returned=any(not name for name, _ in outside),
             is_single=is_single,
@@ -156,9 +158,9 @@ class _Layouter:
         if is_single:
             self._serve(group)
             self.where.groups[group.point] = group
-            for point in self.where.joins[node.name].alone:
-                self.where.groups.pop(point, None)
-                self.where.served[point] = group.point
+            for part in alone:
+                del self.where.groups[part.point]
+                self.where.served[part.point] = group.point
 
     def _serve(self, group: Group) -> None:
         """Note where the members of a group are quantized."""
@@ -251,7 +253,7 @@ class _Layouter:
 
 
 def outer_readers(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (reader, what it reads) of a node's values, directly or through moves and joins; reader "" is the output."""
+    """Yield (reader, what it reads) of a node's values, directly or through moves and joins; "" is the output."""
     pending, joins = [name], {name}
     while pending:
         for reader, read in readers(graph, pending.pop()):

@@ -1,4 +1,4 @@
-"""What a plan says of joins: whose parts share a scale because the config asks for it, and what waits for calibration."""
+"""What a plan says of joins: whose parts share a scale as the config asks for it, and what waits for calibration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from quantizer.config.model import Config
 from quantizer.graph.ir import Graph
-from quantizer.plan.groups import EVERY_JOIN, Join, Layout, Product, quantization_point
+from quantizer.plan.groups import EVERY_JOIN, Group, Join, Layout, Product, quantization_point
 from quantizer.plan.match import RANKS, MatchedRule
 from quantizer.plan.model import ENTRIES, JoinDecision, JoinPlan, Key, Plan, TensorPlan
 
@@ -35,8 +35,16 @@ def single_joins(config: Config, graph: Graph, rules: Iterable[MatchedRule]) -> 
 
 
 def open_joins(where: Layout) -> dict[str, Join]:
-    """Return the joins that calibration decides on, by the layer where all parts would be quantized."""
-    return {join.group.point: join for join in where.joins.values() if join.products and not join.is_single}
+    """Return the joins that calibration looks at, by the layer where all parts would be quantized.
+
+    It decides on those that products read. Of those that have one scale anyway it says what that costs.
+    """
+    return {join.group.point: join for join in where.joins.values() if join.products or join.is_single}
+
+
+def watched(joins: Iterable[Join]) -> dict[str, Group]:
+    """Return the parts of joins that are not quantized on their own, but observed, by where they would be."""
+    return {part.point: part for join in joins if join.is_single for part in join.alone}
 
 
 def products_of(joins: Iterable[Join]) -> dict[str, list[tuple[Join, Product]]]:
@@ -84,10 +92,11 @@ def join_plans(
                     name=join.name,
                     single=single if single in tensors else None,
                     sources=sources,
-                    alone=_keys(graph, join.alone, tensors),
+                    alone=_keys(graph, [part.point for part in join.alone], tensors),
                     inputs=tuple(inputs),
                     divisible=tuple(divisible),
                     is_returned=join.is_returned,
+                    is_single=join.is_single,
                     parts=parts,
                 )
             )
@@ -100,7 +109,7 @@ def left_out(join: JoinPlan, *, is_close: bool) -> tuple[Key, ...]:
     Args:
         is_close: whether the ranges of the parts are close enough for one scale.
     """
-    if is_close and join.single is not None and not join.is_returned:
+    if join.single is not None and (join.is_single or (is_close and not join.is_returned)):
         return (*join.alone, *join.inputs)
     single = () if join.single is None else (join.single,)
     return single if is_close else (*single, *join.divisible)

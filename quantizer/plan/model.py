@@ -68,6 +68,7 @@ class JoinPlan:
         inputs: the whole, quantized again for each layer that multiplies it.
         divisible: those of `inputs` whose layer can multiply each part on its own scale.
         is_returned: whether the network returns some of it.
+        is_single: whether the config asks for one scale, or the device has no other way.
         parts: by layer that multiplies the join with a weight, which of `sources` each run of its input channels comes
             from, and the run's length; None for constants.
     """
@@ -79,6 +80,7 @@ class JoinPlan:
     inputs: tuple[Key, ...]
     divisible: tuple[Key, ...]
     is_returned: bool
+    is_single: bool = False
     parts: Mapping[str, tuple[tuple[Key | None, int], ...]] = field(default_factory=dict)
 
 
