@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from quantizer.config.wording import shortened
 from quantizer.engine.calibrate import Calibration
 from quantizer.graph.edits import by_channel
 from quantizer.graph.ir import Graph
 from quantizer.numerics.deferred import loaded
 from quantizer.observers import Observer
 from quantizer.plan import joins
-from quantizer.plan.model import JoinDecision, JoinPlan, Key
+from quantizer.plan.model import JoinDecision, JoinPlan, Key, Plan
+
+FEW_BITS = 4.0
+"""A part of a join that has fewer than this is told."""
 
 
 def decided(calibration: Calibration) -> tuple[Calibration, dict[str, JoinDecision]]:
@@ -26,6 +31,37 @@ def decided(calibration: Calibration) -> tuple[Calibration, dict[str, JoinDecisi
         lost = lost_bits(join, calibration.observers)
         decisions[join.name] = joins.decide(join, lost, _gains(join, plan.graph))
     return replace(calibration, plan=joins.decided(plan, decisions)), decisions
+
+
+def remarks(plan: Plan, decisions: Mapping[str, JoinDecision]) -> Iterator[tuple[int, str]]:
+    """Yield what the user should hear of joins, with levels of `logging`.
+
+    Args:
+        plan: with the joins open.
+        decisions: on these.
+    """
+    own = [name for name, decision in decisions.items() if decision.scale == "own" and decision.left]
+    if own:
+        text = "what they join has ranges too different for one scale, so each part keeps its own"
+        yield logging.INFO, f"{text}: {shortened(own, 3)}"
+    for join in plan.joins:
+        decision = decisions[join.name]
+        if not join.is_single or join.single is None or not decision.lost_bits:
+            continue
+        smallest = max(decision.lost_bits, key=decision.lost_bits.__getitem__)
+        bits = plan.tensors[join.single].spec.bit_width
+        left = bits - decision.lost_bits[smallest]
+        if left < FEW_BITS:
+            yield logging.WARNING, _few_bits(plan, join, smallest, f"{max(0.0, left):.1f} of {bits} bits")
+
+
+def _few_bits(plan: Plan, join: JoinPlan, smallest: str, bits: str) -> str:
+    """A sentence on a part that one scale leaves few bits to, and what to do about it."""
+    if plan.settings.target_device == "DPU":
+        remedy = "return the parts one by one and join them on the CPU, or bring them to one range before they are joined"
+    else:
+        remedy = f"remove the entry for {join.name}, and each part keeps its own scale"
+    return f"{join.name} has one scale for all that it joins, which leaves {bits} to {smallest}: {remedy}"
 
 
 def lost_bits(join: JoinPlan, observers: Mapping[Key, Observer]) -> dict[str, float]:

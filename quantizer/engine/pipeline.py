@@ -143,8 +143,11 @@ def find_scales(job: Job) -> None:
     """Scales and zero points, of what was observed or what algorithms have found."""
     if job.algorithms_need_data and not job.calibration.batches and job.batches.fingerprint is not None:
         job.calibration.batches = job.batches.fingerprint["batches"]
+    waiting = job.plan
     job.calibration, decisions = joins.decided(job.calibration)
     job.plan = job.calibration.plan
+    for level, text in joins.remarks(waiting, decisions):
+        job.events.message(level, text)
     job.solution = replace(calibrate.solution(job.calibration), joins=decisions)
     if job.adjustment:
         algorithms = report(job.config.algorithms, job.adjustment)
