@@ -130,6 +130,8 @@ class _Walk:
 
     def _lies_along(self, node: Node, reads: tuple[str, ...], axis: int) -> bool:
         """Whether what a join reads lies in it one after the other along an axis."""
+        if node.row.axes is not JOINED or node.shape is None:
+            return False
         total = 0
         for name in reads:
             shape = self.graph.by_name[name].shape or ()
@@ -137,7 +139,7 @@ class _Walk:
             if length is None:
                 return False
             total += length
-        return node.row.axes is JOINED and total == (node.shape or ())[axis]
+        return total == node.shape[axis]
 
     def _together(self, node: Node, reads: tuple[str, ...]) -> tuple[set[str], bool]:
         """The sources of all that the node reads: any of them may be in what it makes."""
