@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantizer.config.wording import quoted
 from quantizer.distributed import ALONE, Ranks
 from quantizer.engine import evaluate, low_sqnr
 from quantizer.engine.calibrated import Calibrated
@@ -17,23 +18,31 @@ from quantizer.engine.events import Events, Stage
 from quantizer.errors import ModelError
 from quantizer.nn.network import Network
 from quantizer.sources.data import Batches
+from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.models import Evaluate
 from quantizer.sources.user_code import user_errors
 
 logger = logging.getLogger(__name__)
 
+DROP, RATIO = "_drop", "_ratio"
+"""What the names of a metric's loss of quality end in: its difference, and of perplexity its factor."""
+
 
 @dataclass(frozen=True)
 class Scores:
-    """What a test found: the comparison tensor by tensor, and `pairs`, each metric of both networks."""
+    """What a test found: the comparison tensor by tensor, and `pairs`, each metric of both networks.
+
+    `directions` says which metrics are better when they are lower, as far as the user declares it.
+    """
 
     comparison: Comparison
     pairs: Mapping[str, Mapping[str, float]]
+    directions: Directions = BY_NAME
 
     @property
     def metrics(self) -> dict[str, float]:
         """All figures by the names that gates have for them."""
-        return self.comparison.metrics() | paired(self.pairs)
+        return self.comparison.metrics() | paired(self.pairs, self.directions)
 
     @property
     def fault(self) -> str | None:
@@ -50,15 +59,22 @@ class Scores:
         return None if self.metrics else "the model returns no tensors, and there is no evaluate(): nothing is compared"
 
 
-def paired(pairs: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of both networks, `{"top1": {"float": …, "quantized": …}}`, by single names."""
-    found: dict[str, float] = {}
+def paired(pairs: Mapping[str, Mapping[str, float]], directions: Directions = BY_NAME) -> dict[str, float]:
+    """Return the metrics of both networks, `{"top1": {"float": …, "quantized": …}}`, by single names.
+
+    `X_drop` is what X has lost in quality, whichever way X is good; there is none if that is unknown.
+    """
+    metrics: dict[str, float] = {}
     for name, pair in pairs.items():
         before, after = pair["float"], pair["quantized"]
-        found |= {f"{name}_float": before, name: after, f"{name}_drop": before - after}
+        metrics[f"{name}_float"] = before
+        metrics[name] = after
+        loss = directions.loss(name, before, after)
+        if loss is not None:
+            metrics[f"{name}{DROP}"] = loss
         if name == "perplexity" and before:  # it multiplies where other metrics lose
-            found["perplexity_ratio"] = after / before
-    return found
+            metrics[f"{name}{RATIO}"] = after / before
+    return metrics
 
 
 def score(
@@ -90,6 +106,7 @@ def score(
     if function is not None:
         before = measure(module, batches, device, events, "evaluate float", function)
         check(before.keys())
+        _warn_of_unknown(function.directions, before)
     reference = Network(calibrated.float_graph)
     with Stage(events, "test", batches.total) as stage:
         on_device = stage.counted(batch.to(device) for batch in batches)
@@ -105,7 +122,15 @@ def score(
         return Scores(compared, compared.pairs())
     after = measure(quantized, batches, device, events, "evaluate quantized", function)
     pairs = {name: {"float": value, "quantized": after[name]} for name, value in before.items() if name in after}
-    return Scores(compared, pairs)
+    return Scores(compared, pairs, function.directions)
+
+
+def _warn_of_unknown(directions: Directions, metrics: Mapping[str, float]) -> None:
+    """Warn of names that a file declares and no metric has, as a misspelt one."""
+    unknown = sorted(directions.declared - metrics.keys())
+    if unknown:
+        names = ", ".join(map(quoted, unknown))
+        logger.warning("evaluate() gives no metric %s, whose direction is declared", names)
 
 
 def measure(

@@ -139,7 +139,9 @@ def test_it_tests_with_the_users_metric_and_gates(network: nn.Module, data: Any)
         return {"mean": float(torch.cat([model(images) for images, _ in batches]).mean())}
 
     tested = found.test(data[1:], evaluate)
-    assert {"mean", "mean_float", "mean_drop", "sqnr_db"} <= tested.metrics.keys()
+    assert {"mean", "mean_float", "sqnr_db"} <= tested.metrics.keys()
+    with pytest.raises(UsageError, match="whether less or more of 'mean' is better is not known"):
+        tested.require(mean_drop=0.1)
     assert tested.metrics["mean"] != tested.metrics["mean_float"]
     assert {"top1", "top1_float"} <= found.test().metrics.keys()
     assert tested.require(sqnr_db=5.0) is tested
