@@ -60,6 +60,8 @@ class Comparison:
         metrics: by name: sqnr_db, cosine, the user's own with `_float` beside them, and with `_drop`, the loss of
             quality, where it is known which way a metric is good.
         layers: a row per quantized tensor, the most damaged first, with local and accumulated SQNR in dB.
+        passes: what passes that change the model's function cost on one batch, and what quantization does; None if
+            there are none.
     """
 
     def __init__(self, scores: Scores, calibrated: Calibrated, stamp: str | None = None) -> None:
@@ -68,6 +70,7 @@ class Comparison:
         self.layers = tables.layer_rows(scores.comparison, specs)
         self._pairs, self._stamp = scores.pairs, stamp
         self._directions = scores.directions
+        self.passes = scores.passes
 
     def require(self, **bounds: float) -> Comparison:
         """Raise GateError for each metric that is worse than its bound: `require(sqnr_db=20)`; returns itself.
@@ -120,7 +123,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """As report.json has it, beside what calibration found."""
-        return tables.report(self.metrics, self._pairs, self.layers, self._stamp)
+        return tables.report(self.metrics, self._pairs, self.layers, self._stamp, self.passes)
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(f'{name}={value:.6g}' for name, value in self.metrics.items())})"
@@ -128,7 +131,8 @@ class Comparison:
     def _repr_html_(self) -> str:
         shown = html_table(tables.damage_table(self.layers, View()))
         pairs = html_table(tables.metric_table(self._pairs)) if self._pairs else ""
-        return f"<p>{self!r}</p>{pairs}{shown}"
+        passes = "" if self.passes is None else f"<p>{self.passes.line}</p>"
+        return f"<p>{self!r}</p>{passes}{pairs}{shown}"
 
 
 class Result:
@@ -264,7 +268,7 @@ class Result:
         calibrated = self._calibrated
         check(target, calibrated.graph, calibrated.solution.specs, calibrated.settings.onnx_opset_version)
         batches = self._given(data)
-        loss = score(calibrated, self._model, batches, self._events).comparison.output.sqnr_db
+        loss = score(calibrated, self._model, batches, self._events).quantization_db
         given = Deployment.of(calibrated, self._model, batches, loss, choices)
         return export(target, given, Path(path), self._events, batches.total)
 

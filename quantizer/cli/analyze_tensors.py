@@ -62,7 +62,9 @@ def measured_tensors(subject: Subject) -> tuple[Ablation, Plan]:
     total = count * min(batches.total or NOISE_BATCHES, NOISE_BATCHES)
     with Stage(progress(quiet=subject.options.json), "analyze tensors", total, "tensors") as stage:
         here = few(lambda: session.on_device(subject.options, batches))
-        return ablate(Network(calibrated.float_graph), quantized, here, stage.advance), plan
+        user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
+        reference = Network(calibrated.float_graph)
+        return ablate(reference, quantized, here, stage.advance, user=user), plan
 
 
 @dataclass(frozen=True)

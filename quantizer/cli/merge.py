@@ -70,6 +70,7 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
             followed({}, quiet=options.quiet),
             seed=infos[0].header["seed"],
             statistics=tuple(statistics_of(*each) for each in zip(places, infos, strict=True)),
+            absorption=infos[0].solution.absorption,
         )
         pipeline.run(job)
         results.write_results(folder, original, config, job.calibration, job.solution, job.header, origins)

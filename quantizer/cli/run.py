@@ -37,6 +37,7 @@ from quantizer.engine.target import TracedTarget
 from quantizer.errors import GateError, UsageError
 from quantizer.export import as_run, planned_refusals, refuse, require_extras
 from quantizer.export.choices import require_choices
+from quantizer.export.deployment import Deployment
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
 from quantizer.report.files import write_report
@@ -209,6 +210,7 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         if not ranks.is_first:
             return Outcome(scores.metrics, {})
         held = {gate.text: gate.holds(scores.metrics) for gate in gates if gate.metric in scores.metrics}
+        noted["passes"] = scores.passes and scores.passes.to_json()
         outcome = _report(table_view(options, graph), folder, info, scores, batches.stamp, held)
         if scores.fault:
             help_ = "give that layer and those before it more bits or a wider range, or leave them float"
@@ -217,7 +219,8 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
             outcome = run_exact(options, outcome, graph, info, batches)
         if not options.deploy or failed(gates, outcome.metrics):
             return outcome
-        return deploy(options, outcome, calibrated, loaded.module, batches)
+        given = Deployment.of(calibrated, loaded.module, batches, scores.quantization_db, options.target_choices)
+        return deploy(options, outcome, given, batches.total)
 
 
 @contextmanager
@@ -279,7 +282,9 @@ def _report(
     compared = scores.comparison
     rows = tables.layer_rows(compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()})
     stamp = stamp or info.header.get("stamp")
-    report = tables.report(scores.metrics, scores.pairs, rows, stamp) | ({"gates": gates} if gates else {})
+    report = tables.report(scores.metrics, scores.pairs, rows, stamp, scores.passes)
+    if gates:
+        report["gates"] = gates
     write_report(folder, report)
     write_text(folder / "layers.csv", tables.as_csv(rows))
     shown: list[RenderableType] = [tables.damage_table(rows, view), f"results: {folder}"]
@@ -287,7 +292,10 @@ def _report(
         shown.append(f"note: {stamp}")
     if scores.pairs:
         shown.append(tables.metric_table(scores.pairs))
-    return Outcome(scores.metrics, report, [*shown, *_lines(compared.metrics())])
+    shown += _lines(compared.metrics())
+    if scores.passes is not None:
+        shown.append(scores.passes.line)
+    return Outcome(scores.metrics, report, shown)
 
 
 def _lines(metrics: dict[str, float]) -> list[RenderableType]:

@@ -165,8 +165,21 @@ def over_batches(
     exchange(count)
 
 
-def compare(reference: Network, quantized: Network, batches: Iterable[Batch], ranks: Ranks = ALONE) -> Comparison:
+def compare(
+    reference: Network,
+    quantized: Network,
+    batches: Iterable[Batch],
+    ranks: Ranks = ALONE,
+    user: Network | None = None,
+) -> Comparison:
     """Run both networks on each batch, once, on the rank that it belongs to.
+
+    Args:
+        reference: the float network, with the nodes of the quantized one.
+        quantized: what is compared with it.
+        batches: of data, on the networks' device.
+        ranks: who share the batches.
+        user: the model itself, where `reference` computes another function: then outputs are compared with its.
 
     What is found is added up batch by batch in their order, so the number of ranks cannot be seen.
 
@@ -200,7 +213,10 @@ def compare(reference: Network, quantized: Network, batches: Iterable[Batch], ra
                 assert noise.accumulated is not None  # only parameters have none
                 # What the quantizer hands on: a layer quantizes its own input after the value that both networks made.
                 noise.accumulated.add(x, y if noise.layer == name else quantizer(y.clone()))
-        _outputs(left.outputs(), right.outputs(), batch, found[-1])
+        expected = left.outputs()
+        if user is not None:
+            expected = user.start(batch.args, batch.kwargs).advance().outputs()
+        _outputs(expected, right.outputs(), batch, found[-1])
 
     result = nothing()
 

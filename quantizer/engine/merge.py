@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.config.model import Config
-from quantizer.engine import fingerprint, results
+from quantizer.engine import absorption, fingerprint, results
 from quantizer.engine.job import Statistics
 from quantizer.engine.result_files import read_tensors
 from quantizer.engine.results import STATISTICS, QuantInfo
@@ -56,6 +56,9 @@ def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
     }.items():
         if first.get(key) != other.get(key):
             yield what
+    decisions = [absorption.refused(header.get("absorption", {})) for header in (first, other)]
+    for name in sorted(decisions[0] ^ decisions[1]):
+        yield f"by the data of one, the high biases of {name} were absorbed, and not by those of the other"
 
 
 def _insufficient(header: Mapping[str, Any], config: Config) -> Iterator[str]:

@@ -15,6 +15,7 @@ from quantizer.engine import evaluate, low_sqnr
 from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.evaluate import Comparison
 from quantizer.engine.events import Events, Stage
+from quantizer.engine.pass_loss import PassLoss, pass_loss
 from quantizer.errors import ModelError
 from quantizer.nn.network import Network
 from quantizer.sources.data import Batches
@@ -32,12 +33,19 @@ DROP, RATIO = "_drop", "_ratio"
 class Scores:
     """What a test found: the comparison tensor by tensor, and `pairs`, each metric of both networks.
 
-    `directions` says which metrics are better when they are lower, as far as the user declares it.
+    `directions` says which metrics are better when they are lower, as far as the user declares it; `passes` what passes
+    cost the outputs, if they change the function of the model.
     """
 
     comparison: Comparison
     pairs: Mapping[str, Mapping[str, float]]
     directions: Directions = BY_NAME
+    passes: PassLoss | None = None
+
+    @property
+    def quantization_db(self) -> float:
+        """The SQNR of the outputs that is quantization's own, without what passes cost."""
+        return self.comparison.output.sqnr_db if self.passes is None else self.passes.quantization_db
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -108,21 +116,23 @@ def score(
         check(before.keys())
         _warn_of_unknown(function.directions, before)
     reference = Network(calibrated.float_graph)
+    user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
     with Stage(events, "test", batches.total) as stage:
         on_device = stage.counted(batch.to(device) for batch in batches)
-        compared = evaluate.compare(reference, quantized, on_device, ranks)
+        compared = evaluate.compare(reference, quantized, on_device, ranks, user)
     batches.require_same(ranks)
-    if (
-        explained
-        and ranks.is_first
-        and (said := low_sqnr.remark(compared, reference, quantized, (b.to(device) for b in batches)))
-    ):
-        logger.warning("%s", said)
+    passes = pass_loss(calibrated, quantized, batches.first().to(device)) if ranks.is_first else None
+    if explained and ranks.is_first:
+        on_device = (batch.to(device) for batch in batches)
+        remark = low_sqnr.remark_on_passes(passes)
+        remark = remark or low_sqnr.remark(compared, reference, quantized, on_device)
+        if remark:
+            logger.warning("%s", remark)
     if function is None:
-        return Scores(compared, compared.pairs())
+        return Scores(compared, compared.pairs(), passes=passes)
     after = measure(quantized, batches, device, events, "evaluate quantized", function)
     pairs = {name: {"float": value, "quantized": after[name]} for name, value in before.items() if name in after}
-    return Scores(compared, pairs, function.directions)
+    return Scores(compared, pairs, function.directions, passes)
 
 
 def _warn_of_unknown(directions: Directions, metrics: Mapping[str, float]) -> None:

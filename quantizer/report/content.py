@@ -69,6 +69,7 @@ def _content(info: Json, plan: Json, tested: Mapping[str, Any], statistics: Mapp
         "metrics": tested.get("metrics", {}),
         "pairs": tested.get("pairs", {}),
         "gates": tested.get("gates", {}),
+        "passes": tested.get("passes"),
         "stamp": tested.get("stamp", info["header"].get("stamp")),
         "weight_bytes": plan["weight_bytes"],
         "layers": sorted(rows, key=_damage),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+from quantizer.engine.pass_loss import sentence
 from quantizer.report.page import figures
 from quantizer.report.page.charts import number
 from quantizer.report.page.html import Child, Markup, element, fragment
@@ -40,6 +41,8 @@ def verdict(content: Json) -> Markup:
         said.append(f"output SQNR {ratio:.1f} dB")
     if (worst := most_damaged(rows)) is not None:
         said.append(f"worst: {of(content, worst)}, {worst['local_sqnr_db']:.1f} dB")
+    if content.get("passes"):
+        said.append(sentence(content["passes"]))
     said += [f"gate {text} {'met' if holds else 'not met'}" for text, holds in content["gates"].items()]
     if content["stamp"]:
         said.append(content["stamp"])
