@@ -47,6 +47,9 @@ def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
         name = fingerprint.first_difference(first[key], other[key])
         if name is not None:
             yield f"{what} {name} differs"
+    decisions = [absorption.refused(header.get("absorption", {})) for header in (first, other)]
+    for name in sorted(decisions[0] ^ decisions[1]):
+        yield f"by the data of one, the high biases of {name} were absorbed, and not by those of the other"
     for key, what in {
         "config": "the configs decide otherwise",
         "algorithms": "the algorithms differ",
@@ -56,9 +59,6 @@ def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
     }.items():
         if first.get(key) != other.get(key):
             yield what
-    decisions = [absorption.refused(header.get("absorption", {})) for header in (first, other)]
-    for name in sorted(decisions[0] ^ decisions[1]):
-        yield f"by the data of one, the high biases of {name} were absorbed, and not by those of the other"
 
 
 def _insufficient(header: Mapping[str, Any], config: Config) -> Iterator[str]:

@@ -21,7 +21,7 @@ HIGHER_IS_BETTER = frozenset(
         *("miou", "dice", "auc", "auroc", "ndcg", "mrr", "bleu", "rouge", "psnr", "ssim"),
     ]
 )
-REVERSING = frozenset("neg negative negated inverse inv minus".split())
+REVERSING = frozenset(["neg", "negative", "negated", "inverse", "inv", "minus"])
 """Words that turn a name round, so that it says nothing: `neg_mse` is better when it is higher."""
 DECLARATIONS = ("LOWER_IS_BETTER", "HIGHER_IS_BETTER")
 
