@@ -191,7 +191,8 @@ class Result:
         return Comparison(scores, self._calibrated, batches.stamp)
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write the result folder, as the shell does: the same files, byte for byte, but run.json and run.log.
+        """Write the result folder, as the shell does: the same files, byte for byte, but run.json and run.log, and
+        reports without the commands that would make them again.
 
         Raises:
             ResultError: it cannot be written, is in use, or holds results of another model.

@@ -17,6 +17,7 @@ from quantizer.cli.exact_and_deploy import deploy, require_dpu, require_one, run
 from quantizer.cli.follow import followed, progress
 from quantizer.cli.gates import MEASURED, failed, met, names_in_test, parse_gate, require_known, require_measured
 from quantizer.cli.options import Options
+from quantizer.cli.reproduction import remember, words_of
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import config_to_look, show_layers, table_view
 from quantizer.config.diagnostics import pointing_into
@@ -159,6 +160,7 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
             pipeline.run(job)
         if checkpoints:
             results.write_results(folder, original, job.config, job.calibration, job.solution, job.header)
+            remember(folder, "calib", words_of(options))
             write_report(folder)
             checkpoints.remove()
     return _outcome(job, folder)
@@ -210,6 +212,7 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         if not ranks.is_first:
             return Outcome(scores.metrics, {})
         held = {gate.text: gate.holds(scores.metrics) for gate in gates if gate.metric in scores.metrics}
+        remember(folder, "test", words_of(options))
         noted["passes"] = scores.passes and scores.passes.to_json()
         outcome = _report(table_view(options, graph), folder, info, scores, batches.stamp, held)
         if scores.fault:
