@@ -23,6 +23,7 @@ from quantizer.graph.passes.equalization import Absorption, find_absorptions
 from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.numerics.deferred import loaded
 from quantizer.numerics.metrics import decibel, energy
 from quantizer.sources.batches import Batch, naming_batch
 
@@ -162,6 +163,6 @@ def _with_coarse_weights(graph: Graph, absorptions: Iterable[Absorption]) -> Gra
     weights = {}
     for absorption in absorptions:
         second = absorption.pair.second
-        weight = graph.weight(second).detach()
+        weight = loaded(graph.weight(second)).detach()
         weights[second.name] = {"weight": TensorQuantizer(WEIGHTS)(weight)}
     return with_weights(graph, weights)

@@ -76,11 +76,14 @@ class Comparison:
     """What a paired run found; figures about classes are absent when the output or the data has none.
 
     `output` is about floating-point outputs, of which there are `floats` values; of the `others`, integers and
-    booleans, so many are `equal`. `spoiled` is the first batch where the quantized network alone gives NaN or infinity.
+    booleans, so many are `equal`. `quantization` is what outputs lose without what passes have changed, where they are
+    compared with another network than the one that was quantized. `spoiled` is the first batch where the quantized
+    network alone gives NaN or infinity.
     """
 
     layers: list[LayerNoise]
     output: Noise = field(default_factory=Noise)
+    quantization: Noise = field(default_factory=Noise)
     floats: int = 0
     others: int = 0
     equal: int = 0
@@ -96,6 +99,7 @@ class Comparison:
         for mine, its in zip(self.layers, other.layers, strict=True):
             mine.merge(its)
         self.output.merge(other.output)
+        self.quantization.merge(other.quantization)
         if self.spoiled is None and other.spoiled is not None:
             self.spoiled = self.batches + other.spoiled
         self.batches += other.batches
@@ -215,6 +219,8 @@ def compare(
                 noise.accumulated.add(x, y if noise.layer == name else quantizer(y.clone()))
         expected = left.outputs()
         if user is not None:
+            for x, y in zip(left.float_outputs(), right.float_outputs(), strict=True):
+                found[-1].quantization.add(x, y)
             expected = user.start(batch.args, batch.kwargs).advance().outputs()
         _outputs(expected, right.outputs(), batch, found[-1])
 

@@ -34,18 +34,15 @@ class Scores:
     """What a test found: the comparison tensor by tensor, and `pairs`, each metric of both networks.
 
     `directions` says which metrics are better when they are lower, as far as the user declares it; `passes` what passes
-    cost the outputs, if they change the function of the model.
+    cost the outputs, if they change the function of the model; `quantization_db` is the SQNR of the outputs against the
+    float network that was quantized, which then is another than the model.
     """
 
     comparison: Comparison
     pairs: Mapping[str, Mapping[str, float]]
     directions: Directions = BY_NAME
     passes: PassLoss | None = None
-
-    @property
-    def quantization_db(self) -> float:
-        """The SQNR of the outputs that is quantization's own, without what passes cost."""
-        return self.comparison.output.sqnr_db if self.passes is None else self.passes.quantization_db
+    quantization_db: float = math.inf
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -128,11 +125,12 @@ def score(
         remark = remark or low_sqnr.remark(compared, reference, quantized, on_device)
         if remark:
             logger.warning("%s", remark)
+    noise = compared.output if user is None else compared.quantization
     if function is None:
-        return Scores(compared, compared.pairs(), passes=passes)
+        return Scores(compared, compared.pairs(), BY_NAME, passes, noise.sqnr_db)
     after = measure(quantized, batches, device, events, "evaluate quantized", function)
     pairs = {name: {"float": value, "quantized": after[name]} for name, value in before.items() if name in after}
-    return Scores(compared, pairs, function.directions, passes)
+    return Scores(compared, pairs, function.directions, passes, noise.sqnr_db)
 
 
 def _warn_of_unknown(directions: Directions, metrics: Mapping[str, float]) -> None:
