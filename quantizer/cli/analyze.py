@@ -204,7 +204,7 @@ def _subject(options: AnalyzeOptions) -> Subject:
         if not read.config.algorithms:
             refused = absorption.refused(info.solution.absorption)
             graph = run_passes(original, read.config.settings, refused=refused)
-            check_plan(info, read.config, session.make_plan(read, original, quiet=True, graph=graph).tensors)
+            check_plan(info, read.config, session.make_plan(read, original, quiet=True, graph=graph))
     return Subject(options, read, loaded, batches, original)
 
 

@@ -3,11 +3,10 @@
 The shell, Python and quantization in place run these steps. Writing, testing and exporting come after them.
 """
 
-import dataclasses
 import logging
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Settings
 from quantizer.distributed import ALONE
-from quantizer.engine import absorption, calibrate, shards
+from quantizer.engine import absorption, calibrate, joins, shards
 from quantizer.engine.checkpoint import other_run, telling_damage
 from quantizer.engine.events import Snapshot
 from quantizer.engine.finetune import finetune_weights
@@ -161,11 +160,16 @@ def find_scales(job: Job) -> None:
     """Scales and zero points, of what was observed or what algorithms have found."""
     if job.algorithms_need_data and not job.calibration.batches and job.batches.fingerprint is not None:
         job.calibration.batches = job.batches.fingerprint["batches"]
-    solution = calibrate.solution(job.calibration)
-    job.solution = dataclasses.replace(solution, absorption=job.absorption or absorption.NOTHING)
+    waiting = job.plan
+    job.calibration, decisions = joins.decided(job.calibration)
+    job.plan = job.calibration.plan
+    for level, text in joins.remarks(waiting, decisions):
+        job.events.message(level, text)
+    absorbed = job.absorption or absorption.NOTHING
+    job.solution = replace(calibrate.solution(job.calibration), joins=decisions, absorption=absorbed)
     if job.adjustment:
         algorithms = report(job.config.algorithms, job.adjustment)
-        job.solution = dataclasses.replace(job.target.solved(job.solution, job.adjustment), algorithms=algorithms)
+        job.solution = replace(job.target.solved(job.solution, job.adjustment), algorithms=algorithms)
 
 
 def align_to_dpu(job: Job) -> None:
@@ -187,9 +191,9 @@ def aligned(found: Solution, graph: Graph, settings: Settings) -> tuple[Solution
     for move in moves:
         key = (move.layer, move.role)
         scale = torch.full_like(found.tensors[key].scale, 2.0 ** -positions[key])
-        tensors[key] = dataclasses.replace(found.tensors[key], scale=scale)
+        tensors[key] = replace(found.tensors[key], scale=scale)
         notes[key] = (*notes.get(key, ()), f"position {move.before} -> {move.after}: {move.why}")
-    return dataclasses.replace(found, tensors=tensors, notes=notes), moves
+    return replace(found, tensors=tensors, notes=notes), moves
 
 
 def correct_biases(job: Job) -> None:
@@ -209,7 +213,7 @@ def correct_biases(job: Job) -> None:
     largest = max(sizes, key=sizes.__getitem__)
     text = f"biases of {len(found)} layers corrected, by at most {sizes[largest]:.3g} in {largest}"
     job.events.message(logging.INFO, text)
-    job.solution = dataclasses.replace(job.solution, corrections=found)
+    job.solution = replace(job.solution, corrections=found)
 
 
 def finetune(job: Job) -> None:
