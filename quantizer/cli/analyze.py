@@ -233,7 +233,7 @@ def _add_to_report(folder: Path, content: dict[str, Any]) -> None:
 def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | None) -> Findings:
     subject = _subject(options)
     read, original, batches = subject.read, subject.original, subject.batches
-    record = absorption.checked(original, read.config.settings, session.on_device(options, batches))
+    record = absorption.decide(original, read.config.settings, session.on_device(options, batches))
     graph = run_passes(original, read.config.settings, refused=absorption.refused(record))
     plan = session.make_plan(read, original, quiet=options.json, graph=graph)
     tensors = measured_tensors(subject)[0] if options.tensors else None

@@ -1,6 +1,7 @@
-"""The commands that make a result folder again, as run.json keeps them for the report.
+"""Keeps in run.json the commands that make a result folder again, for the report.
 
-Each belongs to one calibration, which it names by the checksum of quant_info.json: those of another are not kept.
+They belong to one calibration, which they name by the checksum of quant_info.json. Commands of
+another calibration are dropped.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from quantizer.errors import ResultError
 
 CHANGES_NOTHING = frozenset(
     [
-        *("quant_mode", "output_dir", "overwrite", "resume", "json", "quiet", "inspect", "debug"),
-        *("names", "top", "memory", "rank_timeout", "for_"),
+        *("quant_mode", "output_dir", "overwrite", "resume", "json", "quiet", "inspect"),
+        *("debug", "names", "top", "memory", "rank_timeout", "for_"),
     ]
 )
-"""Options of a run that its results do not depend on, and the mode, which is said first."""
+"""Options that the results do not depend on, and the mode, which stands first in a command."""
 MERGED = ("model", "weights", "trust")
 """Options that a merge depends on."""
 ONLY_CHECKED = {
@@ -33,10 +34,9 @@ ONLY_CHECKED = {
 
 
 def words_of(options: Options) -> list[str]:
-    """Return the command of a run with every option that decides its results; others are left out.
+    """Return the command of a run, with every option that decides its results and no other.
 
-    Paths are relative to the working directory where they lie in it, and else names of files, as results hold no
-    absolute paths.
+    Results hold no absolute paths: see `without_folders`.
     """
     left_out = CHANGES_NOTHING | ONLY_CHECKED[options.quant_mode]
     names = [name for name in RUN if name not in left_out]
@@ -67,10 +67,14 @@ def _option_words(options: Options, names: Collection[str]) -> list[str]:
 
 
 def without_folders(word: str) -> str:
-    """Return a path relative to the working directory, or its name if it lies elsewhere; other words as they are.
+    """Return an absolute path relative to the working directory, or its name if it lies elsewhere.
 
-    >>> without_folders("net.json"), without_folders("random:8x3x32x32"), without_folders("/nowhere/here/net.py:small")
-    ('net.json', 'random:8x3x32x32', 'net.py:small')
+    Other words stay as they are.
+
+    >>> without_folders("net.json"), without_folders("random:8x3x32x32")
+    ('net.json', 'random:8x3x32x32')
+    >>> without_folders("/nowhere/here/net.py:small")
+    'net.py:small'
     """
     if not os.path.isabs(word):
         return word
@@ -80,11 +84,11 @@ def without_folders(word: str) -> str:
 
 
 def remember(folder: Path, mode: str, words: Sequence[str]) -> None:
-    """Note in run.json which command has made results, beside the others of the same calibration.
+    """Write a command into run.json, beside the others of the same calibration.
 
     Args:
         folder: of a complete calibration.
-        mode: what the command is called there: "calib", "test" or "merge".
+        mode: the command's name there: "calib", "test" or "merge".
         words: the command.
 
     Raises:
@@ -93,15 +97,17 @@ def remember(folder: Path, mode: str, words: Sequence[str]) -> None:
     calibration = read_json(folder / INFO)["checksum"]
     facts = _facts(folder)
     before = facts.get(COMMANDS)
-    belongs = isinstance(before, dict) and before.get("of") == calibration
-    commands = before if belongs and isinstance(before, dict) else {"of": calibration}
+    commands = {"of": calibration}
+    if isinstance(before, dict) and before.get("of") == calibration:
+        commands = before
     write_json(folder / RUN_FILE, facts | {COMMANDS: commands | {mode: list(words)}})
 
 
 def calib_command(folder: Path) -> list[str] | None:
-    """Return the command that has calibrated the results in a folder, or None if it is not known."""
+    """Return the command that has calibrated the results in a folder; None if it is unknown."""
     commands = _facts(folder).get(COMMANDS)
-    if not isinstance(commands, dict) or commands.get("of") != read_json(folder / INFO)["checksum"]:
+    calibration = read_json(folder / INFO)["checksum"]
+    if not isinstance(commands, dict) or commands.get("of") != calibration:
         return None
     words = commands.get("calib")
     is_command = isinstance(words, list) and all(isinstance(word, str) for word in words)
@@ -109,10 +115,10 @@ def calib_command(folder: Path) -> list[str] | None:
 
 
 def with_config(words: Sequence[str], name: str) -> list[str]:
-    """Return a calibration's command with a config file, which it may have already.
+    """Return a calibration's command with a config file of this name, unless it has one.
 
-    >>> with_config(["quantizer", "--quant_mode", "calib", "--model", "net.py"], "config.json")
-    ['quantizer', '--quant_mode', 'calib', '--config_file', 'config.json', '--model', 'net.py']
+    >>> with_config(["quantizer", "--quant_mode", "calib", "--seed", "1"], "config.json")
+    ['quantizer', '--quant_mode', 'calib', '--config_file', 'config.json', '--seed', '1']
     """
     if "--config_file" in words:
         return list(words)
@@ -120,13 +126,13 @@ def with_config(words: Sequence[str], name: str) -> list[str]:
 
 
 def remembered(folder: Path) -> dict[str, Any]:
-    """Return what run.json says of commands, as a part of it; nothing if it says nothing."""
+    """Return the part of run.json that holds the commands, which may be empty."""
     facts = _facts(folder)
     return {COMMANDS: facts[COMMANDS]} if COMMANDS in facts else {}
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    """The content of run.json; nothing where it is missing or damaged, as it is written anew."""
+    """The content of run.json, empty where it is missing or damaged."""
     try:
         facts = read_json(folder / RUN_FILE)
     except ResultError:

@@ -1,7 +1,7 @@
-"""Whether layers may take up the high biases of those before them, as the first calibration batches show.
+"""Decides on calibration data which layers may absorb the high biases of those before them.
 
-Batch norms promise where values lie, and data may lie elsewhere. What was decided is recorded, so that every later run
-makes the same graph; nothing here decides it a second time.
+A batch norm promises where values lie, and data may lie elsewhere. The decision is recorded in
+the results, so that every later run makes the same graph.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from quantizer.numerics.metrics import decibel, energy
 from quantizer.sources.batches import Batch, naming_batch
 
 CHECKED_BATCHES = 4
-"""Calibration batches that are looked at. Each costs what lies between two layers twice, for each such pair."""
+"""How many of the first calibration batches are checked.
+
+Each runs what lies between the two layers of a pair twice, and the second layer three times.
+"""
 VALUES = QuantizationSpec(bit_width=8, symmetric=False, signed=False, is_dynamic=True)
 WEIGHTS = QuantizationSpec(bit_width=8, is_dynamic=True)
-"""Eight bits for what the second layer of a pair reads: one scale for all its input, and one for its weight."""
-
+"""Eight bits for the input and for the weight of the second layer of a pair, with one scale each."""
 LEAST_DB = -100.0
-"""What is recorded where nothing is left of a signal."""
+"""The least SQNR that is recorded, where nothing is left of a signal."""
 Record = Mapping[str, Any]
-"""What quant_info.json says: `batches`, and for each first layer of `layers` both figures and the decision."""
-
-
+"""As quant_info.json has it: `batches`, and in `layers` both figures and the decision by first layer."""
 NOTHING: Record = {}
-"""Of a network without such layers, and of a calibration without data."""
+"""The record of a network without such layers, and of a calibration without data."""
 
 
 @dataclass
 class _Energies:
-    """Of a second layer's output over batches: its own, and that of either error."""
+    """Energies over batches: of a second layer's output, and of either error in it."""
 
     signal: float = 0.0
     absorbing: float = 0.0
@@ -53,17 +53,18 @@ class _Energies:
 
     @property
     def is_absorbed(self) -> bool:
-        """Whether absorbing changes the output no more than eight bits do; NaN is no such thing."""
+        """Whether absorbing changes the output no more than eight bits do, which NaN does not say."""
         return self.absorbing <= self.eight_bits
 
 
-def checked(original: Graph, settings: Settings, batches: Iterable[Batch]) -> Record:
-    """Return what absorbing high biases changes on the first batches, and which layers it is done for.
+def decide(original: Graph, settings: Settings, batches: Iterable[Batch]) -> Record:
+    """Return which layers may absorb high biases, and what that changes on the first batches.
 
     Args:
-        original: as traced.
-        settings: of the config.
-        batches: calibration data, on the graph's device; the first `CHECKED_BATCHES` are read, if any layer can absorb.
+        original: the model as traced.
+        settings: of the config, which says whether biases are absorbed at all.
+        batches: calibration data on the graph's device. The first `CHECKED_BATCHES` are read if any
+            layer can absorb, else none.
 
     Raises:
         DataError: the network cannot run a batch.
@@ -92,21 +93,22 @@ def checked(original: Graph, settings: Settings, batches: Iterable[Batch]) -> Re
 
 
 def refused(record: Record) -> frozenset[str]:
-    """Return the first layers whose biases stay, by a record; an empty one refuses none."""
+    """Return the layers whose high biases stay; an empty record refuses none."""
     rows = record.get("layers", {})
     return frozenset(name for name, row in rows.items() if not row["absorbed"])
 
 
 def refusals(record: Record) -> list[str]:
-    """Return a sentence on each layer whose biases stay."""
+    """Return a sentence on each layer whose high biases stay."""
     sentences = []
     for name, row in record.get("layers", {}).items():
         if row["absorbed"]:
             continue
-        absorbing, eight_bits = _in_words(row["absorbing_db"]), _in_words(row["eight_bits_db"])
+        absorbing = _in_words(row["absorbing_db"])
+        eight_bits = _in_words(row["eight_bits_db"])
         sentences.append(
-            f"the high biases of {name} stay: on {record['batches']} calibration batches, absorbing "
-            f"them leaves {absorbing} of the output of {row['into']}, and 8 bits {eight_bits}"
+            f"the high biases of {name} stay: on {record['batches']} calibration batches, "
+            f"absorbing them leaves {absorbing} of the output of {row['into']}, and 8 bits {eight_bits}"
         )
     return sentences
 
@@ -125,18 +127,28 @@ def _row(absorption: Absorption, energies: _Energies) -> dict[str, Any]:
 
 
 def _rounded_db(signal: float, error: float) -> float | None:
-    """Decibels that do not depend on the last bits of sums; None where there is no error."""
+    """The ratio without the last bits of sums, in dB; None where there is no error."""
     ratio = decibel(signal, error)
     return None if ratio == math.inf else max(LEAST_DB, round(ratio, 2))
 
 
 def _add(energies: _Energies, absorption: Absorption, execution: Execution, coarse: Network) -> None:
-    """Take in what absorbing and what eight bits change in the second layer's output, from after the first layer."""
+    """Add one batch to the energies of a pair.
+
+    Args:
+        energies: of the pair, which are added to.
+        absorption: the pair, and by how much the first layer's output is lowered.
+        execution: of the float network, which has just run the first layer.
+        coarse: the same network with second layers' weights of eight bits.
+    """
     pair, network = absorption.pair, execution.network
     second = network.graph.index[pair.second.name]
     source = pair.second.operands["input"]
+
     exact = execution.branch().advance(second)
     x = exact.values[source]
+
+    # Absorbing is exact where adding the shift again, behind the ReLU, gives back the input.
     shifted = execution.branch()
     before = shifted.values[pair.first.name]
     weight = network.graph.weight(pair.first)
@@ -144,6 +156,7 @@ def _add(energies: _Energies, absorption: Absorption, execution: Execution, coar
     shifted.advance(second)
     weight = network.graph.weight(pair.second)
     restored = shifted.values[source] + _along_channels(absorption.high_inputs, x, weight)
+
     output = network.run_node(pair.second, exact.values)
     absorbed = network.run_node(pair.second, {**exact.values, source: restored})
     rounded = coarse.run_node(pair.second, {**exact.values, source: TensorQuantizer(VALUES)(x)})
@@ -153,7 +166,10 @@ def _add(energies: _Energies, absorption: Absorption, execution: Execution, coar
 
 
 def _along_channels(values: Tensor, like: Tensor, weight: Tensor) -> Tensor:
-    """One value for each channel of what a layer with this weight reads or makes, ready to be added to that."""
+    """One value for each channel, in the shape in which it is added to `like`.
+
+    `like` is the input or the output of a layer with this weight.
+    """
     axes_behind = weight.dim() - 2
     return values.to(like).reshape(-1, *[1] * axes_behind)
 

@@ -183,7 +183,8 @@ def compare(
         quantized: what is compared with it.
         batches: of data, on the networks' device.
         ranks: who share the batches.
-        user: the model itself, where `reference` computes another function: then outputs are compared with its.
+        user: the model itself, where `reference` computes another function. Outputs are compared
+            with those of this network then.
 
     What is found is added up batch by batch in their order, so the number of ranks cannot be seen.
 
@@ -220,6 +221,7 @@ def compare(
         expected = left.outputs()
         if user is not None:
             for x, y in zip(left.float_outputs(), right.float_outputs(), strict=True):
+                _require_same_shape("the output", x, y)
                 found[-1].quantization.add(x, y)
             expected = user.start(batch.args, batch.kwargs).advance().outputs()
         _outputs(expected, right.outputs(), batch, found[-1])

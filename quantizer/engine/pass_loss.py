@@ -1,4 +1,4 @@
-"""What passes that change the float function cost the outputs, apart from what quantization costs them."""
+"""Measures what passes that change the float function cost, apart from what quantization costs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
 
 LEAST_DB = -999.0
-"""Of outputs that are not finite, which have no ratio."""
+"""The SQNR of outputs that are not finite or have other shapes."""
 
 
 @dataclass(frozen=True)
 class PassLoss:
-    """SQNR of all outputs on one batch, in dB, infinite without a difference.
+    """The SQNR of all outputs on one batch, in dB; infinite where there is no difference.
 
     Args:
-        names: the passes that changed the function.
+        names: the passes that have changed the function.
         passes_db: of the float network after all passes against the user's model.
         quantization_db: of the quantized network against that float network.
         together_db: of the quantized network against the user's model.
@@ -53,23 +53,25 @@ class PassLoss:
 def sentence(figures: Mapping[str, Any]) -> str:
     """Return a sentence on figures as report.json has them.
 
-    >>> sentence({"names": ["a_pass"], "passes_db": 25.31, "quantization_db": 38.7, "together_db": 25.1})
+    >>> figures = {"passes_db": 25.31, "quantization_db": 38.7, "together_db": 25.1}
+    >>> sentence(figures | {"names": ["a_pass"]})
     'passes: 25.3 dB, quantization: 38.7 dB, together 25.1 dB on one batch (a_pass)'
     """
     passes = _in_words(figures["passes_db"])
     quantization = _in_words(figures["quantization_db"])
     together = _in_words(figures["together_db"])
     names = ", ".join(figures["names"])
-    return f"passes: {passes}, quantization: {quantization}, together {together} on one batch ({names})"
+    ratios = f"passes: {passes}, quantization: {quantization}, together {together}"
+    return f"{ratios} on one batch ({names})"
 
 
 def pass_loss(calibrated: Calibrated, quantized: Network, batch: Batch) -> PassLoss | None:
     """Return what passes cost, or None if none changes the function of this model.
 
     Args:
-        calibrated: says what passes made of the model.
+        calibrated: the model, and what passes have made of it.
         quantized: its quantized network.
-        batch: the one that is compared, on the networks' device.
+        batch: one batch of data, on the networks' device.
     """
     graph = calibrated.float_as_run
     if not graph.deviations:
@@ -78,20 +80,27 @@ def pass_loss(calibrated: Calibrated, quantized: Network, batch: Batch) -> PassL
     with torch.no_grad():
         for network in (Network(calibrated.original), Network(graph), quantized):
             outputs.append(network.start(batch.args, batch.kwargs).advance().float_outputs())
-    user, passed, found = outputs
-    return PassLoss(graph.deviations, _sqnr_db(user, passed), _sqnr_db(passed, found), _sqnr_db(user, found))
+    user, passed, rounded = outputs
+    return PassLoss(
+        graph.deviations,
+        passes_db=_sqnr_db(user, passed),
+        quantization_db=_sqnr_db(passed, rounded),
+        together_db=_sqnr_db(user, rounded),
+    )
 
 
 def _sqnr_db(reference: list[Tensor], other: list[Tensor]) -> float:
-    """Of all values together."""
+    """The SQNR of all values together."""
     noise = Noise()
     for x, y in zip(reference, other, strict=True):
+        if x.shape != y.shape:
+            return LEAST_DB
         noise.add(x, y)
     return noise.sqnr_db
 
 
 def _finite(ratio: float) -> float | None:
-    """The ratio, None where there is no difference; where nothing is left, the least that can be."""
+    """The ratio as JSON can hold it, None where there is no difference."""
     return None if ratio == math.inf else max(LEAST_DB, ratio)
 
 

@@ -66,13 +66,13 @@ def make_plan(job: Job) -> None:
 
 
 def check_absorption(job: Job) -> None:
-    """Look on the first batches whether layers may absorb high biases, and plan anew without those that may not.
+    """Decide on the first batches which layers absorb high biases, and plan again if any may not.
 
     Of several ranks the first decides. Without data batch norms are believed.
     """
     record = absorption.NOTHING
     if job.ranks.is_first and not job.batches.stands_in:
-        record = absorption.checked(job.target.original, job.config.settings, job.read())
+        record = absorption.decide(job.target.original, job.config.settings, job.read())
     job.absorption = job.ranks.broadcast(record, "the check of absorbed biases")
     refused = absorption.refused(job.absorption)
     if refused:

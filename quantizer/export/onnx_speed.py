@@ -34,15 +34,14 @@ def float_model(marked: ModelProto) -> bytes | None:
 
 
 def speed(session: onnxruntime.InferenceSession, floating: bytes, feed: Mapping[str, NDArray[Any]]) -> Speed | None:
-    """Return how fast `session` is against one of the model `floating`, or None if that cannot be measured.
+    """Return how fast `session` is against one of the model `floating`; None if it cannot be measured.
 
-    Both run in each round, the other one first in every second, so that what slows the machine down meets both.
+    Both run in each round and take turns to be first, so that what slows the machine down meets both.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     other = onnxruntime.InferenceSession(floating, options, providers=["CPUExecutionProvider"])
     sessions = (session, other)
-    # The first run of each prepares memory.
     runs = [_runs_at_once(each, feed) for each in sessions]
     times: tuple[list[float], list[float]] = ([], [])
     begun = time.perf_counter()
@@ -57,6 +56,7 @@ def speed(session: onnxruntime.InferenceSession, floating: bytes, feed: Mapping[
 
 def _runs_at_once(session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]]) -> int:
     """How many runs make a measurement long enough for the clock and the scheduler."""
+    # The first run prepares memory.
     session.run(None, feed)
     seconds = _seconds(session, feed, 1)
     return max(1, math.ceil(SHORTEST / max(seconds, SHORTEST / MOST_RUNS)))

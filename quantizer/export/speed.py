@@ -1,4 +1,4 @@
-"""How fast a file runs against the same network in float, and whether measured times allow a statement on it.
+"""States how fast a file runs against the same network in float, if measured times allow it.
 
 Measures nothing itself: it is given the times of rounds in which both have run in turn.
 """
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 
 LEAST_ROUNDS = 3
-"""Fewer have no spread."""
+"""Rounds below which there is no spread to judge by."""
 WIDEST = 1.25
-"""The upper quartile of the ratios over the lower one, above which another run would tell another speed."""
+"""The largest ratio of upper to lower quartile: beyond it another run would give another speed."""
 PLAUSIBLE = 20.0
-"""No integer kernel is so many times as fast as float: something else has slowed the float network down."""
+"""The largest speed-up that kernels can give: beyond it, something else has slowed float down."""
 SLOW = 0.1
-"""Below this share of float's speed, how many times slower it is says more."""
+"""The share of float's speed below which it is said how many times slower a file is."""
 BUSY = "the machine is too busy to tell the speed against float"
 
 
@@ -73,8 +73,9 @@ class Speed:
         if not self.is_clear:
             return BUSY
         if self.ratio < SLOW:
-            spread = f"{1 / self.high:.1f} to {1 / self.low:.1f}"
-            return f"{1 / self.ratio:.0f} times slower than float ({spread} in {self.rounds} rounds)"
+            times, least, most = 1 / self.ratio, 1 / self.high, 1 / self.low
+            spread = f"{least:.1f} to {most:.1f} in {self.rounds} rounds"
+            return f"{times:.0f} times slower than float ({spread})"
         digits = 1 if self.ratio >= 1 else 2
         spread = f"{self.low:.{digits}f} to {self.high:.{digits}f}"
         return f"{self.ratio:.{digits}f}x the speed of float ({spread} in {self.rounds} rounds)"

@@ -94,9 +94,9 @@ def _damage(row: Json) -> float:
 
 
 def _commands(folder: Path, calibration: str) -> list[str]:
-    """The commands that make these results again, as run.json has them; none where it is about another calibration.
+    """The commands that make these results again, of run.json; none where it is of another calibration.
 
-    No sum names run.json, so what is no such list is left out, and each word is quoted.
+    No checksum names run.json. So damage is no error there, and each word is quoted.
     """
     try:
         commands = read_json(folder / RUN_FILE)[COMMANDS]

@@ -1,6 +1,6 @@
-"""Which way a metric is good: by its name, or as the file of `evaluate` declares it.
+"""Tells whether less or more of a metric is better: by its name, or as a file declares it.
 
-Knows names alone, no values. A name of which neither says anything has no direction.
+Knows names alone, no values. Some names have no direction, and then nobody guesses one.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ LOWER_IS_BETTER = frozenset(
 )
 HIGHER_IS_BETTER = frozenset(
     [
-        *("accuracy", "acc", "top", "top1", "top5", "precision", "recall", "f1", "map", "iou"),
+        *("accuracy", "acc", "topk", "precision", "recall", "f1", "map", "iou"),
         *("miou", "dice", "auc", "auroc", "ndcg", "mrr", "bleu", "rouge", "psnr", "ssim"),
     ]
 )
 REVERSING = frozenset(["neg", "negative", "negated", "inverse", "inv", "minus"])
-"""Words that turn a name round, so that it says nothing: `neg_mse` is better when it is higher."""
+"""Words that turn the meaning of a name round: `neg_mse` is better when it is higher."""
 DECLARATIONS = ("LOWER_IS_BETTER", "HIGHER_IS_BETTER")
 
 
 @dataclass(frozen=True)
 class Directions:
-    """Directions of metrics by their whole names, which go before what a name's words say.
+    """Declared directions of metrics, by whole names. They go before what words of a name say.
 
     Args:
         lower: names of metrics of which less is better.
@@ -91,19 +91,22 @@ class Directions:
         """Return whether less of a metric is better, or None if nothing says so.
 
         >>> directions = Directions(lower=frozenset({"ripple"}))
-        >>> [directions.lower_is_better(name) for name in ("ripple", "val_loss", "mAP@0.5")]
+        >>> [directions.lower_is_better(name) for name in ("ripple", "iou_loss", "mAP@0.5")]
         [True, True, False]
-        >>> [directions.lower_is_better(name) for name in ("mean", "neg_mse", "acc_loss")]
+        >>> [directions.lower_is_better(name) for name in ("mean", "neg_mse", "map_mse")]
         [None, None, None]
         """
         if metric in self.declared:
             return metric in self.lower
         words = _words(metric)
-        is_lower = not words.isdisjoint(LOWER_IS_BETTER)
-        is_higher = not words.isdisjoint(HIGHER_IS_BETTER)
-        if is_lower == is_higher or not words.isdisjoint(REVERSING):
+        if not REVERSING.isdisjoint(words):
             return None
-        return is_lower
+        # Whatever is lost, less of it is better.
+        if words[-1:] == ["loss"]:
+            return True
+        is_lower = not LOWER_IS_BETTER.isdisjoint(words)
+        is_higher = not HIGHER_IS_BETTER.isdisjoint(words)
+        return None if is_lower == is_higher else is_lower
 
     def loss(self, metric: str, before: float, after: float) -> float | None:
         """Return how much worse a metric has become, or None if its direction is unknown.
@@ -127,11 +130,19 @@ def how_to_declare(metric: str) -> str:
     return f"write {lower} or {higher} into the file of evaluate()"
 
 
-def _words(metric: str) -> set[str]:
-    """The words of a name in lower case, each also without digits at its end."""
-    words = set()
-    for word in re.findall(r"[a-z0-9]+", metric.lower()):
-        words |= {word, word.rstrip("0123456789")}
+def _words(metric: str) -> list[str]:
+    """The words of a name in lower case, each also without digits at its end; `topk` for any k.
+
+    >>> _words("mAP50/top-5")
+    ['map50', 'map', 'topk']
+    """
+    text = re.sub(r"(?<![a-z])top[\W_]?\d+", "topk", metric.lower())
+    words = []
+    for word in re.findall(r"[a-z0-9]+", text):
+        words.append(word)
+        name = word.rstrip("0123456789")
+        if name != word:
+            words.append(name)
     return words
 
 

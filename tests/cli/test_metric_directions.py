@@ -70,10 +70,10 @@ def drops(folder: Path, model: str, *more: str) -> dict[str, float]:
 
 def test_names_say_which_way_a_metric_is_good(folder: Path, tmp_path: Path) -> None:
     lower = ["perplexity", "loss", "mae", "mse", "rmse", "wer", "cer", "eer", "fid"]
-    lower += ["val_loss", "mae_m", "loss/val", "Test.MSE", "wer@clean", "val loss"]
-    higher = ["top1", "top5", "top_5", "accuracy", "acc", "f1_macro", "mAP@0.5", "map50", "val-mIoU"]
+    lower += ["val_loss", "mae_m", "loss/val", "Test.MSE", "wer@clean", "val loss", "iou_loss"]
+    higher = ["top1", "top5", "top_5", "top-10", "accuracy", "acc", "f1_macro", "mAP@0.5", "map50", "val-mIoU"]
     higher += ["auc", "bleu", "PSNR", "ssim"]
-    unknown = ["mean", "lossless", "neg_mse", "acc_loss", "latency", "mapping"]
+    unknown = ["mean", "lossless", "neg_mse", "map_mse", "latency", "mapping", "top_speed", "stop1"]
     found = drops(folder, evaluated(tmp_path, [*lower, *higher, *unknown]))
     assert found == {f"{name}_drop": 2.0 for name in lower} | {f"{name}_drop": -2.0 for name in higher}
 
