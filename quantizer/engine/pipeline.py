@@ -18,11 +18,12 @@ from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Settings
 from quantizer.distributed import ALONE
-from quantizer.engine import absorption, calibrate, joins, shards
+from quantizer.engine import absorption, calibrate, shards
 from quantizer.engine.checkpoint import other_run, telling_damage
 from quantizer.engine.events import Snapshot
 from quantizer.engine.finetune import finetune_weights
 from quantizer.engine.job import Job
+from quantizer.engine.joins import decide_joins
 from quantizer.engine.run_algorithms import report, run_algorithms
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.engine.stored_checks import checked_statistics
@@ -160,16 +161,14 @@ def find_scales(job: Job) -> None:
     """Scales and zero points, of what was observed or what algorithms have found."""
     if job.algorithms_need_data and not job.calibration.batches and job.batches.fingerprint is not None:
         job.calibration.batches = job.batches.fingerprint["batches"]
-    waiting = job.plan
-    job.calibration, decisions = joins.decided(job.calibration)
-    job.plan = job.calibration.plan
-    for level, text in joins.remarks(waiting, decisions):
-        job.events.message(level, text)
+    decide_joins(job)
     absorbed = job.absorption or absorption.NOTHING
-    job.solution = replace(calibrate.solution(job.calibration), joins=decisions, absorption=absorbed)
+    job.solution = replace(calibrate.solution(job.calibration), joins=job.joins, absorption=absorbed)
     if job.adjustment:
+        job.solution = job.target.solved(job.solution, job.adjustment)
+    if job.adjustment and job.config.algorithms:
         algorithms = report(job.config.algorithms, job.adjustment)
-        job.solution = replace(job.target.solved(job.solution, job.adjustment), algorithms=algorithms)
+        job.solution = replace(job.solution, algorithms=algorithms)
 
 
 def align_to_dpu(job: Job) -> None:

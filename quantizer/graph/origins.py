@@ -114,19 +114,32 @@ class _Walk:
         known = None if source is None else self.origins.get(source.name)
         if known is not None and (node.row.rectifies or node.row.axes is SAME):
             return Origins(names, constants, known.axis, known.parts)
-        if node.op != "cat":
-            return Origins(names, constants)
         axis = int(node.attrs.get("dim", 0)) % max(node.rank, 1)
+        if not self._lies_along(node, reads, axis):
+            return Origins(names, constants)
         parts: list[tuple[str, int]] = []
         for name in reads:
             inner = self.origins.get(name)
-            shape = self.graph.by_name[name].shape or ()
-            length = shape[axis] if axis < len(shape) else None
-            if (inner is not None and inner.axis != axis) or length is None:
+            if inner is not None and inner.axis != axis:
                 return Origins(names, constants)
+            length = (self.graph.by_name[name].shape or ())[axis]
+            assert length is not None  # as they lie along it
             label = _leaf_label(self.graph, name, self.numbers)
             parts += inner.parts if inner is not None else [(self.names.get(label, ""), length)]
         return Origins(names, constants, axis, tuple(parts))
+
+    def _lies_along(self, node: Node, reads: tuple[str, ...], axis: int) -> bool:
+        """Whether what a join reads lies in it one after the other along an axis."""
+        if node.row.axes is not JOINED or node.shape is None:
+            return False
+        total = 0
+        for name in reads:
+            shape = self.graph.by_name[name].shape or ()
+            length = shape[axis] if len(shape) == node.rank else None
+            if length is None:
+                return False
+            total += length
+        return total == node.shape[axis]
 
     def _together(self, node: Node, reads: tuple[str, ...]) -> tuple[set[str], bool]:
         """The sources of all that the node reads: any of them may be in what it makes."""
@@ -268,8 +281,9 @@ def _is_constant(number: Any) -> bool:
 
 
 def _has_parts(graph: Graph) -> bool:
-    """Whether a part of a join may be overwritten or picked, so that positions matter."""
+    """Whether positions matter: a part of a join may be overwritten or picked, or is moved before it is multiplied."""
     after: set[str] = set()
+    moved: set[str] = set()
     for node in graph.nodes:
         if node.is_join:
             if node.row.axes is not JOINED:
@@ -277,8 +291,13 @@ def _has_parts(graph: Graph) -> bool:
             after.add(node.name)
         elif node.row.keeps_scale and not after.isdisjoint(node.refs()):
             after.add(node.name)
+            is_moved = node.row.only_moves and node.row.axes is not SAME
+            if is_moved or not moved.isdisjoint(node.refs()):
+                moved.add(node.name)
             if node.op == "getitem" or _elements(node) < _elements(graph.source(node)):
                 return True
+        elif node.row.kind == "mac" and not moved.isdisjoint(node.refs()):
+            return True
     return False
 
 

@@ -78,6 +78,7 @@ def join_plans(
         has_grids = len(sources) >= len(where.origins[join.name].sources)
         inputs: list[Key] = []
         divisible: list[Key] = []
+        scalable: list[str] = []
         parts: dict[str, tuple[tuple[Key | None, int], ...]] = {}
         for product in join.products:
             key = (product.layer, input_role(graph, product) or "")
@@ -85,6 +86,7 @@ def join_plans(
                 inputs.append(key)
             if has_grids and _is_divisible(where, graph, product):
                 divisible += [key] if key in inputs else []
+                scalable += [product.layer] if _is_scalable(where, graph, product) else []
                 parts[product.layer] = _channels(where, graph, product, tensors)
         if single in tensors or inputs:
             plans.append(
@@ -95,6 +97,7 @@ def join_plans(
                     alone=_keys(graph, [part.point for part in join.alone], tensors),
                     inputs=tuple(inputs),
                     divisible=tuple(divisible),
+                    scalable=tuple(scalable),
                     is_returned=join.is_returned,
                     is_single=join.is_single,
                     parts=parts,
@@ -109,8 +112,11 @@ def left_out(join: JoinPlan, *, is_close: bool) -> tuple[Key, ...]:
     Args:
         is_close: whether the ranges of the parts are close enough for one scale.
     """
-    if join.single is not None and (join.is_single or (is_close and not join.is_returned)):
+    has_one = join.is_single or (is_close and not join.is_returned)
+    if join.single is not None and has_one:
         return (*join.alone, *join.inputs)
+    if join.is_single:
+        return ()
     single = () if join.single is None else (join.single,)
     return single if is_close else (*single, *join.divisible)
 
@@ -183,7 +189,7 @@ def _keys(graph: Graph, points: Sequence[str], tensors: Mapping[Key, TensorPlan]
 def _source_keys(where: Layout, graph: Graph, join: Join, tensors: Mapping[Key, TensorPlan]) -> tuple[Key, ...]:
     """The tensors of a join's parts; trained tensors that stand among them are weights."""
     trained = [(name, "weights") for name in where.origins[join.name].sources if (name, "weights") in tensors]
-    parameters = [key for key in trained if graph.by_name[key[0]].op == "parameter"]
+    parameters = [key for key in trained if graph.by_name[key[0]].row.kind == "structural"]
     return (*_keys(graph, join.sources, tensors), *parameters)
 
 
@@ -195,8 +201,7 @@ def _channels(
     for source, length in where.origins[product.value].parts:
         point = quantization_point(graph, where, source) if source else None
         keys = _keys(graph, [point], tensors) if point is not None else ()
-        trained = (source, "weights")
-        runs.append((keys[0] if keys else trained if trained in tensors else None, length))
+        runs.append((keys[0] if keys else None, length))
     return tuple(runs)
 
 
@@ -205,5 +210,16 @@ def _is_divisible(where: Layout, graph: Graph, product: Product) -> bool:
     node, origins = graph.by_name[product.layer], where.origins.get(product.value)
     if origins is None or origins.axis is None or origins.constants:
         return False
+    if node.row.scales_channels:
+        return origins.axis == node.row.channels
     reads_it = node.is_multiplying and node.operands.get("input") == product.value
     return reads_it and (node.row.spatial == 0 or origins.axis == _CHANNELS_OF_IMAGES)
+
+
+def _is_scalable(where: Layout, graph: Graph, product: Product) -> bool:
+    """Whether the parts of a divisible product lie along the layer's input channels."""
+    axis = where.origins[product.value].axis
+    if graph.by_name[product.layer].row.scales_channels:
+        return False  # on integers of their own its products are as good
+    is_linear = graph.by_name[product.layer].row.spatial == 0
+    return axis == (graph.by_name[product.value].rank - 1 if is_linear else _CHANNELS_OF_IMAGES)

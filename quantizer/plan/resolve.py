@@ -81,7 +81,8 @@ class _Resolver:
             self._plan_joined_inputs(node)
         joins = join_plans(self.where, self.graph, self.tensors, self.stated)
         for name, point in self.where.served.items():
-            if point in self.where.groups and point in self.floats:
+            is_planned = (name, "activation") in self.tensors
+            if point in self.where.groups and point in self.floats and not is_planned:
                 self.floats[name] = self.floats[point]
         self.findings += checks.ineffective(self.rules, self.floats)
         self.findings += checks.overridden(self.rules)
