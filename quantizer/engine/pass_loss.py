@@ -17,6 +17,8 @@ from quantizer.sources.batches import Batch
 
 LEAST_DB = -999.0
 """The SQNR of outputs that are not finite or have other shapes."""
+SAME_DB = 100.0
+"""The SQNR from which on a difference is that of float arithmetic, and the function is the same."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def sentence(figures: Mapping[str, Any]) -> str:
 
 
 def pass_loss(calibrated: Calibrated, quantized: Network, batch: Batch) -> PassLoss | None:
-    """Return what passes cost, or None if none changes the function of this model.
+    """Return what passes cost, or None if none changes the function of this model on the batch.
 
     Args:
         calibrated: the model, and what passes have made of it.
@@ -81,9 +83,12 @@ def pass_loss(calibrated: Calibrated, quantized: Network, batch: Batch) -> PassL
         for network in (Network(calibrated.original), Network(graph), quantized):
             outputs.append(network.start(batch.args, batch.kwargs).advance().float_outputs())
     user, passed, rounded = outputs
+    passes_db = _sqnr_db(user, passed)
+    if passes_db >= SAME_DB:
+        return None
     return PassLoss(
         graph.deviations,
-        passes_db=_sqnr_db(user, passed),
+        passes_db=passes_db,
         quantization_db=_sqnr_db(passed, rounded),
         together_db=_sqnr_db(user, rounded),
     )
