@@ -17,7 +17,7 @@ LOWER_IS_BETTER = frozenset(
 )
 HIGHER_IS_BETTER = frozenset(
     [
-        *("accuracy", "acc", "topk", "precision", "recall", "f1", "map", "iou"),
+        *("accuracy", "acc", "topn", "precision", "recall", "f1", "map", "iou"),
         *("miou", "dice", "auc", "auroc", "ndcg", "mrr", "bleu", "rouge", "psnr", "ssim"),
     ]
 )
@@ -131,12 +131,12 @@ def how_to_declare(metric: str) -> str:
 
 
 def _words(metric: str) -> list[str]:
-    """The words of a name in lower case, each also without digits at its end; `topk` for any k.
+    """The words of a name in lower case, each also without digits at its end; `topn` for any n.
 
     >>> _words("mAP50/top-5")
-    ['map50', 'map', 'topk']
+    ['map50', 'map', 'topn']
     """
-    text = re.sub(r"(?<![a-z])top[\W_]?\d+", "topk", metric.lower())
+    text = re.sub(r"(?<![a-z])top[\W_]?\d+", "topn", metric.lower())
     words = []
     for word in re.findall(r"[a-z0-9]+", text):
         words.append(word)
