@@ -13,7 +13,7 @@ import torch
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.engine.output_measure import OutputMeasure
 from quantizer.errors import DataError
-from quantizer.graph.output_parts import output_parts
+from quantizer.graph.output_parts import output_parts, parts_named_as
 from quantizer.graph.parameters import set_parameter
 from quantizer.nn.layer import Layer
 from quantizer.nn.network import Network
@@ -71,12 +71,15 @@ def ablate(
     batches: Iterable[Batch],
     after_tensor: Callable[[], None] = lambda: None,
     keys: Collection[Key] | None = None,
+    user: Network | None = None,
     *,
     measure: OutputMeasure | None = None,
 ) -> Ablation:
     """Measure every tensor that `quantized` quantizes, or those of `keys`; `reference` has the same nodes in float.
 
-    For each batch and tensor what comes after it runs twice.
+    For each batch and tensor what comes after it runs twice. The noise of all tensors, and of all but one, is that
+    against `user`, the model itself, where `reference` computes another function; that of one alone is against
+    `reference`, as it would be lost in what else differs.
 
     Args:
         after_tensor: called when one is done.
@@ -89,18 +92,24 @@ def ablate(
     alone: dict[Key, list[float]] = {key: [] for key in wanted}
     without: dict[Key, list[float]] = {key: [] for key in wanted}
     signal, noise = list[float](), list[float]()
-    measure = OutputMeasure(output_parts(reference.graph)) if measure is None else measure
+    compared = reference if user is None else user
+    measure = OutputMeasure(output_parts(compared.graph)) if measure is None else measure
+    passed = measure
+    if user is not None:
+        passed = measure.of(parts_named_as(reference.graph, user.graph))
     with torch.no_grad():
         for batch in batches:
             with naming_batch(len(signal)):
                 left, right = (each.start(batch.args, batch.kwargs) for each in (reference, quantized))
-                signal.append(measure.expect(left.branch()))
+                signal.append(passed.expect(left.branch()))
+                if user is not None:
+                    signal[-1] = measure.expect(user.start(batch.args, batch.kwargs))
                 noise.append(measure.noise(right.branch(), is_counted=True))
             for node in quantized.graph.nodes:
                 mine, its = reference.layers[node.name], quantized.layers[node.name]
                 for role in [role for role in its.quantizers if (node.name, role) in alone]:
                     with _tensor_of(mine, its, role):
-                        alone[node.name, role].append(measure.noise(left.branch()))
+                        alone[node.name, role].append(passed.noise(left.branch()))
                     with _tensor_of(its, mine, role):
                         without[node.name, role].append(measure.noise(right.branch()))
                     after_tensor()

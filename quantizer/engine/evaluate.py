@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.distributed import ALONE, Ranks, in_turn
 from quantizer.engine.noise import Noise
-from quantizer.engine.output_comparison import OutputComparison, Recorder
+from quantizer.engine.output_comparison import ComparedNetworks
 from quantizer.engine.output_figures import (
     POOLED_FIGURE,
     ROWS_KEPT,
@@ -27,7 +27,7 @@ from quantizer.engine.output_figures import (
 )
 from quantizer.engine.perplexity import TokenLoss, next_tokens
 from quantizer.errors import DataError, ModelError
-from quantizer.graph.output_parts import Output, output_parts
+from quantizer.graph.output_parts import Output
 from quantizer.nn.network import Network
 from quantizer.numerics.deferred import loaded
 from quantizer.sources.batches import Batch, naming_batch
@@ -87,12 +87,14 @@ class Score:
 class Comparison:
     """What a paired run found; figures about classes are absent when the output or the data has none.
 
-    `outputs` has the figures of each output and of its parts. `spoiled` is the first batch where the quantized network
-    alone gives NaN or infinity.
+    `outputs` has the figures of each output and of its parts. `quantization` has those against the float network that
+    was quantized, where outputs are compared with another one, the user's model. `spoiled` is the first batch where the
+    quantized network alone gives NaN or infinity.
     """
 
     layers: list[LayerNoise]
     outputs: list[OutputFigures] = field(default_factory=list)
+    quantization: list[OutputFigures] = field(default_factory=list)
     spoiled: int | None = None
     batches: int = 0
     samples: int = 0
@@ -105,6 +107,8 @@ class Comparison:
         for mine, its in zip(self.layers, other.layers, strict=True):
             mine.merge(its)
         for output, its_output in zip(self.outputs, other.outputs, strict=True):
+            output.merge(its_output)
+        for output, its_output in zip(self.quantization, other.quantization, strict=True):
             output.merge(its_output)
         if self.spoiled is None and other.spoiled is not None:
             self.spoiled = self.batches + other.spoiled
@@ -139,6 +143,11 @@ class Comparison:
     def named_metrics(self) -> dict[str, float]:
         """The figures of each output and part, as `sqnr_db[0.boxes]`."""
         return named_metrics(self.outputs)
+
+    @property
+    def losses(self) -> list[OutputFigures]:
+        """What quantization costs each output, without what passes have changed."""
+        return self.quantization or self.outputs
 
     @property
     def output(self) -> Noise:
@@ -203,10 +212,19 @@ def compare(
     quantized: Network,
     batches: Iterable[Batch],
     ranks: Ranks = ALONE,
+    user: Network | None = None,
     *,
     outputs: Sequence[Output] | None = None,
 ) -> Comparison:
     """Run both networks on each batch, once, on the rank that it belongs to.
+
+    Args:
+        reference: the float network, with the nodes of the quantized one.
+        quantized: what is compared with it.
+        batches: of data, on the networks' device.
+        ranks: who share the batches.
+        user: the model itself, where `reference` computes another function. Outputs are compared
+            with those of this network then.
 
     What is found is added up batch by batch in their order, so the number of ranks cannot be seen.
 
@@ -228,16 +246,16 @@ def compare(
             taps.setdefault(source, []).append((quantizer, len(activations)))
             activations.append((name, role))
 
-    compared = OutputComparison(output_parts(reference.graph) if outputs is None else outputs)
+    compared = ComparedNetworks(reference, user, outputs)
 
     def nothing() -> Comparison:
-        return Comparison([LayerNoise(*key, accumulated=Noise()) for key in activations], compared.empty())
+        return Comparison([LayerNoise(*key, accumulated=Noise()) for key in activations], *compared.empty())
 
     def one_batch(batch: Batch) -> None:
         """Both networks in step, so that each pair of values is compared while it exists."""
         found.append(nothing())
         left, right = reference.start(batch.args, batch.kwargs), quantized.start(batch.args, batch.kwargs)
-        recorders = Recorder(compared.outputs), Recorder(compared.outputs)
+        recorders = compared.recorders()
         for (name, x), (_, y) in zip(left.steps(), right.steps(), strict=True):
             recorders[0].see(name, x)
             recorders[1].see(name, y)
@@ -248,9 +266,8 @@ def compare(
                 assert noise.accumulated is not None  # only parameters have none
                 # What the quantizer hands on: a layer quantizes its own input after the value that both networks made.
                 noise.accumulated.add(x, y if noise.layer == name else quantizer(y.clone()))
-        pair = left.outputs(), right.outputs()
-        found[-1].outputs = compared.figures(*pair, *recorders)
-        _classes(*pair, batch, found[-1])
+        found[-1].outputs, found[-1].quantization = compared.figures((left, right), recorders, batch)
+        _classes(found[-1], batch, *compared.last)
 
     result = nothing()
 
@@ -287,7 +304,12 @@ def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
     return rows
 
 
-def _classes(reference: list[Tensor], quantized: list[Tensor], batch: Batch, result: Comparison) -> None:
+def _classes(
+    result: Comparison,
+    batch: Batch,
+    reference: Sequence[Tensor],
+    quantized: Sequence[Tensor],
+) -> None:
     """Find which classes the first floating-point output ranks highest, and whether the quantized one is finite."""
     result.batches = 1
     pairs = [(x, y) for x, y in zip(reference, quantized, strict=True) if x.is_floating_point()]

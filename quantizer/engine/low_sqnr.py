@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from quantizer.engine.ablation import ablate
 from quantizer.engine.evaluate import Comparison, LayerNoise
 from quantizer.engine.output_figures import leaves, worst
+from quantizer.engine.pass_loss import PassLoss
 from quantizer.engine.tested_networks import Networks
 from quantizer.nn.network import Network
 from quantizer.plan.model import Key
@@ -19,6 +20,17 @@ below LOW_DB reads, whose own SQNR is high if a few values are far larger than t
 """
 LEAST_DB = 0.1
 """What is gained by less is not worth a word."""
+
+
+def remark_on_passes(passes: PassLoss | None) -> str | None:
+    """Return a sentence on passes that alone leave less than LOW_DB of the model; None if they do not."""
+    if passes is None or passes.passes_db >= LOW_DB:
+        return None
+    names = ", ".join(passes.names)
+    return (
+        f"before anything is quantized, {names} leave {passes.passes_db:.1f} dB of the model's output on one batch: "
+        "switch them off, or train the model with what they put in"
+    )
 
 
 def remark(compared: Comparison, networks: Networks) -> str | None:
@@ -71,7 +83,8 @@ def _sources(layer: str, reference: Network, compared: Comparison) -> Iterator[s
 def _most_helpful(tried: list[LayerNoise], networks: Networks) -> tuple[Key, float] | None:
     """The tensor that the output gains most from when it is left in float, and how much, in dB; None if none helps."""
     keys = {(noise.layer, noise.role) for noise in tried}
-    found = ablate(networks.reference, networks.quantized, [networks.first], keys=keys)
+    pair = networks.reference, networks.quantized
+    found = ablate(*pair, [networks.first], keys=keys, user=networks.user)
     gains = {effect.key: found.gain_db(effect) for effect in found.effects}
     key = max(gains, key=gains.__getitem__, default=None)
     return (key, gains[key]) if key is not None and gains[key] >= LEAST_DB else None

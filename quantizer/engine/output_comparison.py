@@ -17,9 +17,11 @@ from quantizer.engine.output_figures import (
 )
 from quantizer.errors import ModelError
 from quantizer.graph.label_replay import Seen
-from quantizer.graph.output_parts import Output, Part
+from quantizer.graph.output_parts import Output, Part, output_parts, parts_named_as
 from quantizer.graph.row_order import RowOrder, matched_rows
-from quantizer.nn.execution import Watchers
+from quantizer.nn.execution import Execution, Watchers
+from quantizer.nn.network import Network
+from quantizer.sources.batches import Batch
 
 
 class Recorder:
@@ -163,6 +165,63 @@ class OutputComparison:
         if not has_masks:
             self._splits[key] = split
         return split
+
+
+class ComparedNetworks:
+    """The outputs of a float network and a quantized one, and where those of the quantized one
+    are compared with the user's model, also of that.
+
+    Args:
+        reference: the float network that was quantized.
+        user: the user's model, where `reference` computes another function.
+        outputs: of the network that outputs are compared with; as its graph names them, if None.
+    """
+
+    def __init__(
+        self,
+        reference: Network,
+        user: Network | None,
+        outputs: Sequence[Output] | None,
+    ) -> None:
+        self._user = user
+        compared = reference if user is None else user
+        self._comparison = OutputComparison(output_parts(compared.graph) if outputs is None else outputs)
+        self._passed: OutputComparison | None = None
+        if user is not None:
+            self._passed = OutputComparison(parts_named_as(reference.graph, user.graph))
+        self.last: tuple[Sequence[Tensor], Sequence[Tensor]] = (), ()
+
+    def empty(self) -> tuple[list[OutputFigures], list[OutputFigures]]:
+        """Return figures without a batch: of the outputs, and of those of the float network."""
+        passed = [] if self._passed is None else self._passed.empty()
+        return self._comparison.empty(), passed
+
+    def recorders(self) -> tuple[Recorder, Recorder]:
+        """Return what has to watch the float network and the quantized one."""
+        passed = self._passed or self._comparison
+        return Recorder(passed.outputs), Recorder([*passed.outputs, *self._comparison.outputs])
+
+    @torch.no_grad()
+    def figures(
+        self,
+        executions: tuple[Execution, Execution],
+        recorders: tuple[Recorder, Recorder],
+        batch: Batch,
+    ) -> tuple[list[OutputFigures], list[OutputFigures]]:
+        """Return the figures of a batch that both networks have run, watched by `recorders`.
+
+        The outputs that were compared are in `last`.
+        """
+        reference, quantized = executions[0].outputs(), executions[1].outputs()
+        if self._user is None or self._passed is None:
+            self.last = reference, quantized
+            return self._comparison.figures(reference, quantized, *recorders), []
+        passed = self._passed.figures(reference, quantized, *recorders)
+        recorder = Recorder(self._comparison.outputs)
+        execution = self._user.start(batch.args, batch.kwargs)
+        expected = execution.advance(watch=recorder.watchers).outputs()
+        self.last = expected, quantized
+        return self._comparison.figures(expected, quantized, recorder, recorders[1]), passed
 
 
 class _Split:

@@ -37,6 +37,10 @@ class OutputMeasure:
         self._signals: dict[str, float] = {}
         self._noises: dict[str, float] = {}
 
+    def of(self, outputs: Sequence[Output]) -> OutputMeasure:
+        """Return the same measure of another network, which has these outputs by the same names."""
+        return OutputMeasure(outputs, self._only)
+
     def expect(self, execution: Execution) -> float:
         """Run the network that others are compared with on a batch; return the energy of its
         outputs.

@@ -59,7 +59,7 @@ def output_warnings(compared: Comparison, networks: Networks) -> list[OutputWarn
     if compared.spoiled is not None:
         return []
     warnings: list[OutputWarning] = []
-    for output, figures in zip(networks.outputs, compared.outputs, strict=True):
+    for output, figures in zip(networks.float_outputs, compared.outputs, strict=True):
         lost = [part for part in figures.leaves if loss_of(part, compared.outputs) is not None]
         for part in lost:
             warnings.append(_with_blame(part, output, compared, networks))
@@ -114,7 +114,7 @@ def _with_blame(
     keys = list(islice(_suspects(part, output, compared, networks.reference.graph), TRIED))
     measure = OutputMeasure(networks.outputs, only=part.name)
     pair = networks.reference, networks.quantized
-    ablation = ablate(*pair, [networks.first], keys=keys, measure=measure)
+    ablation = ablate(*pair, [networks.first], keys=keys, user=networks.user, measure=measure)
     gains = {effect.key: ablation.gain_db(effect) for effect in ablation.effects}
     key = max(gains, key=gains.__getitem__, default=None)
     if key is None or not gains[key] >= HELPS_DB:
@@ -138,9 +138,10 @@ def _suspects(
     for noise in sorted(compared.layers, key=lambda noise: noise.local.sqnr_db):
         measured.setdefault(noise.layer, []).append((noise.layer, noise.role))
     pending = [output.node]
-    if output.labels is not None and part.layer:
+    layers = {known.name: known.layer for known in output.parts}
+    if output.labels is not None and layers.get(part.name):
         nodes = [node.name for node in output.labels.replay.nodes]
-        pending = [*reversed(nodes), part.layer]
+        pending = [*reversed(nodes), layers[part.name]]
     seen: set[str] = set()
     joins = set(pending[:-1])
     while pending:

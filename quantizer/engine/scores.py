@@ -3,22 +3,26 @@
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from quantizer.config.wording import quoted
 from quantizer.distributed import ALONE, Ranks
 from quantizer.engine import evaluate, low_sqnr
 from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.evaluate import Comparison
 from quantizer.engine.events import Events, Stage
+from quantizer.engine.output_figures import named_metrics, worst
 from quantizer.engine.output_warnings import OutputWarning, output_warnings
+from quantizer.engine.pass_loss import PassLoss, pass_loss
 from quantizer.engine.tested_networks import Networks
 from quantizer.errors import ModelError
 from quantizer.nn.network import Network
 from quantizer.sources.data import Batches
+from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.models import Evaluate
 from quantizer.sources.user_code import user_errors
 
@@ -26,23 +30,29 @@ logger = logging.getLogger(__name__)
 
 HELD = 0.01
 """A metric that changes by no more than this share is held."""
+DROP, RATIO = "_drop", "_ratio"
+"""What the names of a metric's loss of quality end in: its difference, and of perplexity its factor."""
 
 
 @dataclass(frozen=True)
 class Scores:
     """What a test found: the comparison tensor by tensor, and `pairs`, each metric of both networks.
 
-    `warnings` say what single outputs and parts lose, if they were asked for.
+    `directions` says which metrics are better when they are lower, as far as the user declares it; `passes` what passes
+    cost the outputs, if they change the function of the model. `warnings` say what single outputs and parts lose, if
+    they were asked for.
     """
 
     comparison: Comparison
     pairs: Mapping[str, Mapping[str, float]]
+    directions: Directions = BY_NAME
+    passes: PassLoss | None = None
     warnings: tuple[OutputWarning, ...] = ()
 
     @property
     def metrics(self) -> dict[str, float]:
         """All figures by the names that gates have for them."""
-        return self.comparison.metrics() | paired(self.pairs)
+        return self.comparison.metrics() | paired(self.pairs, self.directions)
 
     @property
     def gated(self) -> dict[str, float]:
@@ -50,9 +60,28 @@ class Scores:
         return self.metrics | self.comparison.named_metrics()
 
     @property
+    def quantization(self) -> dict[str, float]:
+        """The SQNR of each output and part, and of the worst, against the float network that was quantized."""
+        losses = self.comparison.losses
+        figures = named_metrics(losses)
+        lowest = worst(losses)
+        if lowest is not None and lowest.sqnr_db is not None:
+            figures["sqnr_db"] = lowest.sqnr_db
+        return figures
+
+    @property
     def is_task_held(self) -> bool:
         """Whether there are metrics of the task, and the quantized network has the float one's."""
-        return bool(self.pairs) and all(map(_is_held, self.pairs.values()))
+        return bool(self.pairs) and all(map(self._is_held, self.pairs))
+
+    def _is_held(self, name: str) -> bool:
+        """Whether a metric has lost no more than a hundredth, or changed where its direction is unknown."""
+        before, after = self.pairs[name]["float"], self.pairs[name]["quantized"]
+        reserve = HELD * abs(before)
+        is_lower_better = self.directions.lower_is_better(name)
+        if is_lower_better is None:
+            return abs(after - before) <= reserve
+        return after <= before + reserve if is_lower_better else after >= before - reserve
 
     @property
     def fault(self) -> str | None:
@@ -69,21 +98,22 @@ class Scores:
         return None if self.metrics else "the model returns no tensors, and there is no evaluate(): nothing is compared"
 
 
-def _is_held(pair: Mapping[str, float]) -> bool:
-    """Return whether a metric is that of the float network, within a hundredth."""
-    before, after = pair["float"], pair["quantized"]
-    return abs(after - before) <= HELD * abs(before)
+def paired(pairs: Mapping[str, Mapping[str, float]], directions: Directions = BY_NAME) -> dict[str, float]:
+    """Return the metrics of both networks, `{"top1": {"float": …, "quantized": …}}`, by single names.
 
-
-def paired(pairs: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of both networks, `{"top1": {"float": …, "quantized": …}}`, by single names."""
-    found: dict[str, float] = {}
+    `X_drop` is what X has lost in quality, whichever way X is good; there is none if that is unknown.
+    """
+    metrics: dict[str, float] = {}
     for name, pair in pairs.items():
         before, after = pair["float"], pair["quantized"]
-        found |= {f"{name}_float": before, name: after, f"{name}_drop": before - after}
+        metrics[f"{name}_float"] = before
+        metrics[name] = after
+        loss = directions.loss(name, before, after)
+        if loss is not None:
+            metrics[f"{name}{DROP}"] = loss
         if name == "perplexity" and before:  # it multiplies where other metrics lose
-            found["perplexity_ratio"] = after / before
-    return found
+            metrics[f"{name}{RATIO}"] = after / before
+    return metrics
 
 
 def score(
@@ -115,33 +145,52 @@ def score(
     if function is not None:
         before = measure(module, batches, device, events, "evaluate float", function)
         check(before.keys())
+        _warn_of_unknown(function.directions, before)
     reference = Network(calibrated.float_graph)
+    user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
     with Stage(events, "test", batches.total) as stage:
         on_device = stage.counted(batch.to(device) for batch in batches)
-        compared = evaluate.compare(reference, quantized, on_device, ranks, outputs=calibrated.outputs)
+        outputs = calibrated.outputs
+        compared = evaluate.compare(reference, quantized, on_device, ranks, user, outputs=outputs)
     batches.require_same(ranks)
+    passes = pass_loss(calibrated, quantized, batches.first().to(device)) if ranks.is_first else None
     pairs: Mapping[str, Mapping[str, float]] = compared.pairs()
+    directions = BY_NAME
     if function is not None:
+        directions = function.directions
         after = measure(quantized, batches, device, events, "evaluate quantized", function)
         pairs = {name: {"float": value, "quantized": after[name]} for name, value in before.items() if name in after}
+    scores = Scores(compared, pairs, directions, passes)
     if not explained or not ranks.is_first:
-        return Scores(compared, pairs)
-    networks = Networks(reference, quantized, batches, device, calibrated.outputs)
-    return Scores(compared, pairs, _explained(Scores(compared, pairs), networks))
+        return scores
+    networks = Networks(reference, quantized, user, batches, device, outputs)
+    return replace(scores, warnings=_explained(scores, networks))
 
 
 def _explained(scores: Scores, networks: Networks) -> tuple[OutputWarning, ...]:
     """Find what outputs lose, and why, and log it."""
-    warnings = output_warnings(scores.comparison, networks)
+    remark = low_sqnr.remark_on_passes(scores.passes)
+    if remark is not None:
+        logger.warning("%s", remark)
+        return ()
+    warnings = tuple(output_warnings(scores.comparison, networks))
     for warning in warnings:
         logger.log(logging.INFO if warning.kind == "rows" else logging.WARNING, "%s", warning.text)
     is_named = any(warning.kind in ("constant", "below") for warning in warnings)
     if is_named or scores.is_task_held:
-        return tuple(warnings)
+        return warnings
     remark = low_sqnr.remark(scores.comparison, networks)
     if remark is not None:
         logger.warning("%s", remark)
-    return tuple(warnings)
+    return warnings
+
+
+def _warn_of_unknown(directions: Directions, metrics: Mapping[str, float]) -> None:
+    """Warn of names that a file declares and no metric has, as a misspelt one."""
+    unknown = sorted(directions.declared - metrics.keys())
+    if unknown:
+        names = ", ".join(map(quoted, unknown))
+        logger.warning("evaluate() gives no metric %s, whose direction is declared", names)
 
 
 def measure(

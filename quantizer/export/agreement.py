@@ -14,6 +14,7 @@ from quantizer.engine.exact import LayerCodes
 from quantizer.engine.noise import Noise
 from quantizer.engine.output_comparison import OutputComparison, Recorder
 from quantizer.export.part_agreement import WITHIN, PartAgreement
+from quantizer.export.speed import Speed
 from quantizer.graph.output_parts import Output
 
 
@@ -60,7 +61,7 @@ class Verification:
     the file against the float network, where that decides.
     `default_session` has the figures of a runtime as its users start it, where those beside it are of one without
     optimizations: also its `kernels`, the codes of its `layers`, each made of the same codes as in test mode, and its
-    `speed`, as a multiple of that of the float network. `remarks` say how a file is read.
+    `speed` against the float network, None if it was not measured. `remarks` say how a file is read.
     """
 
     compared: str
@@ -74,7 +75,7 @@ class Verification:
     default_session: Verification | None = None
     kernels: Kernels | None = None
     layers: tuple[LayerCodes, ...] = ()
-    speed: float | None = None
+    speed: Speed | None = None
     remarks: tuple[str, ...] = ()
     sqnr_db_pooled: float | None = None
     parts: tuple[PartAgreement, ...] = ()
@@ -109,7 +110,7 @@ class Verification:
         """Sentences on the kernels and the layers."""
         found = [] if self.kernels is None else self.kernels.lines
         if found and self.speed is not None:
-            found[0] += f"; {self.speed:.1f}x the speed of float"
+            found[0] += f"; {self.speed.text}"
         if codes := sum(row.codes for row in self.layers):
             equal = 1 - sum(row.differing for row in self.layers) / codes
             found.append(f"layer by layer, {equal:.4%} of {codes} codes are equal")

@@ -72,6 +72,11 @@ class Op:
         return self.spatial is not None
 
     @property
+    def scales_channels(self) -> bool:
+        """Whether it multiplies each channel with a weight of its own."""
+        return self.kind == "mac" and self.channels is not None and self.spatial is None and not self.experts
+
+    @property
     def looks_up(self) -> bool:
         """Whether it makes rows of its own weight, as an embedding does."""
         return self.weight and self.kind == "compute"

@@ -114,19 +114,33 @@ class _Walk:
         known = None if source is None else self.origins.get(source.name)
         if known is not None and (node.row.rectifies or node.row.axes is SAME):
             return Origins(names, constants, known.axis, known.parts)
-        if node.op != "cat":
+        axis = self._joining_axis(node, reads)
+        if axis is None:
             return Origins(names, constants)
-        axis = int(node.attrs.get("dim", 0)) % max(node.rank, 1)
         parts: list[tuple[str, int]] = []
         for name in reads:
             inner = self.origins.get(name)
-            shape = self.graph.by_name[name].shape or ()
-            length = shape[axis] if axis < len(shape) else None
-            if (inner is not None and inner.axis != axis) or length is None:
+            if inner is not None and inner.axis != axis:
                 return Origins(names, constants)
+            length = (self.graph.by_name[name].shape or ())[axis]
+            assert length is not None  # as they lie along it
             label = _leaf_label(self.graph, name, self.numbers)
             parts += inner.parts if inner is not None else [(self.names.get(label, ""), length)]
         return Origins(names, constants, axis, tuple(parts))
+
+    def _joining_axis(self, node: Node, reads: tuple[str, ...]) -> int | None:
+        """The axis along which what a join reads lies in it one after the other, None if there is no such axis."""
+        if node.row.axes is not JOINED or not node.shape:
+            return None
+        axis = int(node.attrs.get("dim", 0)) % node.rank
+        total = 0
+        for name in reads:
+            shape = self.graph.by_name[name].shape or ()
+            length = shape[axis] if len(shape) == node.rank else None
+            if length is None:
+                return None
+            total += length
+        return axis if total == node.shape[axis] else None
 
     def _together(self, node: Node, reads: tuple[str, ...]) -> tuple[set[str], bool]:
         """The sources of all that the node reads: any of them may be in what it makes."""
@@ -268,8 +282,9 @@ def _is_constant(number: Any) -> bool:
 
 
 def _has_parts(graph: Graph) -> bool:
-    """Whether a part of a join may be overwritten or picked, so that positions matter."""
+    """Whether positions matter: a part of a join may be overwritten or picked, or is moved before it is multiplied."""
     after: set[str] = set()
+    moved: set[str] = set()
     for node in graph.nodes:
         if node.is_join:
             if node.row.axes is not JOINED:
@@ -277,8 +292,13 @@ def _has_parts(graph: Graph) -> bool:
             after.add(node.name)
         elif node.row.keeps_scale and not after.isdisjoint(node.refs()):
             after.add(node.name)
+            is_moved = node.row.only_moves and node.row.axes is not SAME
+            if is_moved or not moved.isdisjoint(node.refs()):
+                moved.add(node.name)
             if node.op == "getitem" or _elements(node) < _elements(graph.source(node)):
                 return True
+        elif node.row.kind in ("mac", "float") and not moved.isdisjoint(node.refs()):
+            return True
     return False
 
 

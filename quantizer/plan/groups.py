@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
-from quantizer.graph.axis_rules import PADDED, pads_zeros
+from quantizer.graph.axis_rules import ALIKE, PADDED, PRODUCT, QUOTIENT, SAME, pads_zeros
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.origins import Origins, maker, origins_of
 from quantizer.plan.floating import DERIVED, floating, multiplied, readers
@@ -33,9 +33,9 @@ class Join:
 
     Attributes:
         name: the layer that joins them.
-        group: it, and the activation function after it that nothing else reads before.
+        group: it, and the activation function or the scaling after it, if nothing else reads what is before these.
         sources: where its parts are quantized if each is on its own.
-        alone: those of `sources` that nothing but this join reads.
+        alone: what is quantized at those of `sources` that nothing but this join reads.
         products: the layers that multiply several parts at once, and so need one grid for them.
         is_returned: whether some of it is what the network returns.
         is_single: whether all parts are quantized at `group.point`, as somebody has asked for.
@@ -44,7 +44,7 @@ class Join:
     name: str
     group: Group
     sources: tuple[str, ...]
-    alone: tuple[str, ...]
+    alone: tuple[Group, ...]
     products: tuple[Product, ...]
     is_returned: bool
     is_single: bool = False
@@ -76,6 +76,9 @@ class _Everything(Container[str]):
         return True
 
 
+_ELEMENTWISE = (SAME, ALIKE, PRODUCT, QUOTIENT)
+PART_SCALE = "input_scale"
+"""The operator that brings the parts of a join to one range, so that one scale loses nothing."""
 EVERY_JOIN: Container[str] = _Everything()
 """For devices that have one grid for all that lies in one tensor."""
 
@@ -124,11 +127,23 @@ class _Layouter:
         self._serve(group)
         if join:
             self.feeds[group.point] = join
-        ends = {name for name, _ in outer_readers(self.graph, node.name)}
-        if node.row.kind == "nonlinear" and ends == {""}:
-            self.where.served[node.name] = ""  # a sigmoid or softmax whose result is only what the network returns
+        ends = {name for name, _ in outer_readers(self.graph, group.point)}
+        # A sigmoid, a softmax, or what is computed of parts on different grids, and then only returned.
+        is_last = node.row.kind == "nonlinear" and group.point == node.name
+        if ends == {""} and (is_last or self._reads_parts(node)):
+            self.where.served[node.name] = ""
         else:
             self.where.groups[group.point] = group
+
+    def _reads_parts(self, node: Node) -> bool:
+        """Whether the node computes element by element with a value whose parts are on different grids."""
+        if node.row.axes not in _ELEMENTWISE:
+            return False
+        for name in node.refs():
+            is_joined = name in self.where.origins or name in self.after_joins
+            if is_joined and quantization_point(self.graph, self.where, name) is None:
+                return True
+        return False
 
     def _place_join(self, node: Node) -> None:
         """Place a join with its activation function, on a grid of its own where that is asked for."""
@@ -139,16 +154,19 @@ class _Layouter:
         outside = [(name, read) for name, read in readers(self.graph, group.point) if not self._is_join(name)]
         products = [Product(name, read) for name, read in outside if self._needs_one_grid(name, read)]
         is_named = node.name in self.single and self.single is not EVERY_JOIN
-        is_single = is_named or (self.single is EVERY_JOIN and bool(outside))
+        is_scaled = self.graph.by_name[group.point].op == PART_SCALE
+        is_single = is_named or is_scaled or (self.single is EVERY_JOIN and bool(outside))
         if node.name in self.where.floats and not products:
             is_single = False
         if not outside and not is_single:
             return
+        points = [point for point in self.feeds if self._leads(point, node.name)]
+        alone = [self.where.groups[point] for point in points if point in self.where.groups]
         self.where.joins[node.name] = Join(
             name=node.name,
             group=group,
             sources=self._points(node.name),
-            alone=tuple(point for point in self.feeds if self._leads(point, node.name)),
+            alone=tuple(alone),
             products=tuple(products),
             is_returned=any(not name for name, _ in outside),
             is_single=is_single,
@@ -156,9 +174,9 @@ class _Layouter:
         if is_single:
             self._serve(group)
             self.where.groups[group.point] = group
-            for point in self.where.joins[node.name].alone:
-                self.where.groups.pop(point, None)
-                self.where.served[point] = group.point
+            for part in alone:
+                del self.where.groups[part.point]
+                self.where.served[part.point] = group.point
 
     def _serve(self, group: Group) -> None:
         """Note where the members of a group are quantized."""
@@ -245,13 +263,15 @@ class _Layouter:
             elif reader.row.kind == "passthrough" and reader.is_float:
                 pending.append(reader.name)
                 current = reader
+            elif reader.op == PART_SCALE and node.is_join:
+                return Group(reader.name, (*members, *pending, reader.name)), ""
             else:
                 return Group(point, tuple(members)), reader.name if reader.is_join else ""
         return Group(point, tuple(members)), ""
 
 
 def outer_readers(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (reader, what it reads) of a node's values, directly or through moves and joins; reader "" is the output."""
+    """Yield (reader, what it reads) of a node's values, directly or through moves and joins; "" is the output."""
     pending, joins = [name], {name}
     while pending:
         for reader, read in readers(graph, pending.pop()):

@@ -1,4 +1,4 @@
-"""What a plan says of joins: whose parts share a scale because the config asks for it, and what waits for calibration."""
+"""What a plan says of joins: whose parts share a scale as the config asks for it, and what waits for calibration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from quantizer.config.model import Config
 from quantizer.graph.ir import Graph
-from quantizer.plan.groups import EVERY_JOIN, Join, Layout, Product, quantization_point
+from quantizer.plan.groups import EVERY_JOIN, Group, Join, Layout, Product, quantization_point
 from quantizer.plan.match import RANKS, MatchedRule
 from quantizer.plan.model import ENTRIES, JoinDecision, JoinPlan, Key, Plan, TensorPlan
 
@@ -35,8 +35,16 @@ def single_joins(config: Config, graph: Graph, rules: Iterable[MatchedRule]) -> 
 
 
 def open_joins(where: Layout) -> dict[str, Join]:
-    """Return the joins that calibration decides on, by the layer where all parts would be quantized."""
-    return {join.group.point: join for join in where.joins.values() if join.products and not join.is_single}
+    """Return the joins that calibration looks at, by the layer where all parts would be quantized.
+
+    It decides on those that products read. Of those that have one scale anyway it says what that costs.
+    """
+    return {join.group.point: join for join in where.joins.values() if join.products or join.is_single}
+
+
+def watched(joins: Iterable[Join]) -> dict[str, Group]:
+    """Return the parts of joins that are not quantized on their own, but observed, by where they would be."""
+    return {part.point: part for join in joins if join.is_single for part in join.alone}
 
 
 def products_of(joins: Iterable[Join]) -> dict[str, list[tuple[Join, Product]]]:
@@ -70,6 +78,7 @@ def join_plans(
         has_grids = len(sources) >= len(where.origins[join.name].sources)
         inputs: list[Key] = []
         divisible: list[Key] = []
+        scalable: list[str] = []
         parts: dict[str, tuple[tuple[Key | None, int], ...]] = {}
         for product in join.products:
             key = (product.layer, input_role(graph, product) or "")
@@ -77,6 +86,7 @@ def join_plans(
                 inputs.append(key)
             if has_grids and _is_divisible(where, graph, product):
                 divisible += [key] if key in inputs else []
+                scalable += [product.layer] if _is_scalable(where, graph, product) else []
                 parts[product.layer] = _channels(where, graph, product, tensors)
         if single in tensors or inputs:
             plans.append(
@@ -84,10 +94,12 @@ def join_plans(
                     name=join.name,
                     single=single if single in tensors else None,
                     sources=sources,
-                    alone=_keys(graph, join.alone, tensors),
+                    alone=_keys(graph, [part.point for part in join.alone], tensors),
                     inputs=tuple(inputs),
                     divisible=tuple(divisible),
+                    scalable=tuple(scalable),
                     is_returned=join.is_returned,
+                    is_single=join.is_single,
                     parts=parts,
                 )
             )
@@ -100,8 +112,11 @@ def left_out(join: JoinPlan, *, is_close: bool) -> tuple[Key, ...]:
     Args:
         is_close: whether the ranges of the parts are close enough for one scale.
     """
-    if is_close and join.single is not None and not join.is_returned:
+    has_one = join.is_single or (is_close and not join.is_returned)
+    if join.single is not None and has_one:
         return (*join.alone, *join.inputs)
+    if join.is_single:
+        return ()
     single = () if join.single is None else (join.single,)
     return single if is_close else (*single, *join.divisible)
 
@@ -174,7 +189,7 @@ def _keys(graph: Graph, points: Sequence[str], tensors: Mapping[Key, TensorPlan]
 def _source_keys(where: Layout, graph: Graph, join: Join, tensors: Mapping[Key, TensorPlan]) -> tuple[Key, ...]:
     """The tensors of a join's parts; trained tensors that stand among them are weights."""
     trained = [(name, "weights") for name in where.origins[join.name].sources if (name, "weights") in tensors]
-    parameters = [key for key in trained if graph.by_name[key[0]].op == "parameter"]
+    parameters = [key for key in trained if graph.by_name[key[0]].row.kind == "structural"]
     return (*_keys(graph, join.sources, tensors), *parameters)
 
 
@@ -186,8 +201,7 @@ def _channels(
     for source, length in where.origins[product.value].parts:
         point = quantization_point(graph, where, source) if source else None
         keys = _keys(graph, [point], tensors) if point is not None else ()
-        trained = (source, "weights")
-        runs.append((keys[0] if keys else trained if trained in tensors else None, length))
+        runs.append((keys[0] if keys else None, length))
     return tuple(runs)
 
 
@@ -196,5 +210,16 @@ def _is_divisible(where: Layout, graph: Graph, product: Product) -> bool:
     node, origins = graph.by_name[product.layer], where.origins.get(product.value)
     if origins is None or origins.axis is None or origins.constants:
         return False
+    if node.row.scales_channels:
+        return origins.axis == node.row.channels
     reads_it = node.is_multiplying and node.operands.get("input") == product.value
     return reads_it and (node.row.spatial == 0 or origins.axis == _CHANNELS_OF_IMAGES)
+
+
+def _is_scalable(where: Layout, graph: Graph, product: Product) -> bool:
+    """Whether the parts of a divisible product lie along the layer's input channels."""
+    axis = where.origins[product.value].axis
+    if graph.by_name[product.layer].row.scales_channels:
+        return False  # on integers of their own its products are as good
+    is_linear = graph.by_name[product.layer].row.spatial == 0
+    return axis == (graph.by_name[product.value].rank - 1 if is_linear else _CHANNELS_OF_IMAGES)

@@ -67,7 +67,9 @@ class JoinPlan:
         alone: those of `sources` that nothing else reads.
         inputs: the whole, quantized again for each layer that multiplies it.
         divisible: those of `inputs` whose layer can multiply each part on its own scale.
+        scalable: the layers whose weights can take back what each part is multiplied with.
         is_returned: whether the network returns some of it.
+        is_single: whether the config asks for one scale, or the device has no other way.
         parts: by layer that multiplies the join with a weight, which of `sources` each run of its input channels comes
             from, and the run's length; None for constants.
     """
@@ -78,7 +80,9 @@ class JoinPlan:
     alone: tuple[Key, ...]
     inputs: tuple[Key, ...]
     divisible: tuple[Key, ...]
+    scalable: tuple[str, ...]
     is_returned: bool
+    is_single: bool = False
     parts: Mapping[str, tuple[tuple[Key | None, int], ...]] = field(default_factory=dict)
 
 
@@ -87,7 +91,7 @@ class JoinDecision:
     """How calibration has decided that a join is quantized.
 
     Attributes:
-        scale: "one" for all parts, or "own" for each.
+        scale: "one" for all parts, "own" for each, or "scaled": one for parts that are brought to one range first.
         gains: by layer that multiplies the join, how much the error of each part weighs in its output.
         lost_bits: by layer, how many bits its values would lose on the scale of the whole.
         lost_db: how much larger the error of what multiplies the join is with one scale, at worst.

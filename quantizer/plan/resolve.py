@@ -25,6 +25,7 @@ from quantizer.plan.joins import (
     open_joins,
     products_of,
     single_joins,
+    watched,
 )
 from quantizer.plan.kept_float import FIRST_LAST, kept_float, residual
 from quantizer.plan.match import RANKS, MatchedRule, match
@@ -60,6 +61,7 @@ class _Resolver:
         self.where = layout(graph, single_joins(config, graph, self.rules))
         self.joins = open_joins(self.where)
         self.products = products_of(self.joins.values())
+        self.watched = watched(self.joins.values())
         self.kept = kept_float(config, graph)
         self.residual = residual(config, graph, self.rules)
         self.tensors: dict[Key, TensorPlan] = {}
@@ -79,7 +81,8 @@ class _Resolver:
             self._plan_joined_inputs(node)
         joins = join_plans(self.where, self.graph, self.tensors, self.stated)
         for name, point in self.where.served.items():
-            if point in self.where.groups and point in self.floats:
+            is_planned = (name, "activation") in self.tensors
+            if point in self.where.groups and point in self.floats and not is_planned:
                 self.floats[name] = self.floats[point]
         self.findings += checks.ineffective(self.rules, self.floats)
         self.findings += checks.overridden(self.rules)
@@ -116,7 +119,9 @@ class _Resolver:
     def _plan_activation(self, node: Node) -> None:
         """The layer's output, where its group is quantized."""
         join = self.joins.get(node.name)
-        group = join.group if join is not None else self.where.groups.get(node.name)
+        group = self.where.groups.get(node.name) or self.watched.get(node.name)
+        if join is not None:
+            group = join.group
         if group is None or self.kept.get(node.name) == OUTSIDE:
             self.floats[node.name] = OUTSIDE if self.kept.get(node.name) == OUTSIDE else self._why_float(node)
             return
@@ -193,8 +198,10 @@ class _Resolver:
                 self._add(node.name, role, Group(name, (node.name,)), view)
 
     def _plan_joined_inputs(self, node: Node) -> None:
-        """What the layer multiplies of joins, quantized again as a whole, in case that its parts keep their own scales."""
+        """What the layer multiplies of joins, quantized again as a whole, in case that parts keep their own scales."""
         for join, product in self.products.get(node.name, ()):
+            if join.is_single:
+                continue
             whole = self.tensors.get((join.group.point, "activation"))
             role = input_role(self.graph, product)
             if whole is None or role is None or (node.name, role) in self.tensors:

@@ -11,6 +11,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.engine.evaluate import Comparison, LayerNoise
 from quantizer.engine.output_figures import OutputFigures
 from quantizer.engine.output_warnings import OutputWarning
+from quantizer.engine.pass_loss import PassLoss
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_parts import Output
 from quantizer.plan.model import Plan
@@ -33,6 +34,7 @@ def report(
     pairs: Mapping[str, Mapping[str, float]],
     rows: list[dict[str, Any]],
     stamp: str | None,
+    passes: PassLoss | None = None,
     *,
     outputs: Iterable[OutputFigures] = (),
     warnings: Iterable[OutputWarning] = (),
@@ -43,6 +45,8 @@ def report(
         found["pairs"] = {name: {kind: finite(value) for kind, value in pair.items()} for name, pair in pairs.items()}
     found["outputs"] = output_rows(outputs)
     found["warnings"] = [warning.to_json() for warning in warnings]
+    if passes is not None:
+        found["passes"] = passes.to_json()
     found["layers"] = [{key: finite(value) for key, value in row.items()} for row in rows]
     return found | {"stamp": stamp} if stamp else found
 
