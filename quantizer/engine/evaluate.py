@@ -266,8 +266,9 @@ def compare(
                 assert noise.accumulated is not None  # only parameters have none
                 # What the quantizer hands on: a layer quantizes its own input after the value that both networks made.
                 noise.accumulated.add(x, y if noise.layer == name else quantizer(y.clone()))
-        found[-1].outputs, found[-1].quantization = compared.figures((left, right), recorders, batch)
-        _classes(found[-1], batch, *compared.last)
+        expected, outputs, passed = compared.figures((left, right), recorders, batch)
+        found[-1].outputs, found[-1].quantization = outputs, passed
+        _classes(found[-1], batch, expected, right.outputs())
 
     result = nothing()
 

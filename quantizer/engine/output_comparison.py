@@ -189,7 +189,6 @@ class ComparedNetworks:
         self._passed: OutputComparison | None = None
         if user is not None:
             self._passed = OutputComparison(parts_named_as(reference.graph, user.graph))
-        self.last: tuple[Sequence[Tensor], Sequence[Tensor]] = (), ()
 
     def empty(self) -> tuple[list[OutputFigures], list[OutputFigures]]:
         """Return figures without a batch: of the outputs, and of those of the float network."""
@@ -207,21 +206,18 @@ class ComparedNetworks:
         executions: tuple[Execution, Execution],
         recorders: tuple[Recorder, Recorder],
         batch: Batch,
-    ) -> tuple[list[OutputFigures], list[OutputFigures]]:
-        """Return the figures of a batch that both networks have run, watched by `recorders`.
-
-        The outputs that were compared are in `last`.
-        """
+    ) -> tuple[list[Tensor], list[OutputFigures], list[OutputFigures]]:
+        """Return what outputs were compared with, and the figures as in `empty`, of a batch that
+        both networks have run, watched by `recorders`."""
         reference, quantized = executions[0].outputs(), executions[1].outputs()
         if self._user is None or self._passed is None:
-            self.last = reference, quantized
-            return self._comparison.figures(reference, quantized, *recorders), []
+            return reference, self._comparison.figures(reference, quantized, *recorders), []
         passed = self._passed.figures(reference, quantized, *recorders)
         recorder = Recorder(self._comparison.outputs)
         execution = self._user.start(batch.args, batch.kwargs)
         expected = execution.advance(watch=recorder.watchers).outputs()
-        self.last = expected, quantized
-        return self._comparison.figures(expected, quantized, recorder, recorders[1]), passed
+        figures = self._comparison.figures(expected, quantized, recorder, recorders[1])
+        return expected, figures, passed
 
 
 class _Split:

@@ -171,6 +171,10 @@ def quantized_at(graph: Graph, name: str, step: float = STEP) -> Network:
     return quantized_network(graph, Solution({(name, "activation"): tensor}))
 
 
+def networks_of(graph: Graph, quantized: Network) -> Networks:
+    return Networks(Network(graph), quantized, None, load_batches(data()), CPU, output_parts(graph))
+
+
 def node_of(graph: Graph, end: str) -> str:
     return next(node.name for node in graph.nodes if node.name.endswith(end))
 
@@ -188,7 +192,7 @@ def test_a_part_that_a_common_scale_loses_is_the_figure_of_all(case: Case) -> No
     metrics = compared.metrics() | compared.named_metrics()
     assert metrics["sqnr_db"] == metrics[f"sqnr_db[{case.lost}]"] < 10
     assert metrics["cosine"] == metrics[f"cosine[{case.lost}]"]
-    networks = Networks(Network(graph), quantized, load_batches(data()), CPU, output_parts(graph))
+    networks = networks_of(graph, quantized)
     warnings = {warning.output: warning for warning in output_warnings(compared, networks)}
     assert warnings[case.lost].layer == output.node
     assert "in float, it gives all of it" in warnings[case.lost].text
@@ -224,6 +228,22 @@ def test_figures_of_batches_add_up_to_those_of_all() -> None:
     parts.merge(found(second, third[:1]))
     assert parts.named_metrics() == pytest.approx(whole.named_metrics(), rel=1e-9)
     assert parts.metrics() == pytest.approx(whole.metrics(), rel=1e-9)
+
+
+def test_outputs_are_compared_with_the_users_model_part_by_part() -> None:
+    """And with the float network that was quantized, which a pass has made another one."""
+    user = trace(Head(cat).eval(), (data()[0],))
+    passed = user.mapped(lambda node: node)
+    passed = passed.replaced(tensors={**passed.tensors, "scores.bias": passed.tensors["scores.bias"] + 0.5})
+    quantized = quantized_at(passed, node_of(passed, "scores]/conv1d"), 0.02)
+    compared = compare(Network(passed), quantized, batches(*data()), user=Network(user))
+    figures = compared.named_metrics()
+    [losses] = compared.losses
+    lost = {part.name: part.sqnr_db for part in losses.parts}
+    assert compared.metrics()["sqnr_db"] == figures["sqnr_db[0.scores]"]
+    assert figures["sqnr_db[0.scores]"] < 20 < 30 < (lost["0.scores"] or 0)
+    networks = Networks(Network(passed), quantized, Network(user), load_batches(data()), CPU, output_parts(user))
+    assert {warning.output for warning in output_warnings(compared, networks)} <= {"0.scores"}
 
 
 class Returned(NamedTuple):
@@ -347,7 +367,7 @@ def test_rows_in_another_order_are_matched_before_they_are_compared(join: Any) -
         return
     assert metrics["sqnr_db"] > 25
     assert metrics["equal_outputs[boxes]"] == 1, "only the order changes, and which are chosen"
-    networks = Networks(Network(graph), quantized, load_batches(data()), CPU, output_parts(graph))
+    networks = networks_of(graph, quantized)
     warnings = output_warnings(compared, networks)
     assert {warning.kind for warning in warnings} == {"rows"}
     assert "are in another order" in warnings[0].text
@@ -375,7 +395,7 @@ def test_a_channel_that_collapses_is_named_whatever_makes_it() -> None:
     assert output.channel_axis == 2
     quantized = quantized_at(graph, output.node, 0.02)
     compared = compare(Network(graph), quantized, batches(*data()))
-    networks = Networks(Network(graph), quantized, load_batches(data()), CPU, output_parts(graph))
+    networks = networks_of(graph, quantized)
     [warning] = output_warnings(compared, networks)
     assert (warning.kind, warning.layer) == ("channels", output.node)
     assert "1 of 8 channels" in warning.text
@@ -387,7 +407,7 @@ def test_a_channel_that_collapses_is_named_whatever_makes_it() -> None:
 def test_what_is_one_value_in_float_alone_is_told() -> None:
     graph = trace(Head(lambda head, boxes, scores: (scores, boxes - boxes.clone())).eval(), (data()[0],))
     quantized = quantized_at(graph, node_of(graph, "clone"))
-    networks = Networks(Network(graph), quantized, load_batches(data()), CPU, output_parts(graph))
+    networks = networks_of(graph, quantized)
     [warning] = output_warnings(compare(Network(graph), quantized, batches(*data())), networks)
     assert (warning.kind, warning.output) == ("varies", "1")
 
@@ -395,5 +415,5 @@ def test_what_is_one_value_in_float_alone_is_told() -> None:
 def test_good_networks_are_not_warned_of() -> None:
     graph = trace(Head(lambda head, boxes, scores: (boxes, scores)).eval(), (data()[0],))
     quantized = quantized_at(graph, node_of(graph, "scores]/conv1d"), 0.02)
-    networks = Networks(Network(graph), quantized, load_batches(data()), CPU, output_parts(graph))
+    networks = networks_of(graph, quantized)
     assert not output_warnings(compare(Network(graph), quantized, batches(*data())), networks)
