@@ -30,6 +30,7 @@ from quantizer.errors import DataError, ModelError
 from quantizer.graph.output_parts import Output
 from quantizer.nn.network import Network
 from quantizer.numerics.deferred import loaded
+from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch, naming_batch
 
 APART = 16
@@ -218,6 +219,8 @@ def compare(
 ) -> Comparison:
     """Run both networks on each batch, once, on the rank that it belongs to.
 
+    What is found is added up batch by batch in their order, so the number of ranks cannot be seen.
+
     Args:
         reference: the float network, with the nodes of the quantized one.
         quantized: what is compared with it.
@@ -225,27 +228,15 @@ def compare(
         ranks: who share the batches.
         user: the model itself, where `reference` computes another function. Outputs are compared
             with those of this network then.
-
-    What is found is added up batch by batch in their order, so the number of ranks cannot be seen.
-
-    Args:
-        outputs: those of `reference` by name; without them, as its graph names them.
+        outputs: of the network that outputs are compared with, by name; as its graph names them, if None.
 
     Raises:
         DataError: no batch at all, or an output that is not finite.
         ModelError: the networks make tensors of other sizes.
         RankError: the ranks do not have the same batches.
     """
-    activations, found = list[tuple[str, str]](), list[Comparison]()
-    taps: dict[str, list[tuple[nn.Module, int]]] = {}
-    for name, role, quantizer in quantized.quantizers():
-        if not is_parameter(role):
-            node = quantized.graph.by_name[name]
-            # A layer's input is quantized where the value is that it reads.
-            source = name if role == "activation" or node.op == "input" else node.input_roles()[role]
-            taps.setdefault(source, []).append((quantizer, len(activations)))
-            activations.append((name, role))
-
+    activations, taps = _taps(quantized)
+    found = list[Comparison]()
     compared = ComparedNetworks(reference, user, outputs)
 
     def nothing() -> Comparison:
@@ -279,6 +270,22 @@ def compare(
 
     over_batches(batches, one_batch, ranks, exchange)
     return replace(result, layers=[*_parameters(reference, quantized), *result.layers])
+
+
+def _taps(quantized: Network) -> tuple[list[Key], dict[str, list[tuple[nn.Module, int]]]]:
+    """Return the activations that a network quantizes, and for each node whose value is one of
+    them what quantizes it, with its number."""
+    activations: list[Key] = []
+    taps: dict[str, list[tuple[nn.Module, int]]] = {}
+    for name, role, quantizer in quantized.quantizers():
+        if not is_parameter(role):
+            node = quantized.graph.by_name[name]
+            # A layer's input is quantized where the value is that it reads.
+            is_own = role == "activation" or node.op == "input"
+            source = name if is_own else node.input_roles()[role]
+            taps.setdefault(source, []).append((quantizer, len(activations)))
+            activations.append((name, role))
+    return activations, taps
 
 
 def _require_same_shape(what: str, x: Tensor, y: Tensor) -> None:
