@@ -23,6 +23,9 @@ from quantizer.nn.execution import Execution, Watchers
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
 
+MOST_SHAPES = 8
+"""Shapes of outputs of which it is remembered where their parts are."""
+
 
 class Recorder:
     """Keeps what tells the parts of outputs apart while a network runs."""
@@ -163,6 +166,8 @@ class OutputComparison:
             return None  # the output is one part then
         split = _Split(labels, len(output.parts))
         if not has_masks:
+            if len(self._splits) >= MOST_SHAPES:
+                self._splits.clear()
             self._splits[key] = split
         return split
 
@@ -184,8 +189,9 @@ class ComparedNetworks:
         outputs: Sequence[Output] | None,
     ) -> None:
         self._user = user
-        compared = reference if user is None else user
-        self._comparison = OutputComparison(output_parts(compared.graph) if outputs is None else outputs)
+        if outputs is None:
+            outputs = output_parts((reference if user is None else user).graph)
+        self._comparison = OutputComparison(outputs)
         self._passed: OutputComparison | None = None
         if user is not None:
             self._passed = OutputComparison(parts_named_as(reference.graph, user.graph))
@@ -268,12 +274,16 @@ class _MatchedRows:
 
 
 def _matched(
-    order: RowOrder, values: tuple[Tensor, Tensor], recorders: tuple[Recorder, Recorder]
+    order: RowOrder,
+    values: tuple[Tensor, Tensor],
+    recorders: tuple[Recorder, Recorder],
 ) -> _MatchedRows | None:
     """Return which values belong together; None if the rows of a network cannot be followed
     to its output."""
     tables: list[tuple[Tensor, Tensor]] = []
     for value, recorder in zip(values, recorders, strict=True):
+        if order.node not in recorder.values:
+            return None
         try:
             rows = order.rows(recorder.seen, value.shape)
         except ValueError:

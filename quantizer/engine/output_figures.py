@@ -352,14 +352,20 @@ def named_metrics(outputs: Sequence[OutputFigures]) -> dict[str, float]:
 
 
 def metric_names(outputs: Sequence[Output]) -> set[str]:
-    """Return what gates may ask for of the outputs and parts of a network, before it runs."""
+    """Return what gates may ask for of the outputs and parts of a network, before it runs.
+
+    What is integer or follows from constants alone has a share of equal values alone.
+    """
     names: set[str] = set()
     for output in outputs:
-        known = {output.name}
+        is_fixed = all(part.is_constant for part in output.parts)
+        rows = [(output.name, is_fixed)]
         for part in output.parts:
-            known |= {part.name, part.index or part.name}
-        for figure in NAMED_FIGURES:
-            names |= {f"{figure}[{name}]" for name in known}
+            rows += [(part.name, part.is_constant), (part.index or part.name, part.is_constant)]
+        for name, is_constant in rows:
+            is_rated = output.is_float and not is_constant
+            figures = NAMED_FIGURES if is_rated else NAMED_FIGURES[-1:]
+            names |= {f"{figure}[{name}]" for figure in figures}
         if output.order is not None:
             names |= {ROWS_KEPT, f"{ROWS_KEPT}[{output.name}]"}
     return names

@@ -74,7 +74,7 @@ class Output:
     Attributes:
         name: as the model calls it.
         node: what makes it.
-        is_float: whether it is a floating-point tensor.
+        is_float: whether it is a floating-point tensor, or a complex one.
         parts: at least one, which has the output's name if it is the only one.
         labels: gives the part of each value; None if there is one part.
         channel_axis: the axis of its channels, if it has any.
@@ -234,7 +234,8 @@ def output_parts(graph: Graph) -> tuple[Output, ...]:
         node = graph.by_name[node_name]
         whole = Part(name, None, node_name, is_constant=not provenance.depends[node_name])
         order = row_order(graph, node_name)
-        output = Output(name, node_name, node.is_float, (whole,), order=order)
+        is_float = node.dtype is not None and (node.is_float or node.dtype.is_complex)
+        output = Output(name, node_name, is_float, (whole,), order=order)
         axis: int | None = None
         if node.is_float and provenance.joined[node_name]:
             output, axis = _with_parts(graph, provenance, output, taken)

@@ -282,6 +282,9 @@ def test_what_is_integer_constant_or_empty_has_no_sqnr_and_is_not_the_worst() ->
     assert metrics["equal_outputs"] == metrics["equal_outputs[classes]"] < 1
     assert metrics["equal_outputs[zero]"] == 1
     assert {name for name in metrics if name.startswith("sqnr_db[")} == {"sqnr_db[s]"}
+    known = metric_names(output_parts(graph))
+    assert {"equal_outputs[classes]", "equal_outputs[anchors]"} <= known
+    assert not {"sqnr_db[classes]", "cosine[anchors]"} & known, "nothing measures them"
 
 
 def test_constant_outputs_alone_have_a_share_of_equal_values() -> None:
