@@ -153,8 +153,9 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablatio
             follower = progress(quiet=options.json)
             scores = score(calibrated, loaded.module, evaluation, follower, evaluator, check)
             require_known([gate], scores.gated)
-            runs[key] = scores.gated
-            click.echo(f"{len(key)} layers in float: {gate.metric} {scores.gated[gate.metric]:.6g}", err=True)
+            value = scores.gated[gate.metric]
+            runs[key] = scores.metrics | {gate.metric: value}
+            click.echo(f"{len(key)} layers in float: {gate.metric} {value:.6g}", err=True)
         return gate.holds(runs[key])
 
     holds(())  # a metric that nobody measures is refused before all tensors are

@@ -154,3 +154,22 @@ def test_a_low_sqnr_needs_no_sentence_where_the_task_is_held(
     metrics = read(tmp_path / "two", "report.json")["metrics"]
     assert metrics["sqnr_db"] < 15
     assert ("few networks are of use" in capsys.readouterr().err) is is_said
+
+
+def test_analyze_finds_what_has_to_stay_in_float_for_one_part(
+    detector: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, _ = detector
+    preset = json.loads((Path(__file__).parents[2] / "configs" / "cpu_int8.json").read_text())
+    preset["overall_quantize_config"]["bit_width"] = 3
+    config = tmp_path / "three.json"
+    config.write_text(json.dumps(preset))
+    arguments = ["analyze", "--config_file", str(config), "--model", model, "--json"]
+    assert run_command([*arguments, "--metric", "sqnr_db[0.score]>=30"]) == 2
+    assert 'did you mean "sqnr_db[0.scores]"?' in capsys.readouterr().err
+    assert run_command([*arguments, "--metric", "sqnr_db[0.scores]>=30"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    before, after = found["metrics"]["before"], found["metrics"]["after"]
+    assert before["sqnr_db[0.scores]"] < 30
+    assert after["sqnr_db[0.scores]"] is None or after["sqnr_db[0.scores]"] >= 30
+    assert found["float"]
