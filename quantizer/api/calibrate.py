@@ -119,16 +119,15 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = N
         ResultError: the folder is incomplete or damaged, or of another model.
     """
     check_float(model)
-    place = Path(folder)
-    info = results.read_info(place)
+    info = results.read_info(Path(folder))
     batches = _shape_alone(info) if data is None else _batches(model, data, seed=info.header["seed"])
     original, batch = _traced(model, batches)
     with evaluating(model), without_cache(model):
         calibrated = reopened(model, batch, original, info)
-    rules = stored_config(place)
+    rules = stored_config(info)
     plan = resolve(rules, calibrated.graph, original)
     check_plan(info, rules, plan.tensors)
-    return Result(model, calibrated, plan, batches, follower(), folder=place)
+    return Result(model, calibrated, plan, batches, follower(), opened=info)
 
 
 def _batches(

@@ -13,12 +13,12 @@ from quantizer.cli.options import TABLE, Options, command, option, takes, write_
 from quantizer.cli.table_view import view_of
 from quantizer.config.wording import closest
 from quantizer.engine.calibrated_folder import CalibratedFolder
-from quantizer.engine.result_set import locked
-from quantizer.engine.results import check_owner
+from quantizer.engine.result_set import locked, locked_as_opened
+from quantizer.engine.results import check_owner, open_results
 from quantizer.engine.retune import Change, Retuned, retuned
 from quantizer.errors import UsageError
 from quantizer.observers import METHODS, STATISTICS
-from quantizer.report.files import write_report
+from quantizer.report.files import READ, write_report
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,11 @@ def retune(folder: str, options: RetuneOptions) -> None:
     target = Path(options.output_dir or place)
     entries, _ = found.entries
     if not options.dry_run:
-        with locked(target):
+        is_same = target.resolve() == place.resolve()
+        with locked_as_opened(before.opened.files) if is_same else locked(target):
             check_owner(target, before.header["model"], overwrite=options.overwrite)
             found.write(target)
-            write_report(target)
+            write_report(open_results(target, READ))
     if options.file:
         write_text(options.file, found.text)
     rows = _rows(before, found)

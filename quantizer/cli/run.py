@@ -17,6 +17,7 @@ from quantizer.cli.exact_and_deploy import deploy, require_dpu, require_one, run
 from quantizer.cli.follow import followed, progress
 from quantizer.cli.gates import MEASURED, failed, names_in_test, parse_gate, require_known
 from quantizer.cli.options import Options
+from quantizer.cli.report_place import report_place
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import config_to_look, show_layers, table_view
 from quantizer.config.diagnostics import pointing_into
@@ -38,7 +39,7 @@ from quantizer.export import as_run, planned_refusals, refuse, require_extras
 from quantizer.export.choices import require_choices
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
-from quantizer.report.files import write_report
+from quantizer.report.files import READ, report_of, write_report
 from quantizer.report.view import View
 from quantizer.seeding import seed_everything
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
@@ -59,6 +60,8 @@ def run(options: Options) -> int:
     require_choices(options.target_choices, options.deploy)
     if options.for_ and options.quant_mode != "calib":
         raise UsageError("--for goes with calib mode and with `quantizer plan`: it looks ahead of a calibration")
+    if options.report_dir and options.quant_mode != "test":
+        raise UsageError("--report_dir goes with test mode: it says where that writes what it finds")
     if options.exact and options.quant_mode != "test":
         raise UsageError("--exact goes with test mode: it runs the integers of the network that was calibrated")
     for name in RAISING:
@@ -86,7 +89,7 @@ def run(options: Options) -> int:
     if options.quant_mode == "test" and outcome.error is None:  # their names are known, but nothing has these figures
         not_met += [f"{gate.text} (not measured)" for gate in gates if gate.metric not in outcome.metrics]
     if not_met:
-        annotate(options, not_met)
+        annotate(options, not_met, outcome.report)
         undeployed = "; nothing is deployed" if options.deploy and "deployed" not in outcome.content else ""
         help_ = "the table above shows which layers lose most"
         raise GateError(f"not met: {', '.join(not_met)}{undeployed}", help=help_)
@@ -150,7 +153,7 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
             pipeline.run(job)
         if checkpoints:
             results.write_results(folder, original, job.config, job.calibration, job.solution, job.header)
-            write_report(folder)
+            write_report(results.open_results(folder, READ))
             checkpoints.remove()
     return _outcome(job, folder)
 
@@ -171,7 +174,7 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         require_known(gates, names_in_test(MEASURED, options))
     seq_len = window_length(info.header["inputs"])
     batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
-    with _opened(folder, options, ranks) as noted:
+    with report_place(info, options, ranks) as (place, noted):
         original = session.trace_model(options, loaded, batches)
         noted["data"] = batches.filled and batches.filled.to_json()
         calibrated = reopened(loaded.module, batches.first().to(session.device_of(options)), original, info)
@@ -196,15 +199,15 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         if not ranks.is_first:
             return Outcome(scores.metrics, {})
         held = {gate.text: gate.holds(scores.metrics) for gate in gates if gate.metric in scores.metrics}
-        outcome = _report(table_view(options, graph), folder, info, scores, batches.stamp, held)
+        outcome = _report(table_view(options, graph), place, info, scores, batches.stamp, held)
         if scores.fault:
             help_ = "give that layer and those before it more bits or a wider range, or leave them float"
             return replace(outcome, error=GateError(scores.fault, help=help_))
         if options.exact:
-            outcome = run_exact(options, outcome, graph, info, batches)
+            outcome = run_exact(options, outcome, graph, info, batches, place)
         if not options.deploy or failed(gates, outcome.metrics):
             return outcome
-        return deploy(options, outcome, calibrated, loaded.module, batches)
+        return deploy(options, outcome, calibrated, loaded.module, batches, place)
 
 
 @contextmanager
@@ -260,21 +263,30 @@ def _evaluate(options: Options, loaded: LoadedModel) -> Evaluate | None:
 
 
 def _report(
-    view: View, folder: Path, info: results.QuantInfo, scores: Scores, stamp: str | None, gates: Mapping[str, bool]
+    view: View,
+    place: Path | None,
+    info: results.QuantInfo,
+    scores: Scores,
+    stamp: str | None,
+    gates: Mapping[str, bool],
 ) -> Outcome:
-    """Write what test mode found, and which gates hold; say what to show of it."""
+    """Write what test mode found, and which gates hold, if there is a place; say what to show of it."""
     compared = scores.comparison
     rows = tables.layer_rows(compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()})
     stamp = stamp or info.header.get("stamp")
     report = tables.report(scores.metrics, scores.pairs, rows, stamp) | ({"gates": gates} if gates else {})
-    write_report(folder, report)
-    write_text(folder / "layers.csv", tables.as_csv(rows))
-    shown: list[RenderableType] = [tables.damage_table(rows, view), f"results: {folder}"]
+    shown: list[RenderableType] = [tables.damage_table(rows, view)]
+    if place is None:
+        values, _ = report_of(info, report)
+    else:
+        values = write_report(info, report, place)
+        write_text(place / "layers.csv", tables.as_csv(rows))
+        shown.append(f"results: {place}")
     if stamp:
         shown.append(f"note: {stamp}")
     if scores.pairs:
         shown.append(tables.metric_table(scores.pairs))
-    return Outcome(scores.metrics, report, [*shown, *_lines(compared.metrics())])
+    return Outcome(scores.metrics, report, [*shown, *_lines(compared.metrics())], report=values)
 
 
 def _lines(metrics: dict[str, float]) -> list[RenderableType]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.config.roles import is_parameter
-from quantizer.engine.result_files import deferred_tensors, read_json
-from quantizer.engine.results import ALGORITHMS, ANALYSIS, INFO, ORIGINS, STATISTICS
+from quantizer.engine.result_files import deferred_tensors
+from quantizer.engine.results import ALGORITHMS, ANALYSIS, STATISTICS, OpenedResults
 from quantizer.engine.stored_checks import checked_json
 from quantizer.errors import ResultError
 from quantizer.numerics.histogram import Histogram
@@ -35,23 +34,24 @@ STRIPES = 240
 """Channels, or runs of them, of which a strip shows the range."""
 
 
-_BESIDE = {"algorithms": ALGORITHMS, "analysis": ANALYSIS}
-"""Files that not every folder has, by the name of what they say."""
-
-
-def content(folder: Path, tested: Mapping[str, Any]) -> Json:
+def content(opened: OpenedResults, tested: Mapping[str, Any]) -> Json:
     """Of a calibration, and of a test of it: what `tables.report` makes of one, or nothing.
 
     Raises:
         ResultError: a file is missing or damaged.
     """
-    info, plan = read_json(folder / INFO), checked_json(folder / ORIGINS[0])
-    found = {name: checked_json(folder / file) if (folder / file).exists() else None for name, file in _BESIDE.items()}
-    statistics = deferred_tensors(folder / STATISTICS)
+    info: Json = {"header": opened.header, "tensors": opened.entries}
+    files, analysis = opened.files, opened.about(ANALYSIS)
+    analysis.pop("calibration", None)
+    beside = {
+        "algorithms": checked_json(files[ALGORITHMS]) if ALGORITHMS in files else None,
+        "analysis": analysis or None,
+    }
+    statistics = deferred_tensors(files[STATISTICS])
     try:
-        return _content(info, plan, tested, statistics) | found
+        return _content(info, opened.plan, tested, statistics) | beside
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
-        why = f"{folder} has no results that a report can be made of: {type(error).__name__}: {error}"
+        why = f"{opened.folder} has no results that a report can be made of: {type(error).__name__}: {error}"
         raise ResultError(why, help="run --quant_mode calib again") from error
 
 

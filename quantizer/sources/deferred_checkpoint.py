@@ -7,8 +7,8 @@ from pathlib import Path
 from torch import nn
 
 from quantizer.graph.parameters import replace_parameters
+from quantizer.nn.deferred_file import deferred_file
 from quantizer.numerics.deferred import DeferredTensor, map_large_blocks
-from quantizer.sources.deferred_file import deferred_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -107,7 +107,7 @@ def test_files_that_have_another_name_elsewhere_are_replaced_and_not_written_to(
     """Hard links, which nobody can tell from files."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    names = sorted(path.name for path in folder.iterdir())
+    names = sorted(path.name for path in folder.iterdir() if path.name != "Linear.py")
     assert {"weights.safetensors", "quant_info.json", "run.log"} <= set(names)
     for name in names:
         (folder / name).unlink()
