@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import RenderableType
 
+import quantizer
 from quantizer import memory
 from quantizer.cli import runlog, session, torchrun
 from quantizer.cli.annotations import annotate
@@ -21,8 +23,9 @@ from quantizer.cli.report_place import report_place
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import config_to_look, show_layers, table_view
 from quantizer.config.diagnostics import pointing_into
-from quantizer.distributed import ALONE, Ranks
-from quantizer.engine import footprint, pipeline, results
+from quantizer.config.resolved import resolved_document
+from quantizer.distributed import ALONE, Ranks, require_alike
+from quantizer.engine import fingerprint, footprint, pipeline, results
 from quantizer.engine.calibrated import reopened, window_length
 from quantizer.engine.checkpoint import Checkpoints
 from quantizer.engine.events import Forked
@@ -48,6 +51,13 @@ logger = logging.getLogger(__name__)
 
 RAISING = ("fast_finetune", "dpu_accuracy")
 """Options of calibration that test mode takes as well, to say that the results were made with them."""
+
+
+DECIDING = (
+    *("quant_mode", "batch_size", "subset_len", "seq_len", "stride", "seed"),
+    *("fast_finetune", "dpu_accuracy"),
+)
+"""Options that decide the result, and are the same words on every machine."""
 
 
 def run(options: Options) -> int:
@@ -79,6 +89,7 @@ def run(options: Options) -> int:
         session.notes_on_stderr(own.quiet),
         redirect_stdout(sys.stderr if options.json else sys.stdout),
     ):
+        require_alike(ranks, _deciding(options), "the versions and options")
         outcome = MODES[options.quant_mode](own, ranks)
     if not ranks.is_first:
         return 0
@@ -149,6 +160,10 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
             options.memory,
             options.dpu_accuracy,
         )
+        if not ranks.is_alone:
+            model = {"layer": job.made_of["layers"], "weight": job.made_of["weights"]}
+            config = resolved_document(job.config)
+            require_alike(ranks, {"config": config, **model}, "the model")
         with pointing_into(read.sources):
             pipeline.run(job)
         if checkpoints:
@@ -177,6 +192,13 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
     with report_place(info, options, ranks) as (place, noted):
         original = session.trace_model(options, loaded, batches)
         noted["data"] = batches.filled and batches.filled.to_json()
+        if not ranks.is_alone:
+            facts = {
+                "results": info.files.identity,
+                "layer": fingerprint.layers(original),
+                "weight": fingerprint.weights(original),
+            }
+            require_alike(ranks, facts, "the calibrated model")
         calibrated = reopened(loaded.module, batches.first().to(session.device_of(options)), original, info)
         info = replace(info, solution=calibrated.solution)
         graph = calibrated.graph
@@ -208,6 +230,12 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         if not options.deploy or failed(gates, outcome.metrics):
             return outcome
         return deploy(options, outcome, calibrated, loaded.module, batches, place)
+
+
+def _deciding(options: Options) -> dict[str, Any]:
+    """What decides the result before a model is there."""
+    given = {f"--{name}": getattr(options, name) for name in DECIDING}
+    return {"quantizer": quantizer.__version__, "torch": torch.__version__, **given}
 
 
 @contextmanager

@@ -89,6 +89,11 @@ class OpenedResults:
         return self.folder / INFO
 
     @cached_property
+    def network(self) -> str:
+        """The sha256 of quant_info.json, which calibrations of one network have in common."""
+        return self.files[INFO].digest()
+
+    @cached_property
     def plan(self) -> dict[str, Any]:
         """The content of plan.json.
 
@@ -117,15 +122,17 @@ class OpenedResults:
             return {}
         file = self.files[name]
         content = checked_json(file)
+        if not isinstance(content, dict):
+            raise _useless(f"{file.path} is damaged: it is no object")
         unsealed = {key: value for key, value in content.items() if key != "checksum"}
         if content.get("checksum") != json_digest(unsealed):
             help_ = f"remove {file.path}, then run the command that wrote it again"
             raise ResultError(f"{file.path} was changed after it was written", help=help_)
-        return unsealed if content["calibration"] == self.files.identity else {}
+        return unsealed if content.get("calibration") == self.network else {}
 
     def sealed(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of a file of SEALED, which says what it is about."""
-        whole = {**content, "calibration": self.files.identity}
+        whole = {**content, "calibration": self.network}
         as_read: dict[str, Any] = json.loads(json.dumps(whole))
         return as_read | {"checksum": json_digest(as_read)}
 
