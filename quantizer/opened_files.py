@@ -46,7 +46,7 @@ class OpenFile:
         Raises:
             OSError: it cannot be opened.
         """
-        return cls(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        return cls(path, os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
 
     @property
     def size(self) -> int:

@@ -55,7 +55,7 @@ RAISING = ("fast_finetune", "dpu_accuracy")
 
 DECIDING = (
     *("quant_mode", "batch_size", "subset_len", "seq_len", "stride", "seed"),
-    *("fast_finetune", "dpu_accuracy"),
+    *("fast_finetune", "dpu_accuracy", "deploy"),
 )
 """Options that decide the result, and are the same words on every machine."""
 

@@ -83,15 +83,18 @@ def settle(folder: Path) -> None:
         raise ResultError(f"{moves} is a link", help=f"remove {aside}")
     if not moves.is_file():
         return
-    incoming, outgoing = planned_moves(moves.read_bytes(), folder)
-    for name in (*incoming, *outgoing):
-        _require_ours(folder, name)
-    for name in outgoing:
-        (folder / name).unlink(missing_ok=True)
-    for name in incoming:
-        with contextlib.suppress(FileNotFoundError):  # it is where it should be
-            os.replace(aside / name, folder / name)
-    _forget(folder)
+    try:
+        incoming, outgoing = planned_moves(moves.read_bytes(), folder)
+        for name in (*incoming, *outgoing):
+            _require_ours(folder, name)
+        for name in outgoing:
+            (folder / name).unlink(missing_ok=True)
+        for name in incoming:
+            with contextlib.suppress(FileNotFoundError):  # it is where it should be
+                os.replace(aside / name, folder / name)
+        _forget(folder)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
 
 
 def _require_ours(folder: Path, name: str) -> None:
@@ -109,7 +112,7 @@ def _require_ours(folder: Path, name: str) -> None:
         is_ours = not target.is_file() or is_emitted(target.read_text("utf-8", "replace"))
     else:
         is_ours = OURS.fullmatch(name) is not None
-    if not is_ours or target.is_dir():
+    if not is_ours or target.is_dir() or source.is_dir():
         help_ = f"move it to another folder; if there is none of this name, remove {folder / ASIDE}"
         raise ResultError(f"{target} is not a file that quantizer writes", help=help_)
 

@@ -285,6 +285,28 @@ def test_only_files_that_quantizer_writes_are_moved_or_removed(
     assert (folder / name / "inner").is_dir() if name == "folder" else (folder / name).read_text() == "years of work"
 
 
+def test_folders_are_not_moved(folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    crafted(folder, files=["report.json"])
+    (folder / ASIDE / "report.json").mkdir()
+    assert check(folder, model=toy()) == 5
+    assert "report.json is no file" in capsys.readouterr().err
+    with pytest.raises(ResultError, match=r"report\.json is not a file that quantizer writes"), locked(folder):
+        pass
+
+
+def test_checkpoints_from_python_are_not_written_through_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantizer.engine.checkpoint.EVERY_S", 0.0)
+    precious, folder = tmp_path / "precious", tmp_path / "out"
+    precious.write_text("mine")
+    folder.mkdir()
+    (folder / "checkpoint.calibration.json").symlink_to(precious)
+    with pytest.raises(ResultError, match=r"checkpoint\.calibration\.json is a link"):
+        quantizer.calibrate(torch.nn.Linear(3, 2), None, [torch.ones(4, 3)] * 2, folder=folder)
+    assert precious.read_text() == "mine"
+    with locked(folder.parent / "used"), pytest.raises(ResultError, match="in use by another run"):
+        quantizer.calibrate(torch.nn.Linear(3, 2), None, [torch.ones(4, 3)] * 2, folder=folder.parent / "used")
+
+
 def test_code_of_the_user_is_not_replaced(folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
     """A model's own file may have the name of its class."""
     (folder / "Linear.py").write_text("class Linear: ...")
