@@ -203,7 +203,7 @@ def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
     if reported is not None:
         check_model(reported, original)
         if not read.config.algorithms:
-            check_plan(reported, read.config, session.make_plan(read, original, quiet=True).tensors)
+            check_plan(reported, read.config, session.make_plan(read, original, quiet=True))
     return Subject(options, read, loaded, batches, original)
 
 
