@@ -42,6 +42,7 @@ def run_exact(
     graph: Graph,
     info: QuantInfo,
     batches: Batches,
+    *,
     place: Path | None,
 ) -> Outcome:
     """Run the batches again in integers; adds the metric `exact_equal` and a table, and writes exact.json."""
@@ -89,6 +90,7 @@ def deploy(
     calibrated: Calibrated,
     model: nn.Module,
     batches: Batches,
+    *,
     place: Path | None,
 ) -> Outcome:
     """Write what `--deploy` asks for, verified, and `verify.json` beside it; adds to the outcome.

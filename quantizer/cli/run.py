@@ -221,15 +221,16 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         if not ranks.is_first:
             return Outcome(scores.metrics, {})
         held = {gate.text: gate.holds(scores.metrics) for gate in gates if gate.metric in scores.metrics}
-        outcome = _report(table_view(options, graph), place, info, scores, batches.stamp, held)
+        view = table_view(options, graph)
+        outcome = _report(view, info, scores, batches.stamp, gates=held, place=place)
         if scores.fault:
             help_ = "give that layer and those before it more bits or a wider range, or leave them float"
             return replace(outcome, error=GateError(scores.fault, help=help_))
         if options.exact:
-            outcome = run_exact(options, outcome, graph, info, batches, place)
+            outcome = run_exact(options, outcome, graph, info, batches, place=place)
         if not options.deploy or failed(gates, outcome.metrics):
             return outcome
-        return deploy(options, outcome, calibrated, loaded.module, batches, place)
+        return deploy(options, outcome, calibrated, loaded.module, batches, place=place)
 
 
 def _deciding(options: Options) -> dict[str, Any]:
@@ -292,11 +293,12 @@ def _evaluate(options: Options, loaded: LoadedModel) -> Evaluate | None:
 
 def _report(
     view: View,
-    place: Path | None,
     info: results.QuantInfo,
     scores: Scores,
     stamp: str | None,
+    *,
     gates: Mapping[str, bool],
+    place: Path | None,
 ) -> Outcome:
     """Write what test mode found, and which gates hold, if there is a place; say what to show of it."""
     compared = scores.comparison

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import quantizer
+from quantizer import opened_files
 from quantizer.cli.main import run_command
 from quantizer.engine import result_set, results
 from quantizer.engine.result_set import ASIDE, MOVES, locked, replaced_set
@@ -127,6 +128,27 @@ def test_a_calibration_that_ends_at_any_moment_is_seen_whole_or_not(
             break
     assert {0, 1} == set(seen)
     assert len(seen) > 10
+
+
+def test_who_meets_writers_again_and_again_gives_up(
+    folder: Path, calibrations: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No reader gives a mixture, and none reads for ever."""
+    others, plain, is_writing = itertools.cycle(["new", "old"]), os.open, [False]
+
+    def opening(path: Any, *args: Any, **more: Any) -> int:
+        if path == "weights.safetensors" and not is_writing[0]:
+            is_writing[0] = True
+            replace(folder, calibrations / next(others))
+            is_writing[0] = False
+        return plain(path, *args, **more)
+
+    monkeypatch.setattr(opened_files, "ATTEMPTS", 5)
+    monkeypatch.setattr(os, "open", opening)
+    with pytest.raises(ResultError, match="is written again and again by other runs"):
+        results.read_info(folder)
+    monkeypatch.undo()
+    assert everything(results.read_info(folder))
 
 
 def test_what_was_opened_stays_what_it_was(folder: Path, calibrations: Path) -> None:
