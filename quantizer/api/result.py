@@ -20,7 +20,7 @@ from quantizer.engine.events import Events
 from quantizer.engine.job import Job
 from quantizer.engine.module_target import evaluating
 from quantizer.engine.result_set import locked
-from quantizer.engine.results import OpenedResults, open_results
+from quantizer.engine.results import OpenedResults, open_written
 from quantizer.engine.scores import Scores, score
 from quantizer.errors import DataError, GateError, UsageError
 from quantizer.export import EXPORTERS, check, export, require_extras
@@ -153,7 +153,7 @@ class Result:
                 self._write(place, self._job)
             elif self._opened is not None and not self._is_in(place):
                 results.write_copy(place, self._opened)
-            write_report(open_results(place, READ))
+            write_report(open_written(place, READ))
 
     def _is_in(self, place: Path) -> bool:
         """Whether the folder is the one that was loaded, and nobody has replaced its results."""
@@ -179,7 +179,7 @@ class Result:
         with TemporaryDirectory() as place:
             if self._job is not None:
                 self._write(Path(place), self._job)
-            opened = self._opened or open_results(Path(place), READ)
+            opened = self._opened or open_written(Path(place), READ)
             report = Report(opened, tested.to_json() if tested else {})
         if path is not None:
             report.save(path)

@@ -225,7 +225,7 @@ def _add_to_report(reported: QuantInfo, content: dict[str, Any]) -> None:
     folder = reported.folder
     with locked_as_opened(reported.files):
         write_json(folder / results.ANALYSIS, reported.sealed(content))
-        write_report(results.open_results(folder, READ))
+        write_report(results.open_written(folder, READ))
 
 
 def _run(options: AnalyzeOptions, subject: Subject, widths: tuple[Width, ...], budget: Budget | None) -> Findings:

@@ -76,7 +76,7 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
         )
         pipeline.run(job)
         results.write_results(folder, original, config, job.calibration, job.solution, job.header, origins)
-        write_report(results.open_results(folder, READ))
+        write_report(results.open_written(folder, READ))
     said = f"{len(job.plan.tensors)} tensors calibrated on {job.calibration.batches} batches; results: {folder}"
     found = {"tensors": len(job.plan.tensors), "batches": job.calibration.batches, "results": str(folder)}
     return Outcome({}, found, [said])

@@ -14,7 +14,7 @@ from quantizer.cli.table_view import view_of
 from quantizer.config.wording import closest
 from quantizer.engine.calibrated_folder import CalibratedFolder
 from quantizer.engine.result_set import locked, locked_as_opened
-from quantizer.engine.results import check_owner, open_results
+from quantizer.engine.results import check_owner, open_written
 from quantizer.engine.retune import Change, Retuned, retuned
 from quantizer.errors import UsageError
 from quantizer.observers import METHODS, STATISTICS
@@ -76,7 +76,7 @@ def retune(folder: str, options: RetuneOptions) -> None:
         with locked_as_opened(before.opened.files) if is_same else locked(target):
             check_owner(target, before.header["model"], overwrite=options.overwrite)
             found.write(target)
-            write_report(open_results(target, READ))
+            write_report(open_written(target, READ))
     if options.file:
         write_text(options.file, found.text)
     rows = _rows(before, found)

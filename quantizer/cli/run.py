@@ -168,7 +168,7 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
             pipeline.run(job)
         if checkpoints:
             results.write_results(folder, original, job.config, job.calibration, job.solution, job.header)
-            write_report(results.open_results(folder, READ))
+            write_report(results.open_written(folder, READ))
             checkpoints.remove()
     return _outcome(job, folder)
 

@@ -355,20 +355,31 @@ def read_info(folder: Path) -> QuantInfo:
         raise _useless(f"{opened.path} is damaged: {type(error).__name__}: {error}") from error
 
 
-def open_results(folder: Path, names: Collection[str] | None = None) -> OpenedResults:
-    """Open the calibration in a folder; of its files all, or quant_info.json and those of `names`.
+def open_results(folder: Path) -> OpenedResults:
+    """Open the calibration in a folder and compare its files with their checksums.
 
     Raises:
         ResultError: as `read_info` does.
     """
+    files = open_files(folder, KIND, _listed, SEALED)
+    content = _checked_info(files)
+    return OpenedResults(files, content["header"], content["tensors"])
+
+
+def open_written(folder: Path, names: Collection[str]) -> OpenedResults:
+    """Open quant_info.json and the files `names` of a calibration that this process wrote while it holds the lock.
+
+    What quant_info.json says is not checked again: for a large network that takes as long as writing it.
+
+    Raises:
+        ResultError: a file is missing or damaged.
+    """
 
     def digests(index: OpenFile) -> Mapping[str, str]:
-        listed = _listed(index)
-        wanted = listed.keys() if names is None else {INFO, *names}
-        return {name: digest for name, digest in listed.items() if name in wanted}
+        return {name: digest for name, digest in _listed(index).items() if name in (INFO, *names)}
 
     files = open_files(folder, KIND, digests, SEALED)
-    content = _checked_info(files)
+    content = read_json(files[INFO])
     return OpenedResults(files, content["header"], content["tensors"])
 
 
