@@ -235,8 +235,8 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
 
 def _deciding(options: Options) -> dict[str, Any]:
     """What decides the result before a model is there."""
-    given = {f"--{name}": getattr(options, name) for name in DECIDING}
-    return {"quantizer": quantizer.__version__, "torch": torch.__version__, **given}
+    words = {f"--{name}": getattr(options, name) for name in DECIDING}
+    return {"quantizer": quantizer.__version__, "torch": torch.__version__, **words}
 
 
 @contextmanager

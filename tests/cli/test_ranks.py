@@ -438,10 +438,10 @@ def test_ranks_that_would_not_compute_the_same_are_refused(
         change(rank)
 
     command = calib(f"{net}:{factory}", "config.json", tmp_path / "q", "-q")
-    found = run_ranks(3, command, tmp_path / "ranks", before=before)
-    assert [each.code for each in found] == [40] * 3, found[0].err
-    assert f"error: rank 1 differs from rank 0: {what}" in found[0].err
-    assert {each.err for each in found[1:]} == {""}
+    ranks = run_ranks(3, command, tmp_path / "ranks", before=before)
+    assert [rank.code for rank in ranks] == [40] * 3, ranks[0].err
+    assert f"error: rank 1 differs from rank 0: {what}" in ranks[0].err
+    assert {rank.err for rank in ranks[1:]} == {""}
     assert not (tmp_path / "q" / "quant_info.json").exists()
 
 
@@ -464,7 +464,7 @@ def test_test_mode_refuses_ranks_that_would_not_measure_the_same(
         kind
     ]
     command = ["--quant_mode", "test", "--model", f"{net}:{factory}", "--output_dir", "q"]
-    found = run_ranks(2, command, tmp_path / "ranks", before=before)
-    assert [each.code for each in found] == [40, 40], found[0].err
-    assert f"error: rank 1 differs from rank 0: {what}" in found[0].err
+    ranks = run_ranks(2, command, tmp_path / "ranks", before=before)
+    assert [rank.code for rank in ranks] == [40, 40], ranks[0].err
+    assert f"error: rank 1 differs from rank 0: {what}" in ranks[0].err
     assert json.loads((tmp_path / "0" / "q" / "report.json").read_text())["metrics"] == {}

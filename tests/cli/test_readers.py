@@ -56,10 +56,10 @@ def calibrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
         weight = {"dtype": f"int{bits}", "qscheme": "per_tensor"}
         config = {"global_quant_config": {"weight": weight, "input_tensors": STATIC}}
         (place / f"{name}.json").write_text(json.dumps(config))
-        given = ["--model", f"{place / 'net.py'}", "--output_dir", str(place / name), "-q"]
+        options = ["--model", f"{place / 'net.py'}", "--output_dir", str(place / name), "-q"]
         calib = ["--quant_mode", "calib", "--config_file", str(place / f"{name}.json")]
-        assert run_command([*calib, *given, "--data", f"{place / 'net.py'}:{data}"]) == 0
-        assert run_command(["--quant_mode", "test", *given]) == 0
+        assert run_command([*calib, *options, "--data", f"{place / 'net.py'}:{data}"]) == 0
+        assert run_command(["--quant_mode", "test", *options]) == 0
     return place
 
 
@@ -114,8 +114,8 @@ def test_a_calibration_that_ends_at_any_moment_is_seen_whole_or_not(
         folder = Path(shutil.copytree(calibrations / "old", tmp_path / str(moment)))
         opens = itertools.count()
 
-        def opening(*args: Any, opens: Any = opens, at: int = moment, folder: Path = folder, **more: Any) -> int:
-            if next(opens) == at:
+        def opening(*args: Any, opens: Any = opens, last: int = moment, folder: Path = folder, **more: Any) -> int:
+            if next(opens) == last:
                 write(folder, calibrations / "new")
             return plain(*args, **more)
 

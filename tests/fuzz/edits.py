@@ -89,9 +89,9 @@ def sealed(folder: Path) -> None:
     path.write_text(json.dumps(info | {"checksum": json_digest(content)}))
     index = folder / "checksums.json"
     listed = json.loads(index.read_text())
-    own = files if isinstance(files, dict) else {}
+    named = files if isinstance(files, dict) else {}
     names = (*ORIGINS, path.name)
-    listed["files"] = {**listed["files"], **own, **{name: _digest(folder / name) for name in names}}
+    listed["files"] = {**listed["files"], **named, **{name: _digest(folder / name) for name in names}}
     index.write_text(json.dumps(listed))
     report = folder / "report.json"
     told = json.loads(report.read_text())
