@@ -114,8 +114,8 @@ class _Walk:
         known = None if source is None else self.origins.get(source.name)
         if known is not None and (node.row.rectifies or node.row.axes is SAME):
             return Origins(names, constants, known.axis, known.parts)
-        axis = int(node.attrs.get("dim", 0)) % max(node.rank, 1)
-        if not self._lies_along(node, reads, axis):
+        axis = self._joining_axis(node, reads)
+        if axis is None:
             return Origins(names, constants)
         parts: list[tuple[str, int]] = []
         for name in reads:
@@ -128,18 +128,19 @@ class _Walk:
             parts += inner.parts if inner is not None else [(self.names.get(label, ""), length)]
         return Origins(names, constants, axis, tuple(parts))
 
-    def _lies_along(self, node: Node, reads: tuple[str, ...], axis: int) -> bool:
-        """Whether what a join reads lies in it one after the other along an axis."""
-        if node.row.axes is not JOINED or node.shape is None:
-            return False
+    def _joining_axis(self, node: Node, reads: tuple[str, ...]) -> int | None:
+        """The axis along which what a join reads lies in it one after the other, None if there is no such axis."""
+        if node.row.axes is not JOINED or not node.shape:
+            return None
+        axis = int(node.attrs.get("dim", 0)) % node.rank
         total = 0
         for name in reads:
             shape = self.graph.by_name[name].shape or ()
             length = shape[axis] if len(shape) == node.rank else None
             if length is None:
-                return False
+                return None
             total += length
-        return total == node.shape[axis]
+        return axis if total == node.shape[axis] else None
 
     def _together(self, node: Node, reads: tuple[str, ...]) -> tuple[set[str], bool]:
         """The sources of all that the node reads: any of them may be in what it makes."""
