@@ -460,9 +460,8 @@ def test_test_mode_refuses_ranks_that_would_not_measure_the_same(
             shutil.rmtree("q")
             shutil.copytree(tmp_path / "other", "q")
 
-    factory, what = {"weights": ("other_weights_by_rank", "weight head.bias"), "results": ("model", "results is ")}[
-        kind
-    ]
+    changed = {"weights": ("other_weights_by_rank", "weight head.bias"), "results": ("model", "results is ")}
+    factory, what = changed[kind]
     command = ["--quant_mode", "test", "--model", f"{net}:{factory}", "--output_dir", "q"]
     ranks = run_ranks(2, command, tmp_path / "ranks", before=before)
     assert [rank.code for rank in ranks] == [40, 40], ranks[0].err
