@@ -7,6 +7,7 @@ import click
 from quantizer.cli import runlog, session
 from quantizer.cli.follow import followed
 from quantizer.cli.options import Options, command, takes
+from quantizer.cli.reproduction import remember, words_of_merge
 from quantizer.cli.session import Outcome
 from quantizer.engine import pipeline, results
 from quantizer.engine.calibrated import example_batch, stored_config, traced
@@ -73,10 +74,13 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
             followed({}, quiet=options.quiet),
             seed=infos[0].header["seed"],
             statistics=tuple(statistics_of(info) for info in infos),
+            absorption=first.solution.absorption,
         )
         pipeline.run(job)
         results.write_results(folder, original, config, job.calibration, job.solution, job.header, origins)
-        write_report(results.open_written(folder, READ))
+        opened = results.open_written(folder, READ)
+        commands = remember(opened, "merge", words_of_merge(options, places))
+        write_report(opened, commands=commands)
     said = f"{len(job.plan.tensors)} tensors calibrated on {job.calibration.batches} batches; results: {folder}"
     found = {"tensors": len(job.plan.tensors), "batches": job.calibration.batches, "results": str(folder)}
     return Outcome({}, found, [said])

@@ -10,6 +10,7 @@ from rich.text import Text
 from quantizer.cli import session
 from quantizer.cli.completion import layers_of_results
 from quantizer.cli.options import TABLE, Options, command, option, takes, write_text
+from quantizer.cli.reproduction import remember, with_config
 from quantizer.cli.table_view import view_of
 from quantizer.config.wording import closest
 from quantizer.engine.calibrated_folder import CalibratedFolder
@@ -73,10 +74,15 @@ def retune(folder: str, options: RetuneOptions) -> None:
     entries, _ = found.entries
     if not options.dry_run:
         is_same = target.resolve() == place.resolve()
+        command = before.opened.commands.get("calib")
         with locked_as_opened(before.opened.files) if is_same else locked(target):
             check_owner(target, before.header["model"], overwrite=options.overwrite)
             found.write(target)
-            write_report(open_written(target, READ))
+            opened, commands = open_written(target, READ), None
+            if command is not None:  # the result is that of a calibration with the changed config
+                changed = with_config(command, Path(found.config.source).name)
+                commands = remember(opened, "calib", changed)
+            write_report(opened, commands=commands)
     if options.file:
         write_text(options.file, found.text)
     rows = _rows(before, found)

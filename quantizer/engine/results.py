@@ -17,6 +17,7 @@ from torch import Tensor
 import quantizer
 from quantizer.config.model import Config, Settings
 from quantizer.config.resolved import resolved_document
+from quantizer.config.typed_fields import fits
 from quantizer.engine import fingerprint
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.result_files import (
@@ -55,6 +56,8 @@ CHECKSUMS = "checksums.json"
 """Names every file of a calibration by its sha256. Readers open it first."""
 REPORT, ANALYSIS = SEALED = ("report.json", "analysis.json")
 """What test mode and `analyze` found. Each has its own checksum, and the one of the calibration that it is about."""
+RUN_FILE, COMMANDS = "run.json", "commands"
+"""The facts of the last run, and the commands that have made the results. Nothing else of it is read."""
 TESTED = (*SEALED, "report.html", "layers.csv", "exact.json", "export/verify.json")
 """The same and what is made of it. It holds for one calibration only."""
 AGAIN = "run --quant_mode calib again"
@@ -102,6 +105,19 @@ class OpenedResults:
         """
         content: dict[str, Any] = checked_json(self.files[PLAN])
         return content
+
+    @cached_property
+    def commands(self) -> dict[str, list[str]]:
+        """The commands that made these results, as words by mode; none where run.json is damaged or of others."""
+        if RUN_FILE not in self.files:
+            return {}
+        try:
+            sealed = read_json(self.files[RUN_FILE])[COMMANDS]
+            commands = {mode: words for mode, words in sealed.items() if mode not in ("calibration", "checksum")}
+            is_whole = self.sealed(commands) == sealed
+        except (ResultError, LookupError, TypeError, AttributeError):
+            return {}
+        return commands if is_whole and fits(commands, dict[str, list[str]]) else {}
 
     def statistics(self) -> Mapping[str, Tensor]:
         """Return what calibration has seen, by `layer|role|name`.
@@ -251,7 +267,7 @@ def write_copy(folder: Path, opened: OpenedResults) -> None:
     """
     with replaced_results(folder) as new:
         for name in opened.files.names:
-            if name not in SEALED:
+            if name not in (*SEALED, RUN_FILE):
                 write_bytes(new / name, opened.files[name].parts())
 
 
@@ -361,7 +377,7 @@ def open_results(folder: Path) -> OpenedResults:
     Raises:
         ResultError: as `read_info` does.
     """
-    files = open_files(folder, KIND, _listed, SEALED)
+    files = open_files(folder, KIND, _listed, (*SEALED, RUN_FILE))
     content = _checked_info(files)
     return OpenedResults(files, content["header"], content["tensors"])
 
@@ -378,7 +394,7 @@ def open_written(folder: Path, names: Collection[str]) -> OpenedResults:
     def digests(index: OpenFile) -> Mapping[str, str]:
         return {name: digest for name, digest in _listed(index).items() if name in (INFO, *names)}
 
-    files = open_files(folder, KIND, digests, SEALED)
+    files = open_files(folder, KIND, digests, (*SEALED, RUN_FILE))
     content = read_json(files[INFO])
     return OpenedResults(files, content["header"], content["tensors"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -34,7 +35,15 @@ STRIPES = 240
 """Channels, or runs of them, of which a strip shows the range."""
 
 
-def content(opened: OpenedResults, tested: Mapping[str, Any]) -> Json:
+COMMAND_ORDER = ("merge", "calib", "test")
+"""Commands that results come from, in the order in which they run."""
+
+
+def content(
+    opened: OpenedResults,
+    tested: Mapping[str, Any],
+    commands: Mapping[str, list[str]] | None = None,
+) -> Json:
     """Of a calibration, and of a test of it: what `tables.report` makes of one, or nothing.
 
     Raises:
@@ -49,7 +58,8 @@ def content(opened: OpenedResults, tested: Mapping[str, Any]) -> Json:
     }
     statistics = deferred_tensors(files[STATISTICS])
     try:
-        return _content(info, opened.plan, tested, statistics) | beside
+        lines = _commands(opened.commands if commands is None else commands)
+        return _content(info, opened.plan, tested, statistics) | beside | {"commands": lines}
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
         why = f"{opened.folder} has no results that a report can be made of: {type(error).__name__}: {error}"
         raise ResultError(why, help="run --quant_mode calib again") from error
@@ -65,10 +75,10 @@ def _content(info: Json, plan: Json, tested: Mapping[str, Any], statistics: Mapp
     return {
         "model": info["header"]["model"],
         "header": {name: info["header"][name] for name in _SHOWN if name in info["header"]},
-        "commands": _commands(info["header"], plan),
         "metrics": tested.get("metrics", {}),
         "pairs": tested.get("pairs", {}),
         "gates": tested.get("gates", {}),
+        "passes": tested.get("passes"),
         "stamp": tested.get("stamp", info["header"].get("stamp")),
         "weight_bytes": plan["weight_bytes"],
         "layers": sorted(rows, key=_damage),
@@ -89,12 +99,9 @@ def _damage(row: Json) -> float:
     return math.inf if row["local_sqnr_db"] is None else row["local_sqnr_db"]
 
 
-def _commands(header: Json, plan: Json) -> list[str]:
-    """What makes these results again, but for where files lie."""
-    config = f" --config_file {plan['config']['name']}" if plan.get("config") else ""
-    given = "".join(f" --{name} {header[name]}" for name in ("seed", "batch_size", "subset_len") if header.get(name))
-    modes = {"calib": config + given, "test": ""}
-    return [f"quantizer --quant_mode {mode}{more} --model MODEL" for mode, more in modes.items()]
+def _commands(commands: Mapping[str, list[str]]) -> list[str]:
+    """The commands that make these results again, in their order, for a shell."""
+    return [shlex.join(commands[mode]) for mode in COMMAND_ORDER if mode in commands]
 
 
 _SHOWN = ("quantizer", "torch", "threads", "batches", "data", "seed", "config")

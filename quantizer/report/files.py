@@ -16,13 +16,20 @@ READ = (PLAN, STATISTICS, ALGORITHMS)
 """The files that a report is made of, beside quant_info.json."""
 
 
-def report_of(opened: OpenedResults, tested: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+Commands = Mapping[str, list[str]]
+
+
+def report_of(
+    opened: OpenedResults, tested: Mapping[str, Any], commands: Commands | None = None
+) -> tuple[dict[str, Any], str]:
     """The values and the page, of a calibration and of a test of it: what `tables.report` makes of one, or nothing.
 
     Raises:
         ResultError: a file is missing or damaged.
     """
-    values: dict[str, Any] = json.loads(json.dumps(content(opened, tested), sort_keys=True))  # as readers find them
+    values: dict[str, Any] = json.loads(
+        json.dumps(content(opened, tested, commands), sort_keys=True)
+    )  # as readers find them
     try:
         return values, page(values)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -34,6 +41,8 @@ def write_report(
     opened: OpenedResults,
     tested: Mapping[str, Any] | None = None,
     place: Path | None = None,
+    *,
+    commands: Commands | None = None,
 ) -> dict[str, Any]:
     """Write both about a calibration; return the values.
 
@@ -41,11 +50,13 @@ def write_report(
         opened: the calibration. Who writes into its folder holds the lock, and has seen that it is still there.
         tested: as `report_of` takes it; by default what the report in the folder has of a test.
         place: another folder to write to.
+        commands: those that made the results; by default as run.json had them when they were opened.
 
     Raises:
         ResultError: a file is damaged, or cannot be written.
     """
-    values, shown = report_of(opened, opened.about(REPORT) if tested is None else tested)
+    known = opened.about(REPORT) if tested is None else tested
+    values, shown = report_of(opened, known, commands)
     folder = place or opened.folder
     write_json(folder / VALUES, opened.sealed(values))
     write_text(folder / PAGE, shown)
