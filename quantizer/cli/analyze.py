@@ -29,7 +29,8 @@ from quantizer.engine.ablation import Ablation
 from quantizer.engine.analyze import Analysis, Budget, Width, width_bits
 from quantizer.engine.events import Stage
 from quantizer.engine.result_files import write_json
-from quantizer.engine.result_set import locked
+from quantizer.engine.result_set import locked_as_opened
+from quantizer.engine.results import QuantInfo
 from quantizer.engine.same_calibration import check_model, check_plan
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
@@ -38,7 +39,7 @@ from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
 from quantizer.report import sensitivity
-from quantizer.report.files import write_report
+from quantizer.report.files import READ, write_report
 from quantizer.report.view import Listing, View
 from quantizer.seeding import seed_everything
 from quantizer.sources.data import Batches
@@ -104,15 +105,16 @@ def analyze(options: AnalyzeOptions) -> None:
         refuse_typed(["choices", "passes", "tensors"], "--metric measures each tensor, and chooses no widths")
     else:
         refuse_typed(["eval_data", "evaluate"], "they are for the test runs of --metric")
-    if options.report:
-        results.read_info(Path(options.report))  # before anything takes long
+    reported = results.read_info(Path(options.report)) if options.report else None
     with session.notes_on_stderr(options.json), redirect_stdout(sys.stderr):
-        result = _floats(options) if options.metric else _run(options, widths, budget)
+        subject = _subject(options, reported)
+        search = _floats(subject, options.metric) if options.metric else None
+        result = search or _run(options, subject, widths, budget)
     file = options.config_file if options.apply else options.file
     if file:
         write_text(file, result.text)
-    if options.report:
-        _add_to_report(Path(options.report), result.content)
+    if reported is not None:
+        _add_to_report(reported, result.content)
     if options.json:
         click.echo(session.as_json(result.content))
         return
@@ -190,7 +192,8 @@ def parse_budget(options: AnalyzeOptions) -> Budget | None:
     return sizes[name]
 
 
-def _subject(options: AnalyzeOptions) -> Subject:
+def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
+    """What is analyzed; the calibration whose report takes up what is found is of the same model."""
     seed_everything(options.seed)
     read = session.read_config(options.config_file)
     loaded = session.open_model(options)
@@ -198,40 +201,37 @@ def _subject(options: AnalyzeOptions) -> Subject:
     if batches.stands_in:
         raise session.missing_data()
     original = session.trace_model(options, loaded, batches)
-    if options.report:
-        info = results.read_info(Path(options.report))
-        check_model(info, original)
+    if reported is not None:
+        check_model(reported, original)
         if not read.config.algorithms:
-            refused = absorption.refused(info.solution.absorption)
+            refused = absorption.refused(reported.solution.absorption)
             graph = run_passes(original, read.config.settings, refused=refused)
-            check_plan(info, read.config, session.make_plan(read, original, quiet=True, graph=graph))
+            check_plan(reported, read.config, session.make_plan(read, original, quiet=True, graph=graph))
     return Subject(options, read, loaded, batches, original)
 
 
-def _floats(options: AnalyzeOptions) -> Findings:
+def _floats(subject: Subject, metric: str) -> Findings:
     """The search for the fewest bytes in float."""
-    subject = _subject(options)
-    session.make_plan(subject.read, subject.original, quiet=options.json)
-    found, gate, tensors = cheapest_floats(subject, options.metric or "")
+    session.make_plan(subject.read, subject.original, quiet=subject.options.json)
+    found, gate, tensors = cheapest_floats(subject, metric)
     content = found.to_json(gate) | {"tensors": sensitivity.ablation_json(tensors)}
     lines = found.lines(gate, path_names(subject.original))
     return Findings(subject.original, content, found.text, lines=tuple(lines), tensors=tensors)
 
 
-def _add_to_report(folder: Path, content: dict[str, Any]) -> None:
-    """Keep what was found in a result folder, and write its report again.
+def _add_to_report(reported: QuantInfo, content: dict[str, Any]) -> None:
+    """Keep what was found in the folder of a calibration, and write its report again.
 
     Raises:
-        ResultError: it holds no complete calibration.
+        ResultError: another calibration has taken its place.
     """
-    results.read_info(folder)
-    with locked(folder):
-        write_json(folder / results.ANALYSIS, content)
-        write_report(folder)
+    folder = reported.folder
+    with locked_as_opened(reported.files):
+        write_json(folder / results.ANALYSIS, reported.sealed(content))
+        write_report(results.open_written(folder, READ))
 
 
-def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | None) -> Findings:
-    subject = _subject(options)
+def _run(options: AnalyzeOptions, subject: Subject, widths: tuple[Width, ...], budget: Budget | None) -> Findings:
     read, original, batches = subject.read, subject.original, subject.batches
     record = absorption.decide(original, read.config.settings, session.on_device(options, batches))
     graph = run_passes(original, read.config.settings, refused=absorption.refused(record))

@@ -242,5 +242,6 @@ def _append(path: Path, text: str) -> None:
 def _output_dir(arguments: list[str]) -> Path | None:
     """The result folder of a run, if it is there already: an internal error makes no folders."""
     context = cli.make_context("quantizer", list(arguments), resilient_parsing=True)
-    folder = Path(context.params.get("output_dir") or "quantize_result")
+    places = [context.params.get(name) for name in ("report_dir", "output_dir")]
+    folder = Path(next(filter(None, places), "quantize_result"))
     return folder if context.params.get("quant_mode") and folder.is_dir() else None

@@ -175,6 +175,11 @@ class Options:
     seed: int = _count("Seed of all randomness.", default=0, type=click.IntRange(0), group="Algorithm")
     resume: bool = option("Continue a stopped calibration from its checkpoint.", default=False, group="Algorithm")
     output_dir: str = _file("The result folder.", default="quantize_result", group="Output", metavar="DIR")
+    report_dir: str | None = _file(
+        "Test mode writes its report, log and exports here, and leaves the result folder as it is.",
+        group="Output",
+        metavar="DIR",
+    )
     overwrite: bool = option("Replace results of another model in it.", default=False, group="Output")
     deploy: tuple[str, ...] = option(
         "Test mode also writes the network for another runtime, to DIR/export; may be repeated.",

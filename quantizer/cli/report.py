@@ -9,7 +9,7 @@ from quantizer.cli import session
 from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.typed import refuse_typed
 from quantizer.engine import results
-from quantizer.engine.result_set import locked
+from quantizer.engine.result_set import locked_as_opened
 from quantizer.report.files import PAGE, write_report
 from quantizer.report.plots import KINDS, write_events, write_plots
 
@@ -41,9 +41,9 @@ def report(folder: str, options: ReportOptions) -> None:
     if not options.plots:
         refuse_typed(["plots_as"], "it says what files --plots DIR writes")
     place = Path(folder)
-    results.read_info(place)  # it is complete, and nobody has changed it
-    with locked(place):
-        found = write_report(place)
+    opened = results.read_info(place)
+    with locked_as_opened(opened.files):
+        found = write_report(opened)
     if options.plots:
         write_plots(found, Path(options.plots), options.plots_as)
     if options.tensorboard:

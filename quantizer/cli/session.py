@@ -258,13 +258,15 @@ def as_json(value: Any) -> str:
 class Outcome:
     """`metrics` are what gates may ask for, `content` is what --json prints, `shown` what people see instead.
 
-    `error` is what went wrong after that; it is raised when all is shown.
+    `error` is what went wrong after that; it is raised when all is shown. `report` are the values of report.json, if
+    there is one.
     """
 
     metrics: Mapping[str, float]
     content: Mapping[str, Any]
     shown: Sequence[RenderableType] = field(default=())
     error: Exception | None = None
+    report: dict[str, Any] = field(default_factory=dict)
 
 
 def show(outcome: Outcome, options: Options) -> None:

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "quantizer"
 LAYERS = (
     ("atomic", "errors", "memory", "seeding"),
+    ("opened_files",),
     ("config", "numerics", "distributed"),
     ("observers", "graph"),
     ("nn", "plan"),
