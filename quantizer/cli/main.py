@@ -30,8 +30,16 @@ from quantizer.cli.render import print_diagnostics
 from quantizer.cli.typed import was_typed
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.wording import closest
-from quantizer.errors import TORCH, OutOfMemoryError, QuantizerError, UsageError, lacks_memory, pip_line
-from quantizer.sources.user_code import imported_once
+from quantizer.errors import (
+    TORCH,
+    ModelError,
+    OutOfMemoryError,
+    QuantizerError,
+    UsageError,
+    lacks_memory,
+    pip_line,
+)
+from quantizer.sources.user_code import imported_once, raised
 
 COMMANDS = {
     "init": ("quantizer.cli.init:init", "Write a config to start from."),
@@ -183,6 +191,13 @@ def _run(arguments: list[str]) -> int:
         return UsageError.exit_code
     except Exception as error:  # noqa: BLE001 - the last boundary: whatever it is, the user gets a sentence
         return _internal_error(error, arguments)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - no code of quantizer raises these
+        # A property or a hook of the user's that runs where nobody expects code of the user's.
+        ended = raised("the model", error, ModelError)
+        _show(ended.message, ended.help)
+        return ended.exit_code
     return code if isinstance(code, int) else 0
 
 

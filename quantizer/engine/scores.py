@@ -14,7 +14,7 @@ from quantizer.engine import evaluate, low_sqnr
 from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.evaluate import Comparison
 from quantizer.engine.events import Events, Stage
-from quantizer.errors import ModelError
+from quantizer.errors import DataError, ModelError
 from quantizer.nn.network import Network
 from quantizer.sources.data import Batches
 from quantizer.sources.models import Evaluate
@@ -120,6 +120,7 @@ def measure(
     with Stage(events, label, batches.total) as stage, torch.no_grad():
         counted = stage.counted(batch.to(device) for batch in batches)
         if function is not None:
-            return function(model, (batch.raw for batch in counted))
+            with user_errors("evaluate()", DataError):
+                return function(model, (batch.raw for batch in counted))
         with user_errors(f"running the {label} model", ModelError):
             return evaluate.measure(model, counted)

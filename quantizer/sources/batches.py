@@ -23,7 +23,8 @@ class Batch:
     """What one call of the model gets, `module(*args, **kwargs)`; `raw` is the item as the user's data gave it.
 
     Tensors carry the samples along dimension 0. `target` is None if the data has no labels; `left_out` names what
-    else there is, for which the model has no argument.
+    else there is, for which the model has no argument. The tensors of a batch that is not `is_stable` may be
+    overwritten when the next batch is asked for; who keeps such a batch for longer keeps `stable()` of it.
     """
 
     args: tuple[Any, ...]
@@ -31,6 +32,7 @@ class Batch:
     target: Tensor | None
     raw: Any
     left_out: tuple[str, ...] = ()
+    is_stable: bool = True
 
     @classmethod
     def of(cls, x: Tensor, target: Tensor | None = None) -> Batch:
@@ -52,8 +54,17 @@ class Batch:
         return replace(filled(self.args, self.kwargs, self.target, given), left_out=self.left_out)
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch with its tensors on `device`."""
-        return self._map(lambda tensor: tensor.to(device))
+        """Return the same batch with its tensors on `device`."""
+        moved = self._map(lambda tensor: tensor.to(device))
+        pairs = zip(self.tensors(), moved.tensors(), strict=True)
+        are_copies = all(tensor is not other for (_, tensor), (_, other) in pairs)
+        return replace(moved, is_stable=self.is_stable or are_copies)
+
+    def stable(self) -> Batch:
+        """Return a batch of these values that no loader overwrites: itself, or copies that lie in memory alike."""
+        if self.is_stable:
+            return self
+        return replace(self._map(_copy), is_stable=True)
 
     def first(self, count: int) -> Batch:
         """The first `count` samples."""
@@ -61,7 +72,15 @@ class Batch:
         return self._map(lambda tensor: tensor[:count] if tensor.dim() and tensor.shape[0] == size else tensor)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        changed = {name: _map_tensors(function, getattr(self, name)) for name in ("args", "kwargs", "target", "raw")}
+        """Return the batch with each tensor replaced; what is one tensor in `args` and `raw` stays one."""
+        results: dict[int, Tensor] = {}
+
+        def once(tensor: Tensor) -> Tensor:
+            if id(tensor) not in results:
+                results[id(tensor)] = function(tensor)
+            return results[id(tensor)]
+
+        changed = {name: _map_tensors(once, getattr(self, name)) for name in ("args", "kwargs", "target", "raw")}
         return replace(self, **changed)
 
 
@@ -187,6 +206,23 @@ def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_map_tensors(function, element) for element in value)
     return value
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy with the strides of the tensor, so that kernels add up its values in the same order.
+
+    Memory is copied from the first value to the last: of an expanded tensor that is as little as it has. A view
+    that leaves most of that out is copied value by value.
+    """
+    values = tensor.detach()
+    if type(values) is not Tensor or values.layout is not torch.strided or not values.numel():
+        return values.clone()
+    steps = zip(values.shape, values.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in steps)
+    if span > 2 * values.numel():
+        return values.clone()
+    memory = values.as_strided((span,), (1,)).clone()
+    return memory.as_strided(values.shape, values.stride(), 0)
 
 
 def _digest(tensor: Tensor) -> tuple[int, list[int]]:

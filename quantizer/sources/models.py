@@ -17,7 +17,7 @@ from quantizer.errors import DataError, ModelError
 from quantizer.sources.batches import Batch
 from quantizer.sources.hugging_face import CONFIG, example_input, for_windows, load_hugging_face
 from quantizer.sources.tokenizer import Encode, as_encode, has_tokenizer, load_tokenizer
-from quantizer.sources.user_code import UserModule, import_user_module, split_spec, user_errors
+from quantizer.sources.user_code import UserModule, import_user_module, split_spec, user_errors, user_exits
 from quantizer.sources.weights import WEIGHT_SUFFIXES, check_finite, load_weights
 
 logger = logging.getLogger(__name__)
@@ -92,10 +92,11 @@ def try_first_batch(module: nn.Module, batch: Batch) -> None:
 
     Raises:
         DataError: it cannot run at all, so the batch and the model do not fit.
+        ModelError: it would end the process.
     """
     inputs = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for _, tensor in batch.tensors()]
     what = f"running the model on the first batch ({', '.join(inputs)})"
-    with torch.random.fork_rng(), torch.no_grad(), user_errors(what, DataError):
+    with torch.random.fork_rng(), torch.no_grad(), user_errors(what, DataError, ended=ModelError):
         module(*batch.args, **batch.kwargs)
 
 
@@ -103,10 +104,10 @@ def load_evaluate(spec: str) -> Evaluate:
     """The function `evaluate(model, data)` of `--evaluate FILE.py`, or the one that `FILE.py:function` names.
 
     Raises (also when the function is called):
-        ModelError: there is none, it raises, or it does not return a dict of numbers.
+        DataError: there is none, it raises, or it does not return a dict of numbers.
     """
     location, name = split_spec(spec)
-    user = import_user_module(location, ModelError)
+    user = import_user_module(location, DataError)
     return _checked_evaluate(user, user.get("evaluate" if name is None else name))
 
 
@@ -165,15 +166,15 @@ def _data(user: UserModule, name: str) -> Callable[[], Any] | None:
 
 def _checked_evaluate(user: UserModule, function: Any) -> Evaluate:
     if not callable(function):
-        raise ModelError(f"evaluate of {user.label} is {a_kind(function)}, not a function of (model, data)")
+        raise DataError(f"evaluate of {user.label} is {a_kind(function)}, not a function of (model, data)")
 
     def evaluate(model: Callable[..., Any], data: Iterable[Any]) -> dict[str, float]:
-        metrics = user.call(function, ModelError, model, data)
+        metrics = user.call(function, DataError, model, data)
         try:
             return {str(name): float(value) for name, value in metrics.items()}
         except (AttributeError, TypeError, ValueError) as cause:
             what = f"evaluate() of {user.label} returned {metrics!r:.80}, not a dict of numbers"
-            raise ModelError(what, help='return for example {"top1": 0.97}') from cause
+            raise DataError(what, help='return for example {"top1": 0.97}') from cause
 
     return evaluate
 
@@ -189,7 +190,10 @@ def _from_pt2(path: Path, trust: bool) -> nn.Module:
     try:
         import torch.ao.quantization.fx._decomposed  # registers operators that programs may call
 
-        return torch.export.load(path).module()
+        with user_exits(f"loading {path}", ModelError):
+            return torch.export.load(path).module()
+    except ModelError:
+        raise
     except Exception as cause:
         raise ModelError(f"{path} cannot be read as an exported program: {cause}") from cause
 

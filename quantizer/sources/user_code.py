@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from quantizer.errors import QuantizerError
+from quantizer.errors import GateError, QuantizerError
 
 logger = logging.getLogger(__name__)
 
@@ -107,17 +107,46 @@ def split_spec(spec: str) -> tuple[str, str | None]:
 
 
 @contextmanager
-def user_errors(what: str, error: type[QuantizerError]) -> Iterator[None]:
-    """Turn what the user's code raises into `error`: "`what` raised ValueError: …" and the user's own frames."""
+def user_errors(what: str, error: type[QuantizerError], ended: type[QuantizerError] | None = None) -> Iterator[None]:
+    """Turn what the user's code raises into `error`: "`what` raised ValueError: …" and the user's own frames.
+
+    Args:
+        what: was run.
+        error: for all but the errors of quantizer itself and Ctrl-C.
+        ended: instead of `error` for what would end the process, as `sys.exit()` does.
+    """
+    with user_exits(what, ended or error):
+        try:
+            yield
+        except QuantizerError as cause:
+            # 0 and 1 say that all went well and that a gate failed: no code of the user's decides that.
+            if cause.exit_code in (0, GateError.exit_code):
+                raise raised(what, cause, error) from cause
+            raise
+        except Exception as cause:
+            raise raised(what, cause, error) from cause
+
+
+@contextmanager
+def user_exits(what: str, error: type[QuantizerError]) -> Iterator[None]:
+    """Turn what would end the process into `error`: `sys.exit()`, GeneratorExit, the user's own BaseException.
+
+    Other exceptions pass, and so does Ctrl-C. The body must not yield: who closes a generator raises GeneratorExit
+    in it.
+    """
     try:
         yield
-    except QuantizerError:
+    except (Exception, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as cause:
-        kind, text = type(cause).__name__, " ".join(str(cause).split())
-        raise error(
-            f"{what} raised {kind}: {text}" if text else f"{what} raised {kind}", help=_frames(cause)
-        ) from cause
+    except BaseException as cause:
+        raise raised(what, cause, error) from cause
+
+
+def raised(what: str, cause: BaseException, error: type[QuantizerError]) -> QuantizerError:
+    """Return the sentence that `what` raised `cause`, with the user's own frames, as an `error`."""
+    kind = type(cause).__name__
+    text = " ".join(str(cause).split())
+    return error(f"{what} raised {kind}: {text}" if text else f"{what} raised {kind}", help=_frames(cause))
 
 
 def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:
