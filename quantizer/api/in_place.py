@@ -13,7 +13,7 @@ from quantizer.config.wording import a_kind
 from quantizer.engine import pipeline
 from quantizer.engine.job import Job
 from quantizer.engine.module_target import ModuleTarget
-from quantizer.errors import DataError
+from quantizer.errors import DataError, ModelError
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_modules import export_modules
 from quantizer.nn.inplace import check_float
@@ -22,13 +22,14 @@ from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.hugging_face import example_input
-from quantizer.sources.user_code import user_errors
+from quantizer.sources.user_code import user_errors, user_exits
 from quantizer.sources.user_data import batches_of
 
 EXAMPLE_LENGTH = 32
 """Tokens of a made-up input."""
 
 
+@user_exits("the model", ModelError)
 def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) -> None:
     """Quantize `model`; see `ModelQuantizer.quantize_model`."""
     check_float(model)
@@ -64,6 +65,7 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
         pipeline.run(job)
 
 
+@user_exits("the model", ModelError)
 def export(model: nn.Module, folder: str | os.PathLike[str], dataloader: Iterable[Any] | None) -> Verification:
     """Write a checkpoint; see `ModelQuantizer.export`."""
     place = path_of(folder, "folder")

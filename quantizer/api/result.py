@@ -22,7 +22,7 @@ from quantizer.engine.job import Job
 from quantizer.engine.module_target import evaluating
 from quantizer.engine.result_set import locked
 from quantizer.engine.scores import Scores, score
-from quantizer.errors import DataError, GateError, UsageError
+from quantizer.errors import DataError, GateError, ModelError, UsageError
 from quantizer.export import EXPORTERS, check, export, require_extras
 from quantizer.export.agreement import Verification
 from quantizer.export.choices import require_choices
@@ -32,6 +32,7 @@ from quantizer.report import tables
 from quantizer.report.files import write_report
 from quantizer.report.view import View
 from quantizer.sources.data import Batches, load_batches
+from quantizer.sources.user_code import user_exits
 
 
 class PlanView:
@@ -122,6 +123,7 @@ class Result:
         """The quantized network, called as the model; equal to test mode bit for bit."""
         return self._calibrated.network()
 
+    @user_exits("the model", ModelError)
     def test(
         self, data: Any = None, evaluate: Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]] | None = None
     ) -> Comparison:
@@ -180,6 +182,7 @@ class Result:
             report.save(path)
         return report
 
+    @user_exits("the model", ModelError)
     def export(
         self,
         target: str,

@@ -166,7 +166,7 @@ def _data(user: UserModule, name: str) -> Callable[[], Any] | None:
 
 def _checked_evaluate(user: UserModule, function: Any) -> Evaluate:
     if not callable(function):
-        raise DataError(f"evaluate of {user.label} is {a_kind(function)}, not a function of (model, data)")
+        raise user.error(f"evaluate of {user.label} is {a_kind(function)}, not a function of (model, data)")
 
     def evaluate(model: Callable[..., Any], data: Iterable[Any]) -> dict[str, float]:
         metrics = user.call(function, DataError, model, data)

@@ -149,6 +149,12 @@ def raised(what: str, cause: BaseException, error: type[QuantizerError]) -> Quan
     return error(f"{what} raised {kind}: {text}" if text else f"{what} raised {kind}", help=_frames(cause))
 
 
+def was_called(model: Any, cause: BaseException) -> bool:
+    """Return whether an exception was raised in a call of the model, and not beside it."""
+    frames = (frame for frame, _ in traceback.walk_tb(cause.__traceback__))
+    return any(frame.f_locals.get("self") is model for frame in frames)
+
+
 def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:
     if not path.is_file():
         raise error(f"there is no file {path}", help=FORMS)
