@@ -14,7 +14,7 @@ from click.shell_completion import CompletionItem
 
 from quantizer import __version__, memory
 from quantizer.atomic import replace_file
-from quantizer.cli import interrupts, torchrun
+from quantizer.cli import interrupts, streams, torchrun
 from quantizer.cli.options import (
     NAMES_WIDTH,
     QUANT_MODES,
@@ -35,6 +35,7 @@ from quantizer.errors import (
     ModelError,
     OutOfMemoryError,
     QuantizerError,
+    ResultError,
     UsageError,
     lacks_memory,
     pip_line,
@@ -148,13 +149,16 @@ def cli(ctx: click.Context, /, options: Options, color: str) -> int | None:
 
 def main() -> NoReturn:
     """The console script."""
-    for stream in (sys.stdout, sys.stderr):
-        # A layer's or file's name may hold what the terminal's encoding lacks; that must not end in a traceback.
-        getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
+    output = streams.install()
     interrupts.handled()
     # numpy is optional here; without it torch would greet every user with a warning.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     code = run_command(sys.argv[1:])
+    sys.stdout.flush()
+    if output.lost is not None:
+        reason = output.lost.strerror or output.lost
+        _show(f"standard output cannot be written: {reason}", "what was to be printed is lost; results in files are whole")
+        code = code or ResultError.exit_code
     if code and torchrun.is_used():  # exchanges with a lost rank are pending, and would keep the interpreter waiting
         sys.stdout.flush()
         sys.stderr.flush()

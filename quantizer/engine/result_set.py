@@ -9,6 +9,7 @@ import fcntl
 import os
 import platform
 import shutil
+import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -135,7 +136,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_links(folder)
-        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         raise ResultError(
             f"cannot use {folder} for results: {error.strerror}", help="choose another --output_dir"
@@ -153,6 +154,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 def _take(handle: int, folder: Path) -> None:
     """Lock the open file, if it is still the folder's: its last owner may have removed it in the meantime."""
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        raise ResultError(f"{folder / '.lock'} is no file, so it cannot be locked", help="remove it")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         owned = os.fstat(handle).st_ino == (folder / ".lock").stat().st_ino
@@ -162,5 +165,7 @@ def _take(handle: int, folder: Path) -> None:
         owner = os.pread(handle, OWNER, 0).decode(errors="replace")
         said = f", {owner}" if owner.isprintable() and owner else ""
         raise ResultError(f"{folder} is in use by another run{said}", help="wait for it or choose another --output_dir")
-    os.ftruncate(handle, 0)
-    os.write(handle, f"process {os.getpid()} on {platform.node()}".encode()[:OWNER])
+    # A full disk has no room for the text, which is for people alone: the lock holds without it.
+    with contextlib.suppress(OSError):
+        os.ftruncate(handle, 0)
+        os.write(handle, f"process {os.getpid()} on {platform.node()}".encode()[:OWNER])
