@@ -29,6 +29,7 @@ from quantizer.nn.rescale import InputRotation, InputScale
 from quantizer.numerics.codes import unpack
 from quantizer.numerics.granularity import scale_shape
 from quantizer.observers import axis_of, code_range_of, kernel_of
+from quantizer.plain_files import require_plain
 
 FORMAT = 5
 TENSORS, DESCRIPTION = "model.safetensors", "quantizer.json"
@@ -226,6 +227,7 @@ def joined(*parts: str) -> str:
 
 def _content(path: Path) -> bytes:
     try:
+        require_plain(path)
         return path.read_bytes()
     except FileNotFoundError:
         raise ResultError(f"{path} does not exist", help="ModelQuantizer.save(model, folder) writes it") from None

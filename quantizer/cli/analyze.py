@@ -16,6 +16,7 @@ from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_tensors
 from quantizer.cli.follow import progress
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes, write_text
+from quantizer.cli.places import Place
 from quantizer.cli.table_view import table_view
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.diagnostics import ConfigError
@@ -68,7 +69,7 @@ class AnalyzeOptions(Options):
         "Leave the fewest bytes in float for which this holds in test runs, e.g. 'top1_drop<=0.005'.", metavar="TEST"
     )
     apply: bool = option("Write the changed config into --config_file.", default=False)
-    report: str | None = option("Add what is found to the report of this result folder.", metavar="DIR")
+    report: str | None = option("Add what is found to the report of this result folder.", type=Place(), metavar="DIR")
 
 
 BUDGETS = ("budget", "size", "max_mb")

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
+from quantizer.cli.places import Place
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.compared import compared
 from quantizer.config.load import load_config
@@ -30,8 +31,8 @@ class DiffOptions(Options):
 
 
 @command()
-@click.argument("first", type=click.Path())
-@click.argument("second", type=click.Path())
+@click.argument("first", type=Place())
+@click.argument("second", type=Place())
 @takes("fail_on", *TABLE, *_OF_MODELS, "json", kind=DiffOptions)
 def diff(first: str, second: str, options: DiffOptions) -> None:
     """Show what differs between two configs or two result folders, layer by layer: specs, scales, SQNR.

@@ -157,7 +157,9 @@ def main() -> NoReturn:
     sys.stdout.flush()
     if output.lost is not None:
         reason = output.lost.strerror or output.lost
-        _show(f"standard output cannot be written: {reason}", "what was to be printed is lost; results in files are whole")
+        _show(
+            f"standard output cannot be written: {reason}", "what was to be printed is lost; results in files are whole"
+        )
         code = code or ResultError.exit_code
     if code and torchrun.is_used():  # exchanges with a lost rank are pending, and would keep the interpreter waiting
         sys.stdout.flush()

@@ -10,6 +10,7 @@ from rich.text import Text
 from quantizer.cli import session
 from quantizer.cli.completion import layers_of_results
 from quantizer.cli.options import TABLE, Options, command, option, takes, write_text
+from quantizer.cli.places import Place
 from quantizer.cli.table_view import view_of
 from quantizer.config.wording import closest
 from quantizer.engine.calibrated_folder import CalibratedFolder
@@ -45,7 +46,7 @@ class RetuneOptions(Options):
 
 
 @command()
-@click.argument("folder", default="quantize_result", type=click.Path(), metavar="[DIR]")
+@click.argument("folder", default="quantize_result", type=Place(), metavar="[DIR]")
 @takes(
     *("method", "percentage", "statistic", "layer", "dry_run", "output_dir", "overwrite", "output", "json", *TABLE),
     kind=RetuneOptions,

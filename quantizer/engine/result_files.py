@@ -16,6 +16,7 @@ from quantizer.atomic import replace_file
 from quantizer.errors import ResultError
 from quantizer.memory import in_words
 from quantizer.numerics.deferred import DeferredTensor, bytes_of
+from quantizer.plain_files import require_plain
 from quantizer.sources.deferred_file import STORED, deferred_file
 
 
@@ -147,6 +148,7 @@ def deferred_tensors(path: Path) -> dict[str, DeferredTensor]:
 
 def sha256(path: Path) -> str:
     """Of a file of any size."""
+    require_plain(path)
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(CHUNK):
@@ -159,6 +161,7 @@ CHUNK = 1 << 20
 
 def _parsed(path: Path, parse: Callable[[Path], Any], kind: str) -> Any:
     try:
+        require_plain(path)
         return parse(path)
     except FileNotFoundError:
         raise ResultError(

@@ -26,6 +26,7 @@ from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, QuantizerError
 from quantizer.memory import in_words
 from quantizer.nn.stored import load_tensors
+from quantizer.plain_files import require_plain
 from quantizer.sources.arguments import UNKNOWN, Arguments
 from quantizer.sources.batches import Batch
 
@@ -91,6 +92,7 @@ def read_file(path: Path, error: type[QuantizerError], max_unpacked: int | None 
 
 
 def _check_is_data(path: Path) -> None:
+    require_plain(path)
     with path.open("rb") as file:
         start = file.read(256)
     if not start:

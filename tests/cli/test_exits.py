@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import torch
-from configs import document
 from runs import calibrate, check
 from torch import nn
 
 import quantizer
+from configs import document
 from quantizer import Config, ModelQuantizer
 from quantizer.cli.main import run_command
-from quantizer.errors import DataError, GateError, ModelError, QuantizerError
+from quantizer.errors import DataError, ModelError, QuantizerError
 
 FILE = """
 import sys
