@@ -13,7 +13,7 @@ from quantizer.engine import pipeline, results
 from quantizer.engine.calibrated import example_batch, stored_config, traced
 from quantizer.engine.job import Job
 from quantizer.engine.merge import merged_data, read_infos, require_mergeable, statistics_of
-from quantizer.engine.result_files import read_json
+from quantizer.engine.result_files import read_bytes, read_json
 from quantizer.engine.result_set import locked
 from quantizer.engine.results import QuantInfo
 from quantizer.engine.same_calibration import check_model
@@ -55,7 +55,7 @@ def merge(folders: tuple[str, ...], options: Options) -> None:
 
 def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
     infos, config = read_infos(places), stored_config(places[0])
-    origins = {name: (places[0] / name).read_bytes() for name in results.ORIGINS}  # places in the user's own file
+    origins = {name: read_bytes(places[0] / name) for name in results.ORIGINS}  # places in the user's own file
     require_mergeable(places, infos, config)
     seed_everything(infos[0].header["seed"])
     loaded = session.open_model(options)

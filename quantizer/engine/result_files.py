@@ -147,13 +147,38 @@ def deferred_tensors(path: Path) -> dict[str, DeferredTensor]:
 
 
 def sha256(path: Path) -> str:
-    """Of a file of any size."""
-    require_plain(path)
+    """Return the digest of a file of any size.
+
+    Raises:
+        ResultError: it cannot be read.
+    """
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(CHUNK):
-            digest.update(part)
+    try:
+        require_plain(path)
+        with path.open("rb") as file:
+            while part := file.read(CHUNK):
+                digest.update(part)
+    except OSError as error:
+        raise cannot_read(path, error) from error
     return digest.hexdigest()
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return what a file holds.
+
+    Raises:
+        ResultError: it cannot be read.
+    """
+    try:
+        require_plain(path)
+        return path.read_bytes()
+    except OSError as error:
+        raise cannot_read(path, error) from error
+
+
+def cannot_read(path: Path, error: OSError) -> ResultError:
+    """Return what to say of a file that the system refuses to read."""
+    return ResultError(f"cannot read {path}: {error.strerror or error}", help="run --quant_mode calib again")
 
 
 CHUNK = 1 << 20
@@ -167,6 +192,8 @@ def _parsed(path: Path, parse: Callable[[Path], Any], kind: str) -> Any:
         raise ResultError(
             f"{path} does not exist", help="run --quant_mode calib first, with the same --output_dir"
         ) from None
+    except OSError as error:
+        raise cannot_read(path, error) from error
     except Exception as error:  # of whatever class the parser has
         raise ResultError(
             f"{path} is not a readable {kind} file: {error}", help="run --quant_mode calib again"

@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +22,8 @@ ASIDE = ".quantizer-new"
 """The folder beside the files, for those that are to replace them."""
 MOVES = "moves.json"
 """The last file written there; from then on the new set is the one that counts."""
+SUFFIXES = (".json", ".py", ".safetensors", ".csv", ".html", ".log")
+"""Those of the files in a result folder."""
 OWNER = 100
 """Bytes that a lock may have, which say whose it is."""
 
@@ -63,13 +65,25 @@ def settle(folder: Path) -> None:
         return
     moves = read_json(aside / MOVES)
     names = {kind: _names(moves, kind, aside) for kind in ("gone", "files")}
+    try:
+        _move(folder, names)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    _forget(folder)
+
+
+def _move(folder: Path, names: Mapping[str, Collection[str]]) -> None:
+    """Remove what is gone, and put the new files in their places.
+
+    Raises:
+        OSError: the system refuses.
+    """
     for path in (folder / name for name in names["gone"]):
         if not path.parent.is_symlink():
             path.unlink(missing_ok=True)
     for name in names["files"]:
         with contextlib.suppress(FileNotFoundError):  # it is where it should be
-            os.replace(aside / name, folder / name)
-    _forget(folder)
+            os.replace(folder / ASIDE / name, folder / name)
 
 
 def finish(folder: Path) -> None:
@@ -125,6 +139,21 @@ def _refuse_links(folder: Path) -> None:
         raise ResultError(f"{folder / links[0]} is a link, and would be written through", help="remove the link")
 
 
+def _refuse_folders(folder: Path) -> None:
+    """Refuse a folder that holds a folder in place of a file, which could not be replaced at the end of a run.
+
+    Raises:
+        ResultError: naming the first.
+    """
+    names = (path.name for path in folder.iterdir() if path.is_dir() and path.suffix in SUFFIXES)
+    first = min(names, default=None)
+    if first is not None:
+        raise ResultError(f"{folder / first} is a folder in place of a file", help="move it elsewhere")
+    export = folder / "export"
+    if export.exists() and not export.is_dir():
+        raise ResultError(f"{export} is no folder, and exports are written there", help="move it elsewhere")
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, which the kernel releases when the process ends in whatever way; what stopped runs have
@@ -136,6 +165,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_links(folder)
+        _refuse_folders(folder)
         handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         raise ResultError(

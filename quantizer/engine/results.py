@@ -17,7 +17,7 @@ from quantizer.config.model import Config, Settings
 from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
 from quantizer.engine.calibrate import Calibration
-from quantizer.engine.result_files import json_parts, read_json, sha256, write_bytes, write_json, write_tensors
+from quantizer.engine.result_files import json_parts, read_bytes, read_json, sha256, write_bytes, write_json, write_tensors
 from quantizer.engine.result_set import finish, replaced_set
 from quantizer.engine.result_tensors import TENSORS, header_of, solution_of, tensors_of
 from quantizer.engine.solution import Solution, encoded, writes_inplace
@@ -182,7 +182,7 @@ def _generated(folder: Path) -> list[str]:
     """The network's code that a calibration of any model has left, which says so itself."""
     try:
         name = f"{read_json(folder / INFO)['header']['model']}.py"
-        is_ours = name.isprintable() and is_emitted((folder / name).read_text("utf-8")) and "/" not in name
+        is_ours = name.isprintable() and is_emitted(read_bytes(folder / name).decode()) and "/" not in name
     except (ResultError, KeyError, TypeError, OSError, ValueError):
         return []
     return [name] if is_ours else []
