@@ -24,6 +24,7 @@ from quantizer.sources.data import Batches
 from quantizer.sources.hugging_face import example_input
 from quantizer.sources.user_code import user_errors, user_exits
 from quantizer.sources.user_data import batches_of
+from quantizer.sources.weights import check_kinds
 
 EXAMPLE_LENGTH = 32
 """Tokens of a made-up input."""
@@ -33,6 +34,7 @@ EXAMPLE_LENGTH = 32
 def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) -> None:
     """Quantize `model`; see `ModelQuantizer.quantize_model`."""
     check_float(model)
+    check_kinds(model)
     read = read_config(config)
     rules = read.require()
     target = ModuleTarget(model)

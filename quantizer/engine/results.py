@@ -17,7 +17,15 @@ from quantizer.config.model import Config, Settings
 from quantizer.config.resolved import resolved_document
 from quantizer.engine import fingerprint
 from quantizer.engine.calibrate import Calibration
-from quantizer.engine.result_files import json_parts, read_bytes, read_json, sha256, write_bytes, write_json, write_tensors
+from quantizer.engine.result_files import (
+    json_parts,
+    read_bytes,
+    read_json,
+    sha256,
+    write_bytes,
+    write_json,
+    write_tensors,
+)
 from quantizer.engine.result_set import finish, replaced_set
 from quantizer.engine.result_tensors import TENSORS, header_of, solution_of, tensors_of
 from quantizer.engine.solution import Solution, encoded, writes_inplace
