@@ -87,7 +87,7 @@ def _describe(content: Any) -> str:
 def _misfit(given: Tensor, wanted: Tensor) -> str | None:
     """Why values cannot be copied as they are: integers would become floats, complex numbers lose a part."""
     if (reason := oddity(given)) is not None:
-        return f"it {reason}"
+        return reason.removeprefix("is ")
     kinds = [(each.is_floating_point(), each.is_complex()) for each in (given, wanted)]
     return None if kinds[0] == kinds[1] else f"{given.dtype}, the model has {wanted.dtype}"
 
