@@ -9,6 +9,7 @@ from quantizer.cli.options import Options
 from quantizer.cli.render import workflow_command
 from quantizer.engine.result_files import read_json
 from quantizer.errors import ResultError
+from quantizer.printable import one_line
 from quantizer.report.files import VALUES
 from quantizer.report.page.parts import most_damaged, of
 
@@ -28,4 +29,4 @@ def annotate(options: Options, not_met: Sequence[str]) -> None:
         if worst["line"] is not None:
             file = options.config_file or values["config"]["name"]
             properties = {"file": file, "line": str(worst["line"])}
-    print(workflow_command("error", properties | {"title": "quantizer"}, text), file=sys.stderr)
+    print(workflow_command("error", properties | {"title": "quantizer"}, one_line(text)), file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from quantizer import __version__, memory
+from quantizer import __version__, memory, printable
 from quantizer.atomic import replace_file
 from quantizer.cli import interrupts, streams, torchrun
 from quantizer.cli.options import (
@@ -40,6 +41,7 @@ from quantizer.errors import (
     lacks_memory,
     pip_line,
 )
+from quantizer.printable import one_line
 from quantizer.sources.user_code import imported_once, raised
 
 COMMANDS = {
@@ -178,7 +180,7 @@ def _run(arguments: list[str]) -> int:
     try:
         code = _call(arguments)
     except click.ClickException as error:
-        error.show()
+        _show_usage(error)
         return error.exit_code
     except click.Abort as error:
         terminated = isinstance(error.__context__, interrupts.Terminated)
@@ -230,6 +232,13 @@ def _load(target: str) -> Any:
         return getattr(importlib.import_module(module), name)
 
 
+def _show_usage(error: click.ClickException) -> None:
+    """Print what click says of a wrong command line, in which texts of the line are quoted."""
+    text = io.StringIO()
+    error.show(text)
+    click.echo(printable.lines(text.getvalue()), err=True, nl=False)
+
+
 def _show(message: str, help_text: str | None) -> None:
     click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True)
     if help_text:
@@ -238,7 +247,7 @@ def _show(message: str, help_text: str | None) -> None:
 
 def _internal_error(error: Exception, arguments: list[str]) -> int:
     """Tell the error in a sentence; its traceback goes to run.log beside the results, or with --debug to the screen."""
-    details = "".join(traceback.format_exception(error))
+    details = printable.lines("".join(traceback.format_exception(error)))
     where = "run it again with --debug to see the traceback"
     if "--debug" in arguments:
         click.echo(details, err=True)
@@ -249,7 +258,7 @@ def _internal_error(error: Exception, arguments: list[str]) -> int:
             where = f"the traceback is in {folder / 'run.log'}"
         except OSError:
             pass
-    _show(f"internal error: {type(error).__name__}: {error}", f"this is a bug of quantizer; {where}")
+    _show(one_line(f"internal error: {type(error).__name__}: {error}"), f"this is a bug of quantizer; {where}")
     return QuantizerError.exit_code
 
 

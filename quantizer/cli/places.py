@@ -35,7 +35,7 @@ class Place(click.Path):
             QuantizerError: nobody can look at the place: its name is too long, a folder on the way is locked, or links
                 lead in a circle.
         """
-        text = super().convert(value, param, ctx)
+        text = str(super().convert(value, param, ctx))
         name = param.name if param is not None and param.name is not None else ""
         if name == "preprocess" and text.lstrip().startswith("{"):
             return text

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import click
 
-from quantizer.cli import session
 from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.places import Place
 from quantizer.cli.typed import refuse_typed
 from quantizer.engine import results
 from quantizer.engine.result_set import locked
+from quantizer.printable import json_text, one_line
 from quantizer.report.files import PAGE, write_report
 from quantizer.report.plots import KINDS, write_events, write_plots
 
@@ -51,4 +51,4 @@ def report(folder: str, options: ReportOptions) -> None:
         write_plots(found, Path(options.plots), options.plots_as)
     if options.tensorboard:
         write_events(found, Path(options.tensorboard))
-    click.echo(session.as_json(found) if options.json else place / PAGE)
+    click.echo(json_text(found) if options.json else one_line(str(place / PAGE)))

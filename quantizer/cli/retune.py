@@ -19,6 +19,7 @@ from quantizer.engine.results import check_owner
 from quantizer.engine.retune import Change, Retuned, retuned
 from quantizer.errors import UsageError
 from quantizer.observers import METHODS, STATISTICS
+from quantizer.printable import json_text, one_line
 from quantizer.report.files import write_report
 
 
@@ -81,14 +82,14 @@ def retune(folder: str, options: RetuneOptions) -> None:
         write_text(options.file, found.text)
     rows = _rows(before, found)
     if options.json:
-        click.echo(session.as_json({"results": str(target), "tensors": rows}))
+        click.echo(json_text({"results": str(target), "tensors": rows}))
         return
     titles = ("layer", "tensor", "method", "scale before", "scale", "ratio")
     texts = [(*(str(row[key]) for key in _SHOWN), _ratio(row)) for row in rows]
     console, view = session.console(), view_of(options, before.plan["paths"])
     console.print(view.listing(titles, texts, numbers=titles[3:], what="tensor"))
     said = "would change; nothing is written" if options.dry_run else f"retuned; results: {target}"
-    console.print(Text(f"{len(entries)} tensors {said}"), soft_wrap=True)
+    console.print(Text(one_line(f"{len(entries)} tensors {said}")), soft_wrap=True)
 
 
 _SHOWN = ("layer", "tensor", "method", "scale_before", "scale")

@@ -214,9 +214,9 @@ def _forget_namesakes(folder: Path) -> None:
             del sys.modules[file.stem]
 
 
-def _frames(cause: BaseException) -> str:
+def _frames(cause: BaseException) -> list[str]:
     """Where in the user's code: `file.py:12 in build: the line`, outermost first, at most five."""
     others = (*_INSTALLED, _OURS, "<frozen")
     frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if not frame.filename.startswith(others)]
     lines = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-5:]]
-    return "\n".join(lines) or "no frame of your code is involved"
+    return lines or ["no frame of your code is involved"]

@@ -116,4 +116,4 @@ def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> Non
         lines.append(
             'the file comes from DataParallel: strip "module." from the names, or save model.module.state_dict()'
         )
-    raise ModelError(f"the weights of {path} do not fit the model", help="\n".join(lines))
+    raise ModelError(f"the weights of {path} do not fit the model", help=lines)

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "quantizer"
 LAYERS = (
+    ("printable",),
     ("atomic", "errors", "memory", "plain_files", "seeding"),
     ("config", "numerics", "distributed"),
     ("observers", "graph"),

@@ -143,5 +143,5 @@ def test_values_that_are_not_finite_are_not_the_models(model: Any, tmp_path: Pat
     with torch.no_grad():
         other.lm_head.weight.fill_(float("nan"))
     path = template(tmp_path / "base.gguf", other, "F32")
-    with pytest.raises(UsageError, match="lm_head.weight is not the model's"):
+    with pytest.raises(UsageError, match=r"lm_head\.weight is not the model's"):
         outline(path, model)
