@@ -99,9 +99,8 @@ def _items(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
         items = iter(dataloader)
     given = arguments_of(model)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    are_stable = isinstance(dataloader, list | tuple)
     is_empty = True
-    for batch in batches_of(items, "the dataloader", given, are_stable=are_stable):
+    for batch in batches_of(items, "the dataloader", given):
         is_empty = False
         yield batch.to(device)
     if is_empty:

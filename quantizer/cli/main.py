@@ -62,6 +62,8 @@ COMMANDS = {
 """Each subcommand: where it is, and its help, so that `--help` imports none of them."""
 
 MODES = "quantizer.cli.run:run"
+COMPLETING = "_QUANTIZER_COMPLETE"
+"""The variable that shells set which ask for completions."""
 
 EPILOG = """\b
 Exit codes: 0 done, 1 check failed (a config has errors, a --gate is not met),
@@ -202,6 +204,8 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - no code of quantizer raises these
+        if isinstance(error, SystemExit) and COMPLETING in os.environ:
+            raise  # so click ends when a shell has asked for completions
         # A property or a hook of the user's that runs where nobody expects code of the user's.
         ended = raised("the model", error, ModelError)
         _show(ended.message, ended.help)

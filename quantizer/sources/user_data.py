@@ -52,21 +52,25 @@ def user_batches(
     seed_everything(seed)  # a loader that shuffles or crops gives the same batches in every pass
     with user_errors(label, DataError):
         items = _iterator(source, label, tell)
-    yield from batches_of(items, label, given, are_stable=isinstance(source, list | tuple))
+    yield from batches_of(items, label, given)
 
 
-def batches_of(items: Iterator[Any], label: str, given: Arguments, *, are_stable: bool = False) -> Iterator[Batch]:
+_OF_LISTS = (type(iter([])), type(iter(())))
+
+
+def batches_of(items: Iterator[Any], label: str, given: Arguments) -> Iterator[Batch]:
     """Yield the items of the user's iterator as batches.
 
     Args:
         items: the user's.
         label: names them in errors.
         given: what `forward` takes.
-        are_stable: whether no code of the user's runs between two items, which could write into the last one.
 
     Raises:
         DataError: the user's code fails, or an item is no batch; the batch is named.
     """
+    # Between two items of a list no code of the user's runs, which could write into the last one.
+    are_stable = isinstance(items, _OF_LISTS)
     for index in range(1 << 62):
         place = f"batch {index} of {label}"
         with user_errors(f"loading {place}", DataError):

@@ -149,6 +149,7 @@ def test_only_batches_that_may_change_are_copied() -> None:
     """A list is in memory anyway."""
     tensors = [batch["x"] for batch in fresh()]
     assert load_batches(tensors).first().stable().args[0] is tensors[0]
+    assert load_batches(lambda: tensors).first().stable().args[0] is tensors[0]
     loader = Loader(lambda: iter(tensors))
     assert load_batches(loader).first().args[0] is not tensors[0]
     batch = next(iter(load_batches(loader)))
