@@ -203,7 +203,7 @@ def _run(arguments: list[str]) -> int:
         return _internal_error(error, arguments)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # noqa: BLE001 - no code of quantizer raises these
+    except BaseException as error:
         if isinstance(error, SystemExit) and COMPLETING in os.environ:
             raise  # so click ends when a shell has asked for completions
         # A property or a hook of the user's that runs where nobody expects code of the user's.

@@ -150,7 +150,7 @@ def test_only_batches_that_may_change_are_copied() -> None:
     tensors = [batch["x"] for batch in fresh()]
     assert load_batches(tensors).first().stable().args[0] is tensors[0]
     assert load_batches(lambda: tensors).first().stable().args[0] is tensors[0]
-    loader = Loader(lambda: iter(tensors))
+    loader = Loader(lambda: (tensor for tensor in tensors))
     assert load_batches(loader).first().args[0] is not tensors[0]
     batch = next(iter(load_batches(loader)))
     assert batch.args[0] is tensors[0], "one that nobody keeps is not copied"
@@ -171,7 +171,10 @@ def test_only_batches_that_may_change_are_copied() -> None:
     ids=lambda tensor: f"{[*tensor.shape]} {tensor.stride()}",
 )
 def test_a_copy_lies_in_memory_as_the_tensor_does(tensor: Tensor) -> None:
-    batch = next(iter(load_batches(Loader(lambda: iter([(torch.ones(2, 2), copy.copy(tensor))])))))
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        yield torch.ones(2, 2), copy.copy(tensor)
+
+    batch = next(iter(load_batches(Loader(pairs))))
     assert batch.target is not None
     copied = batch.stable().target
     assert copied is not None
