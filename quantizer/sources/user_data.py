@@ -55,7 +55,7 @@ def user_batches(
     yield from batches_of(items, label, given)
 
 
-_OF_LISTS = (type(iter([])), type(iter(())))
+_OF_LISTS: tuple[type[Any], ...] = (type(iter([])), type(iter(())))
 
 
 def batches_of(items: Iterator[Any], label: str, given: Arguments) -> Iterator[Batch]:

@@ -59,6 +59,7 @@ WORDS = {
     "median",
     "min",
     "minimum",
+    "neg",
     "norm",
     "pad",
     "std",
