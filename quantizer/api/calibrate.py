@@ -23,7 +23,7 @@ from quantizer.engine.result_set import locked
 from quantizer.engine.results import QuantInfo
 from quantizer.engine.same_calibration import check_plan
 from quantizer.engine.target import TracedTarget
-from quantizer.errors import DataError, UsageError
+from quantizer.errors import DataError, ModelError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.memory import parsed
 from quantizer.nn.inplace import check_float
@@ -31,11 +31,13 @@ from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.hugging_face import without_cache
+from quantizer.sources.user_code import user_exits
 from quantizer.sources.weights import check_finite
 
 Data = str | Iterable[Any] | Callable[[], Any]
 
 
+@user_exits("the model", ModelError)
 def calibrate(
     model: nn.Module,
     config: AnyConfig | None,
@@ -109,6 +111,7 @@ def _budget(memory: int | str | None) -> int | None:
         raise UsageError(f"memory={memory!r} is no size", help='give bytes, or a text such as "8GB"') from None
 
 
+@user_exits("the model", ModelError)
 def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = None) -> Result:
     """What `calibrate` saved, or the shell wrote, for the same float model.
 

@@ -22,7 +22,7 @@ from quantizer.engine.module_target import evaluating
 from quantizer.engine.result_set import locked
 from quantizer.engine.results import OpenedResults, open_written
 from quantizer.engine.scores import DROP, RATIO, Scores, score
-from quantizer.errors import DataError, GateError, UsageError
+from quantizer.errors import DataError, GateError, ModelError, UsageError
 from quantizer.export import EXPORTERS, check, export, require_extras
 from quantizer.export.agreement import Verification
 from quantizer.export.choices import require_choices
@@ -34,6 +34,7 @@ from quantizer.report.view import View
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.directions import Directions
 from quantizer.sources.models import Evaluate
+from quantizer.sources.user_code import user_exits
 
 
 class PlanView:
@@ -162,6 +163,7 @@ class Result:
         """The quantized network, called as the model; equal to test mode bit for bit."""
         return self._calibrated.network()
 
+    @user_exits("the model", ModelError)
     def test(
         self,
         data: Any = None,
@@ -236,6 +238,7 @@ class Result:
             report.save(path)
         return report
 
+    @user_exits("the model", ModelError)
     def export(
         self,
         target: str,

@@ -16,6 +16,8 @@ from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_tensors
 from quantizer.cli.follow import progress
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes, write_text
+from quantizer.cli.places import Place
+from quantizer.cli.render import say
 from quantizer.cli.table_view import table_view
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.diagnostics import ConfigError
@@ -38,6 +40,7 @@ from quantizer.graph.module_names import path_names
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
+from quantizer.printable import json_text, one_line
 from quantizer.report import sensitivity
 from quantizer.report.files import READ, write_report
 from quantizer.report.view import Listing, View
@@ -70,7 +73,7 @@ class AnalyzeOptions(Options):
         "Leave the fewest bytes in float for which this holds in test runs, e.g. 'top1_drop<=0.005'.", metavar="TEST"
     )
     apply: bool = option("Write the changed config into --config_file.", default=False)
-    report: str | None = option("Add what is found to the report of this result folder.", metavar="DIR")
+    report: str | None = option("Add what is found to the report of this result folder.", type=Place(), metavar="DIR")
 
 
 BUDGETS = ("budget", "size", "max_mb")
@@ -116,14 +119,14 @@ def analyze(options: AnalyzeOptions) -> None:
     if reported is not None:
         _add_to_report(reported, result.content)
     if options.json:
-        click.echo(session.as_json(result.content))
+        click.echo(json_text(result.content))
         return
     on_stdout = not changes or file is not None
     console, view = session.console(stderr=not on_stdout), table_view(options, result.graph, stderr=not on_stdout)
     for table in result.tables(view):
         console.print(table)
     for line in (*result.notes(view), *result.lines):
-        console.print(Text(line), soft_wrap=True)  # a path is one line however long, and no markup
+        console.print(Text(one_line(line)), soft_wrap=True)  # a path is one line however long, and no markup
     if not on_stdout:
         click.echo(result.text, nl=False)
 
@@ -240,11 +243,11 @@ def _run(options: AnalyzeOptions, subject: Subject, widths: tuple[Width, ...], b
     beside = {"tensors": sensitivity.ablation_json(tensors)} if tensors else {}
     if read.config.algorithms:
         names = ", ".join(algorithm.name for algorithm in read.config.algorithms)
-        click.echo(f"note: errors are those of round-to-nearest, without {names}", err=True)
+        say(f"note: errors are those of round-to-nearest, without {names}", err=True)
     found = _measure(options, plan, widths, batches)
     if budget is None:
         content = sensitivity.analysis_json(found) | beside
-        return Findings(plan.graph, content, session.as_json(content) + "\n", found, tensors=tensors)
+        return Findings(plan.graph, content, json_text(content) + "\n", found, tensors=tensors)
     both = {"mixed": engine.chosen(found, budget), "uniform": engine.uniform(found, budget)}
     choices = {label: picked for label, picked in both.items() if picked is not None}
     noise = {

@@ -7,6 +7,7 @@ from typing import Any
 
 from quantizer.cli.options import Options
 from quantizer.cli.render import workflow_command
+from quantizer.printable import one_line
 from quantizer.report.page.parts import most_damaged, of
 
 
@@ -25,4 +26,4 @@ def annotate(options: Options, not_met: Sequence[str], values: dict[str, Any]) -
         if worst["line"] is not None:
             file = options.config_file or values["config"]["name"]
             properties = {"file": file, "line": str(worst["line"])}
-    print(workflow_command("error", properties | {"title": "quantizer"}, text), file=sys.stderr)
+    print(workflow_command("error", properties | {"title": "quantizer"}, one_line(text)), file=sys.stderr)

@@ -7,6 +7,7 @@ import click
 from quantizer.cli import runlog, session
 from quantizer.cli.follow import followed
 from quantizer.cli.options import Options, command, takes
+from quantizer.cli.places import Place
 from quantizer.cli.reproduction import remember, words_of_merge
 from quantizer.cli.session import Outcome
 from quantizer.engine import pipeline, results
@@ -24,7 +25,7 @@ from quantizer.sources.data import Batches
 
 
 @command()
-@click.argument("folders", nargs=-1, required=True, type=click.Path(), metavar="DIR DIR...")
+@click.argument("folders", nargs=-1, required=True, type=Place(), metavar="DIR DIR...")
 @takes(
     "model",
     "weights",

@@ -10,6 +10,7 @@ from rich.text import Text
 from quantizer.cli import session
 from quantizer.cli.completion import layers_of_results
 from quantizer.cli.options import TABLE, Options, command, option, takes, write_text
+from quantizer.cli.places import Place
 from quantizer.cli.reproduction import remember, with_config
 from quantizer.cli.table_view import view_of
 from quantizer.config.wording import closest
@@ -19,6 +20,7 @@ from quantizer.engine.results import check_owner, open_written
 from quantizer.engine.retune import Change, Retuned, retuned
 from quantizer.errors import UsageError
 from quantizer.observers import METHODS, STATISTICS
+from quantizer.printable import json_text, one_line
 from quantizer.report.files import READ, write_report
 
 
@@ -46,7 +48,7 @@ class RetuneOptions(Options):
 
 
 @command()
-@click.argument("folder", default="quantize_result", type=click.Path(), metavar="[DIR]")
+@click.argument("folder", default="quantize_result", type=Place(), metavar="[DIR]")
 @takes(
     *("method", "percentage", "statistic", "layer", "dry_run", "output_dir", "overwrite", "output", "json", *TABLE),
     kind=RetuneOptions,
@@ -87,14 +89,14 @@ def retune(folder: str, options: RetuneOptions) -> None:
         write_text(options.file, found.text)
     rows = _rows(before, found)
     if options.json:
-        click.echo(session.as_json({"results": str(target), "tensors": rows}))
+        click.echo(json_text({"results": str(target), "tensors": rows}))
         return
     titles = ("layer", "tensor", "method", "scale before", "scale", "ratio")
     texts = [(*(str(row[key]) for key in _SHOWN), _ratio(row)) for row in rows]
     console, view = session.console(), view_of(options, before.plan["paths"])
     console.print(view.listing(titles, texts, numbers=titles[3:], what="tensor"))
     said = "would change; nothing is written" if options.dry_run else f"retuned; results: {target}"
-    console.print(Text(f"{len(entries)} tensors {said}"), soft_wrap=True)
+    console.print(Text(one_line(f"{len(entries)} tensors {said}")), soft_wrap=True)
 
 
 _SHOWN = ("layer", "tensor", "method", "scale_before", "scale")

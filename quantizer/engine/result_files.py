@@ -18,6 +18,7 @@ from quantizer.memory import in_words
 from quantizer.nn.deferred_file import STORED, deferred_file
 from quantizer.numerics.deferred import DeferredTensor, bytes_of
 from quantizer.opened_files import OpenFile
+from quantizer.plain_files import require_plain
 
 
 def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> str:
@@ -151,12 +152,38 @@ def deferred_tensors(place: Path | OpenFile) -> dict[str, DeferredTensor]:
 
 
 def sha256(path: Path) -> str:
-    """Of a file of any size."""
+    """Return the digest of a file of any size.
+
+    Raises:
+        ResultError: it cannot be read.
+    """
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(CHUNK):
-            digest.update(part)
+    try:
+        require_plain(path)
+        with path.open("rb") as file:
+            while part := file.read(CHUNK):
+                digest.update(part)
+    except OSError as error:
+        raise cannot_read(path, error) from error
     return digest.hexdigest()
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return what a file holds.
+
+    Raises:
+        ResultError: it cannot be read.
+    """
+    try:
+        require_plain(path)
+        return path.read_bytes()
+    except OSError as error:
+        raise cannot_read(path, error) from error
+
+
+def cannot_read(path: Path, error: OSError) -> ResultError:
+    """Return what to say of a file that the system refuses to read."""
+    return ResultError(f"cannot read {path}: {error.strerror or error}", help="run --quant_mode calib again")
 
 
 CHUNK = 1 << 20
@@ -165,10 +192,14 @@ CHUNK = 1 << 20
 def _parsed(place: Path | OpenFile, parse: Callable[[Any], Any], kind: str) -> Any:
     path = place if isinstance(place, Path) else place.path
     try:
+        if isinstance(place, Path):
+            require_plain(place)
         return parse(place)
     except FileNotFoundError:
         help_ = "run --quant_mode calib first, with the same --output_dir"
         raise ResultError(f"{path} does not exist", help=help_) from None
+    except OSError as error:
+        raise cannot_read(path, error) from error
     except Exception as error:  # of whatever class the parser has
         help_ = "run --quant_mode calib again"
         raise ResultError(f"{path} is not a readable {kind} file: {error}", help=help_) from error

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ from quantizer.errors import ResultError
 from quantizer.graph.emit import is_emitted
 from quantizer.opened_files import ASIDE, MOVES, OpenedFiles, planned_moves
 
+SUFFIXES = (".json", ".py", ".safetensors", ".csv", ".html", ".log")
+"""Those of the files in a result folder."""
 OWNER = 100
 """Bytes that a lock may have, which say whose it is."""
 EXPORT = "export"
@@ -150,6 +153,21 @@ def _folders_in(folder: Path) -> Iterator[Path]:
         yield from (Path(place, name) for name in names)
 
 
+def _refuse_folders(folder: Path) -> None:
+    """Refuse a folder that holds a folder in place of a file, which could not be replaced at the end of a run.
+
+    Raises:
+        ResultError: naming the first.
+    """
+    names = (path.name for path in folder.iterdir() if path.is_dir() and path.suffix in SUFFIXES)
+    first = min(names, default=None)
+    if first is not None:
+        raise ResultError(f"{folder / first} is a folder in place of a file", help="move it elsewhere")
+    export = folder / "export"
+    if export.exists() and not export.is_dir():
+        raise ResultError(f"{export} is no folder, and exports are written there", help="move it elsewhere")
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, which the kernel releases when the process ends in whatever way; what stopped runs have
@@ -161,7 +179,8 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_links(folder)
-        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        _refuse_folders(folder)
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         kind = ReadOnlyError if error.errno in READ_ONLY else ResultError
         text = f"cannot use {folder} for results: {error.strerror}"
@@ -193,6 +212,8 @@ def locked_as_opened(opened: OpenedFiles) -> Iterator[None]:
 
 def _take(handle: int, folder: Path) -> None:
     """Lock the open file, if it is still the folder's: its last owner may have removed it in the meantime."""
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        raise ResultError(f"{folder / '.lock'} is no file, so it cannot be locked", help="remove it")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         owned = os.fstat(handle).st_ino == (folder / ".lock").stat().st_ino
@@ -202,5 +223,7 @@ def _take(handle: int, folder: Path) -> None:
         owner = os.pread(handle, OWNER, 0).decode(errors="replace")
         said = f", {owner}" if owner.isprintable() and owner else ""
         raise ResultError(f"{folder} is in use by another run{said}", help="wait for it or choose another --output_dir")
-    os.ftruncate(handle, 0)
-    os.write(handle, f"process {os.getpid()} on {platform.node()}".encode()[:OWNER])
+    # A full disk has no room for the text, which is for people alone: the lock holds without it.
+    with contextlib.suppress(OSError):
+        os.ftruncate(handle, 0)
+        os.write(handle, f"process {os.getpid()} on {platform.node()}".encode()[:OWNER])

@@ -22,6 +22,7 @@ from quantizer.engine import fingerprint
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.result_files import (
     json_parts,
+    read_bytes,
     read_json,
     read_tensors,
     sha256,
@@ -301,7 +302,7 @@ def _generated(folder: Path) -> list[str]:
     """The network's code that a calibration of any model has left, which says so itself."""
     try:
         name = f"{read_json(folder / INFO)['header']['model']}.py"
-        is_ours = name.isprintable() and is_emitted((folder / name).read_text("utf-8")) and "/" not in name
+        is_ours = name.isprintable() and is_emitted(read_bytes(folder / name).decode()) and "/" not in name
     except (ResultError, KeyError, TypeError, OSError, ValueError):
         return []
     return [name] if is_ours else []
