@@ -227,7 +227,10 @@ def _output_role(graph: Graph, name: str) -> str:
 def _source_keys(where: Layout, graph: Graph, join: Join, tensors: Mapping[Key, TensorPlan]) -> tuple[Key, ...]:
     """The tensors of a join's parts; trained tensors that stand among them are weights."""
     sources = where.origins[join.name].sources
-    points = [quantization_point(graph, where, name) or name for name in sources]
+    own: dict[str, str] = {}
+    for part in join.alone:
+        own.update(dict.fromkeys(part.members, part.point))
+    points = [own.get(name) or quantization_point(graph, where, name) or name for name in sources]
     trained = [(name, "weights") for name in sources if (name, "weights") in tensors]
     parameters = [key for key in trained if graph.by_name[key[0]].row.kind == "structural"]
     return (*_keys(graph, list(dict.fromkeys(points)), tensors), *parameters)
