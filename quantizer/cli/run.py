@@ -249,22 +249,15 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         scores = score(calibrated, loaded.module, batches, follower, evaluator, check, ranks, explained=True)
         if not ranks.is_first:
             return Outcome(scores.metrics, {})
-<<<<<<< HEAD
         held = {gate.text: gate.holds(scores.gated) for gate in gates if gate.metric in scores.gated}
-        remember(folder, "test", words_of(options))
-        noted["passes"] = scores.passes and scores.passes.to_json()
-        outcome = _report(table_view(options, graph), folder, info, scores, batches.stamp, held)
-        noted["warnings"] = outcome.content["warnings"]
-        annotate_warnings(options, outcome.content["warnings"])
-=======
-        held = {gate.text: gate.holds(scores.metrics) for gate in gates if gate.metric in scores.metrics}
         view = table_view(options, graph)
         noted["passes"] = scores.passes and scores.passes.to_json()
         commands = {**info.commands, "test": words_of(options)}
         if place is not None:
             commands = remember(info, "test", words_of(options), place)
         outcome = _report(view, info, scores, batches.stamp, gates=held, place=place, commands=commands)
->>>>>>> main
+        noted["warnings"] = outcome.content["warnings"]
+        annotate_warnings(options, outcome.report)
         if scores.fault:
             help_ = "give that layer and those before it more bits or a wider range, or leave them float"
             return replace(outcome, error=GateError(scores.fault, help=help_))
@@ -272,13 +265,9 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
             outcome = run_exact(options, outcome, graph, info, batches, place=place)
         if not options.deploy or failed(gates, outcome.metrics):
             return outcome
-<<<<<<< HEAD
         lost = [warning.text for warning in scores.warnings if warning.kind != "rows"]
         figures, choices = scores.quantization, options.target_choices
         given = Deployment.of(calibrated, loaded.module, batches, figures, choices, warnings=lost)
-        return deploy(options, outcome, given, batches.total)
-=======
-        given = Deployment.of(calibrated, loaded.module, batches, scores.quantization_db, options.target_choices)
         return deploy(options, outcome, given, batches.total, place=place)
 
 
@@ -286,7 +275,6 @@ def _deciding(options: Options) -> dict[str, Any]:
     """What decides the result before a model is there."""
     words = {f"--{name}": getattr(options, name) for name in DECIDING}
     return {"quantizer": quantizer.__version__, "torch": torch.__version__, **words}
->>>>>>> main
 
 
 @contextmanager
@@ -385,11 +373,7 @@ def _report(
     shown += _lines(metrics)
     if scores.passes is not None:
         shown.append(scores.passes.line)
-<<<<<<< HEAD
-    return Outcome(scores.gated, report, shown)
-=======
-    return Outcome(scores.metrics, report, shown, report=values)
->>>>>>> main
+    return Outcome(scores.gated, report, shown, report=values)
 
 
 def _lines(metrics: dict[str, float]) -> list[RenderableType]:

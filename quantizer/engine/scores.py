@@ -2,13 +2,8 @@
 
 import logging
 import math
-<<<<<<< HEAD
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-=======
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
->>>>>>> main
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,12 +18,8 @@ from quantizer.engine.events import Events, Stage
 from quantizer.engine.output_figures import named_metrics, worst
 from quantizer.engine.output_warnings import OutputWarning, output_warnings
 from quantizer.engine.pass_loss import PassLoss, pass_loss
-<<<<<<< HEAD
 from quantizer.engine.tested_networks import Networks
-from quantizer.errors import ModelError
-=======
 from quantizer.errors import DataError, ModelError
->>>>>>> main
 from quantizer.nn.network import Network
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME, Directions
