@@ -295,9 +295,8 @@ class Result:
         check(target, calibrated.graph, calibrated.solution.specs, calibrated.settings.onnx_opset_version)
         batches = self._given(data)
         scores = score(calibrated, self._model, batches, self._events, explained=True)
-        warnings = [warning.text for warning in scores.warnings if warning.kind != "rows"]
-        figures = scores.quantization
-        given = Deployment.of(calibrated, self._model, batches, figures, choices, warnings=warnings)
+        figures, lost = scores.quantization, scores.lost
+        given = Deployment.of(calibrated, self._model, batches, figures, choices, warnings=lost)
         return export(target, given, Path(path), self._events, batches.total)
 
     def _given(self, data: Any) -> Batches:

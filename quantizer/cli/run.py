@@ -65,6 +65,8 @@ from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 
 logger = logging.getLogger(__name__)
 
+FAULT_HELP = "give that layer and those before it more bits or a wider range, or leave them float"
+
 RAISING = ("fast_finetune", "dpu_accuracy")
 """Options of calibration that test mode takes as well, to say that the results were made with them."""
 
@@ -251,24 +253,27 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
             return Outcome(scores.metrics, {})
         held = {gate.text: gate.holds(scores.gated) for gate in gates if gate.metric in scores.gated}
         view = table_view(options, graph)
-        noted["passes"] = scores.passes and scores.passes.to_json()
+        noted |= _noted(scores)
         commands = {**info.commands, "test": words_of(options)}
         if place is not None:
             commands = remember(info, "test", words_of(options), place)
         outcome = _report(view, info, scores, batches.stamp, gates=held, place=place, commands=commands)
-        noted["warnings"] = outcome.content["warnings"]
         annotate_warnings(options, outcome.report)
         if scores.fault:
-            help_ = "give that layer and those before it more bits or a wider range, or leave them float"
-            return replace(outcome, error=GateError(scores.fault, help=help_))
+            return replace(outcome, error=GateError(scores.fault, help=FAULT_HELP))
         if options.exact:
             outcome = run_exact(options, outcome, graph, info, batches, place=place)
         if not options.deploy or failed(gates, outcome.metrics):
             return outcome
-        lost = [warning.text for warning in scores.warnings if warning.kind != "rows"]
-        figures, choices = scores.quantization, options.target_choices
+        figures, choices, lost = scores.quantization, options.target_choices, scores.lost
         given = Deployment.of(calibrated, loaded.module, batches, figures, choices, warnings=lost)
         return deploy(options, outcome, given, batches.total, place=place)
+
+
+def _noted(scores: Scores) -> dict[str, Any]:
+    """Return what run.json says of a test besides its options."""
+    passes = None if scores.passes is None else scores.passes.to_json()
+    return {"passes": passes, "warnings": [warning.to_json() for warning in scores.warnings]}
 
 
 def _deciding(options: Options) -> dict[str, Any]:

@@ -70,6 +70,11 @@ class Scores:
         return figures
 
     @property
+    def lost(self) -> list[str]:
+        """Sentences on the outputs and parts that have lost."""
+        return [warning.text for warning in self.warnings if warning.kind != "rows"]
+
+    @property
     def is_task_held(self) -> bool:
         """Whether there are metrics of the task, and the quantized network has the float one's."""
         return bool(self.pairs) and all(map(self._is_held, self.pairs))

@@ -80,6 +80,9 @@ def test_texts_are_texts_and_nothing_is_loaded(folder: Path) -> None:
     values["paths"] = {name: f"{HOSTILE}{path}" for name, path in values["paths"].items()}
     for row in values["layers"]:
         row["spec"] = f"{HOSTILE}{row['spec']}"
+    row = {"name": HOSTILE, "index": HOSTILE, "layer": HOSTILE, "kind": HOSTILE, "values": 1, "pooled": 1}
+    values["outputs"] = [row | {"output": HOSTILE, "sqnr_db": 1.0, "cosine": 1.0, "equal": 1.0}]
+    values["warnings"] = [{"kind": "below", "output": HOSTILE, "text": HOSTILE, "layer": "", "tensor": ""}]
     made = page(values)
     found = Texts(made)
     assert {HOSTILE, f"</pre>{HOSTILE}"} <= set(found.texts)
