@@ -104,7 +104,7 @@ def qparams_fault(spec: QuantizationSpec, shape: tuple[int, ...], scale: Tensor,
     if axis is not None and not -len(shape) <= axis < len(shape):
         return f"there is no axis {axis} of {len(shape)}"
     size = spec.group_size
-    if spec.qscheme == "per_channel" and size is not None and (axis == 0 or shape[0] % size):
+    if spec.qscheme == "per_channel" and size is not None and shape[0] % size:
         return f"its first axis, {shape[0]} long, is no stack of tensors {size} long"
     wanted = scale_shape(shape, *spec.cut)
     if tuple(scale.shape) != wanted:

@@ -241,9 +241,7 @@ def quantize_weights(
     return emission
 
 
-def _stack(
-    emission: Emission, tensor: QuantizedTensor, y: str, carrier: Carrier, *, ahead: bool
-) -> None:
+def _stack(emission: Emission, tensor: QuantizedTensor, y: str, carrier: Carrier, *, ahead: bool) -> None:
     """Write a transposed convolution's weight with groups, whose scales lie along two axes.
 
     DequantizeLinear has one axis, so its scale is 1 here, and its product with the scales is the same float. Without

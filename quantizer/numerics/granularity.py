@@ -13,8 +13,8 @@ def scale_shape(
 ) -> tuple[int, ...]:
     """Return the shape of the scale of a tensor of `shape`.
 
-    () per tensor and (C,) per channel. With a `group_size` these two cut a stack of T tensors, each `group_size` long in
-    the first axis, into (T,) and (T * C,): the weight of a transposed convolution with T groups is such a stack.
+    () per tensor and (C,) per channel. With a `group_size` these two cut a stack of T tensors, each `group_size` long
+    in the first axis, into (T,) and (T * C,): the weight of a transposed convolution with T groups is such a stack.
     Per group the other axes in order and then the number of groups along `ch_axis`, times `scales_per_group`; per token
     the axes but `ch_axis`.
 
