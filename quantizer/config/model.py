@@ -48,9 +48,9 @@ class QuantizationSpec:
     for each of them ("per_tensor"), or for each of their channels ("per_channel"). `scale_type` is "float",
     "poweroftwo", or "e8m0", the shared exponent of a block format, found by `scale_mode` ("floor", "even" or "ceil");
     powers of two are at least 2^-`finest_position` where the device asks for that. Two more are of groups only: "e4m3",
-    a number of fp8_e4m3 times one float of the tensor, and "microexponent", a shared exponent that is one less for some pairs of values. `symmetric_scale` is what symmetric
-    integers whose scale is no power of two divide their largest magnitude by: "quant_max", or "half_range", (quant_max
-    - quant_min) / 2, which cuts half a step off it.
+    a number of fp8_e4m3 times one float of the tensor, and "microexponent", a shared exponent that is one less for some
+    pairs of values. `symmetric_scale` is what symmetric integers whose scale is no power of two divide their largest
+    magnitude by: "quant_max", or "half_range", (quant_max - quant_min) / 2, which cuts half a step off it.
     """
 
     dtype: str = "int"
