@@ -1,7 +1,9 @@
 """Values that stay float whatever a config says, and why: read off the graph alone, before there is any data."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
+
+import torch
 
 from quantizer.graph.axis_rules import ALIKE
 from quantizer.graph.ir import Graph, Node, references
@@ -11,6 +13,7 @@ MASK = "may hold a mask's lowest values, which leave no resolution for the other
 BOUNDED = "bounds what a float operator computes"
 DENOMINATOR = "divides, and rounding would make small values zero"
 COMPARED = "is compared to count an index, and rounding could count none"
+ARGUMENT = "makes an angle, an index or what is rounded to integers, and a small error there makes another value"
 FLOAT_READERS = "only float operators read it"
 UNREAD = "nothing reads it"
 RESIDUAL = "only normalizations, and sums that they read, take it"
@@ -29,16 +32,19 @@ _NEVER = ("size", "constant", "zeros", "ones", "full", "arange", "empty")  # on 
 _PICKS = ("gather", "take_along_dim", "index_select", "index")  # by integers
 _COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal")
 _HANDS_ON = ("compute", "fusable", "passthrough")  # with one operand: a sum, a guard, a slice
+_KERNELS = ("mac", "fusable", "passthrough", "structural")  # what makes integers, or has no quantization of its own
 _PRODUCTS_PLUS = ("addmm", "baddbmm")  # their first argument is added to a product
 
 
 def floating(graph: Graph) -> dict[str, str]:
     """The reason for each layer whose values stay float, unless a layer that multiplies reads them."""
     found = dict.fromkeys(derived(graph), DERIVED)
+    arguments = _arguments(graph, constants=set(found))
     found |= dict.fromkeys((name for name in _masks(graph) if name not in found), MASK)
     found |= dict.fromkeys((name for name in _bounded(graph) if name not in found), BOUNDED)
     found |= dict.fromkeys((name for name in _denominators(graph) if name not in found), DENOMINATOR)
     found |= dict.fromkeys((name for name in _compared(graph) if name not in found), COMPARED)
+    found |= dict.fromkeys((name for name in arguments if name not in found), ARGUMENT)
     found |= dict.fromkeys((name for name, read_by in graph.consumers.items() if not read_by), UNREAD)
     for node in reversed(graph.nodes):
         if node.name not in found and _read_by_float_only(graph, node, found):
@@ -70,6 +76,15 @@ def multiplied(node: Node, name: str) -> bool:
         return False
     added = ("attn_mask", "bias", "hx", *(("input",) if node.op in _PRODUCTS_PLUS else ()))
     return any(name in references(value) for key, value in node.inputs.items() if key not in added)
+
+
+def computes_in_float(node: Node, floats: Mapping[str, str]) -> bool:
+    """Return whether a node multiplies floats though it could multiply integers; `floats` are those of the graph.
+
+    A product with constants does so where all that it makes is an argument. A layer with weights never does.
+    """
+    reason = floats.get(node.name)
+    return reason == DERIVED or (reason == ARGUMENT and not node.row.weight)
 
 
 def readers(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
@@ -166,6 +181,57 @@ def _compared(graph: Graph) -> Iterator[str]:
         seen.add(node.name)
         (compared if node.op in _COMPARES else pending).extend(node.refs())
     return _made_of(graph, compared)
+
+
+def _arguments(graph: Graph, constants: Set[str]) -> Set[str]:
+    """Return the layers that make arguments of sines, of what rounds to integers, and of what reads at places.
+
+    These are found backwards, through all that has no weights, as long as nothing else reads them. A layer with weights
+    may make an argument, too. What takes no kernel of integers, as an input or a sum, may have other readers as well:
+    they quantize what they make of it.
+    """
+    alone: set[str] = set()
+    shared: set[str] = set()
+    for node in reversed(graph.nodes):
+        may_be = node.row.kind != "structural" or node.op in ("input", "parameter")
+        if not may_be or node.name in constants or not _has_fractions(node):
+            continue
+        uses = []
+        for reader, value in readers(graph, node.name):
+            is_argument = _is_cast_to_integers(graph.by_name[value])
+            if reader and not is_argument:
+                is_argument = _is_argument(graph.by_name[reader], value, alone, constants)
+            uses.append(is_argument)
+        if uses and all(uses):
+            alone.add(node.name)
+        elif any(uses) and (node.op == "input" or node.row.kind not in _KERNELS):
+            shared.add(node.name)
+    return alone | shared
+
+
+def _is_argument(reader: Node, value: str, arguments: Set[str], constants: Set[str]) -> bool:
+    """Whether the reader takes the value as an argument, or makes arguments of it and of constants."""
+    names = reader.row.exact
+    if reader.op == "div" and reader.attrs.get("rounding_mode"):
+        names = ("input", "other")
+    elif reader.op == "exp" and reader.dtype is not None and reader.dtype.is_complex:
+        names = ("input",)  # a cosine and a sine
+    if any(value in references(reader.inputs.get(name)) for name in names):
+        return True
+    if reader.name not in arguments or reader.row.weight:
+        return False
+    others = set(reader.refs()) - {value}
+    return reader.row.kind != "mac" or others <= constants
+
+
+def _has_fractions(node: Node) -> bool:
+    """Whether the node makes one tensor of floating-point or complex numbers."""
+    return node.dtype is not None and (node.dtype.is_floating_point or node.dtype.is_complex)
+
+
+def _is_cast_to_integers(node: Node) -> bool:
+    """Whether a node that moves a value makes integers of it; truth values are comparisons."""
+    return node.dtype is not None and node.dtype != torch.bool and not _has_fractions(node)
 
 
 def _made_of(graph: Graph, names: Iterable[str]) -> Iterator[str]:

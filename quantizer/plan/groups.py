@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from quantizer.graph.axis_rules import PADDED, pads_zeros
 from quantizer.graph.ir import Graph, Node
-from quantizer.plan.floating import DERIVED, floating, multiplied, readers
+from quantizer.plan.floating import computes_in_float, floating, multiplied, readers
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def _makes_values(graph: Graph, node: Node, where: Layout) -> bool:
     """Whether the node's output has other values than its inputs, so that it needs a quantization of its own."""
     kind = _producer(graph, node).row.kind
     if node.name in where.floats or kind in ("unknown", "float"):
-        read = ((n, value) for n, value in readers(graph, node.name) if n and where.floats.get(n) != DERIVED)
-        return any(multiplied(graph.by_name[n], value) for n, value in read)
+        read = ((graph.by_name[n], value) for n, value in readers(graph, node.name) if n)
+        return any(multiplied(n, value) and not computes_in_float(n, where.floats) for n, value in read)
     if node.op == "input":
         return True
     if node.row.axes is PADDED and not pads_zeros(node.attrs):

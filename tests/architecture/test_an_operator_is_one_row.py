@@ -51,7 +51,10 @@ NAMED = {
 WORDS = {
     "amax",
     "bilinear",
+    "ceil",
     "div",
+    "fix",
+    "floor",
     "index",
     "max",
     "maximum",
@@ -61,6 +64,7 @@ WORDS = {
     "minimum",
     "norm",
     "pad",
+    "round",
     "std",
     "sum",
     "to",
