@@ -81,7 +81,7 @@ def multiplied(node: Node, name: str) -> bool:
 def computes_in_float(node: Node, floats: Mapping[str, str]) -> bool:
     """Return whether a node multiplies floats though it could multiply integers; `floats` are those of the graph.
 
-    A product with constants does so where all that it makes is an argument. A layer with weights never does.
+    A product with constants does so where it makes an argument. A layer with weights never does.
     """
     reason = floats.get(node.name)
     return reason == DERIVED or (reason == ARGUMENT and not node.row.weight)
@@ -186,9 +186,8 @@ def _compared(graph: Graph) -> Iterator[str]:
 def _arguments(graph: Graph, constants: Set[str]) -> Set[str]:
     """Return the layers that make arguments of sines, of what rounds to integers, and of what reads at places.
 
-    These are found backwards, through all that has no weights, as long as nothing else reads them. A layer with weights
-    may make an argument, too. What takes no kernel of integers, as an input or a sum, may have other readers as well:
-    they quantize what they make of it.
+    These are found backwards. What kernels of integers make, as a layer with weights, must have no other readers. An
+    input or a sum may: others quantize what they make of it.
     """
     alone: set[str] = set()
     shared: set[str] = set()
@@ -196,32 +195,48 @@ def _arguments(graph: Graph, constants: Set[str]) -> Set[str]:
         may_be = node.row.kind != "structural" or node.op in ("input", "parameter")
         if not may_be or node.name in constants or not _has_fractions(node):
             continue
-        uses = []
-        for reader, value in readers(graph, node.name):
-            is_argument = _is_cast_to_integers(graph.by_name[value])
-            if reader and not is_argument:
-                is_argument = _is_argument(graph.by_name[reader], value, alone, constants)
-            uses.append(is_argument)
-        if uses and all(uses):
+        read_by = list(_uses(graph, node.name))
+        may_share = node.op == "input" or node.row.kind not in _KERNELS
+        if read_by and all(_is_argument(graph, reader, alone, constants) for reader in read_by):
             alone.add(node.name)
-        elif any(uses) and (node.op == "input" or node.row.kind not in _KERNELS):
+        elif may_share and any(_is_argument(graph, reader, alone | shared, constants) for reader in read_by):
             shared.add(node.name)
     return alone | shared
 
 
-def _is_argument(reader: Node, value: str, arguments: Set[str], constants: Set[str]) -> bool:
-    """Whether the reader takes the value as an argument, or makes arguments of it and of constants."""
-    names = reader.row.exact
-    if reader.op == "div" and reader.attrs.get("rounding_mode"):
-        names = ("input", "other")
-    elif reader.op == "exp" and reader.dtype is not None and reader.dtype.is_complex:
-        names = ("input",)  # a cosine and a sine
-    if any(value in references(reader.inputs.get(name)) for name in names):
+def _uses(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
+    """The `readers` of a node's values; a cast to integers, after which they are moved as integers, is one."""
+    for reader in graph.consumers[name]:
+        is_moved = reader and graph.by_name[reader].row.kind == "passthrough"
+        if is_moved and not _is_cast_to_integers(graph.by_name[reader]):
+            yield from _uses(graph, reader)
+        else:
+            yield reader, name
+
+
+def _is_argument(graph: Graph, reading: tuple[str, str], arguments: Set[str], constants: Set[str]) -> bool:
+    """Whether a reader takes a value as an argument, or makes arguments of it and of constants."""
+    name, value = reading
+    if not name:
+        return False
+    reader = graph.by_name[name]
+    if _is_cast_to_integers(reader):
         return True
-    if reader.name not in arguments or reader.row.weight:
+    if any(value in references(reader.inputs.get(key)) for key in _exact_inputs(reader)):
+        return True
+    if name not in arguments or reader.row.weight:
         return False
     others = set(reader.refs()) - {value}
     return reader.row.kind != "mac" or others <= constants
+
+
+def _exact_inputs(node: Node) -> tuple[str, ...]:
+    """The arguments that its operator wants exact, which some do for some settings."""
+    if node.op == "div" and node.attrs.get("rounding_mode"):
+        return ("input", "other")
+    if node.op == "exp" and node.dtype is not None and node.dtype.is_complex:
+        return ("input",)  # a cosine and a sine
+    return node.row.exact
 
 
 def _has_fractions(node: Node) -> bool:
@@ -230,8 +245,8 @@ def _has_fractions(node: Node) -> bool:
 
 
 def _is_cast_to_integers(node: Node) -> bool:
-    """Whether a node that moves a value makes integers of it; truth values are comparisons."""
-    return node.dtype is not None and node.dtype != torch.bool and not _has_fractions(node)
+    """Whether a node makes integers of what it reads; truth values are comparisons."""
+    return node.op == "to" and node.dtype != torch.bool and not _has_fractions(node)
 
 
 def _made_of(graph: Graph, names: Iterable[str]) -> Iterator[str]:
