@@ -1,12 +1,11 @@
 """Values that stay float whatever a config says, and why: read off the graph alone, before there is any data."""
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Set
-
-import torch
+from collections.abc import Iterable, Iterator, Mapping
 
 from quantizer.graph.axis_rules import ALIKE
-from quantizer.graph.ir import Graph, Node, references
+from quantizer.graph.ir import Graph, Node, readers, references
+from quantizer.plan.arguments import arguments
+from quantizer.plan.sentinels import masks, sentinels
 
 DERIVED = "computed from constants and integers alone"
 MASK = "may hold a mask's lowest values, which leave no resolution for the others"
@@ -19,32 +18,24 @@ UNREAD = "nothing reads it"
 RESIDUAL = "only normalizations, and sums that they read, take it"
 OUTSIDE = "outside QuantStub … DeQuantStub"
 
-LOWEST = -100.0  # what is filled in to vanish in a softmax: -100, -1e4, the dtype's lowest, -inf
-_FACTOR = 1e4  # what turns a mask of zeros and ones into such values
 _NORM_PARTS = ("rsqrt", "pow", "square")  # of a normalization that is written by hand
-_FILLS = ("masked_fill", "where", "full", "full_like", "new_full", "scalar_tensor", "index_fill")
-_CARRIES = (
-    *("add", "sub", "rsub", "mul", "div", "where", "masked_fill", "minimum", "cat", "stack"),
-    *("slice_scatter", "select_scatter", "diagonal_scatter", "scatter", "masked_scatter", "index_put", "index_copy"),
-    "index_fill",
-)
 _NEVER = ("size", "constant", "zeros", "ones", "full", "arange", "empty")  # on either side of a stub
 _PICKS = ("gather", "take_along_dim", "index_select", "index")  # by integers
 _COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal")
 _HANDS_ON = ("compute", "fusable", "passthrough")  # with one operand: a sum, a guard, a slice
-_KERNELS = ("mac", "fusable", "passthrough", "structural")  # what makes integers, or has no quantization of its own
 _PRODUCTS_PLUS = ("addmm", "baddbmm")  # their first argument is added to a product
 
 
 def floating(graph: Graph) -> dict[str, str]:
     """The reason for each layer whose values stay float, unless a layer that multiplies reads them."""
     found = dict.fromkeys(derived(graph), DERIVED)
-    arguments = _arguments(graph, constants=set(found))
-    found |= dict.fromkeys((name for name in _masks(graph) if name not in found), MASK)
+    constants = set(found)
+    found |= dict.fromkeys((name for name in masks(graph) if name not in found), MASK)
+    found |= dict.fromkeys((name for name in sentinels(graph, constants) if name not in found), MASK)
     found |= dict.fromkeys((name for name in _bounded(graph) if name not in found), BOUNDED)
     found |= dict.fromkeys((name for name in _denominators(graph) if name not in found), DENOMINATOR)
     found |= dict.fromkeys((name for name in _compared(graph) if name not in found), COMPARED)
-    found |= dict.fromkeys((name for name in arguments if name not in found), ARGUMENT)
+    found |= dict.fromkeys((name for name in arguments(graph, constants) if name not in found), ARGUMENT)
     found |= dict.fromkeys((name for name, read_by in graph.consumers.items() if not read_by), UNREAD)
     for node in reversed(graph.nodes):
         if node.name not in found and _read_by_float_only(graph, node, found):
@@ -87,15 +78,6 @@ def computes_in_float(node: Node, floats: Mapping[str, str]) -> bool:
     return reason == DERIVED or (reason == ARGUMENT and not node.row.weight)
 
 
-def readers(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
-    """(reader, what it reads) of a node's values, directly or through moves; reader "" is the network's output."""
-    for reader in graph.consumers[name]:
-        if reader and graph.by_name[reader].row.kind == "passthrough":
-            yield from readers(graph, reader)
-        else:
-            yield reader, name
-
-
 def outside_stubs(graph: Graph) -> set[str]:
     """Layers outside the part that a model marks with QuantStub and DeQuantStub; none where it has no QuantStub."""
     if all(node.op != "quant_stub" for node in graph.nodes):
@@ -135,17 +117,6 @@ def _feeds_norm(graph: Graph, reader: Node, found: set[str]) -> bool:
     )
 
 
-def _masks(graph: Graph) -> Iterator[str]:
-    """Layers whose values may be as low as a mask's, from where such values arise to where a softmax takes them."""
-    found: set[str] = set()
-    for node in graph.nodes:
-        moved = node.refs() if node.row.kind == "passthrough" or node.op in _CARRIES else iter(())
-        carried = references(node.inputs.get("input")) if node.op in _PRODUCTS_PLUS else moved
-        if _is_mask_input(graph, node) or _fills_lowest(graph, node) or not found.isdisjoint(carried):
-            found.add(node.name)
-            yield node.name
-
-
 def _bounded(graph: Graph) -> Iterator[str]:
     """Layers that cut off what float operators compute: a norm that is kept from zero before something is divided by it
     would be rounded to zero.
@@ -183,72 +154,6 @@ def _compared(graph: Graph) -> Iterator[str]:
     return _made_of(graph, compared)
 
 
-def _arguments(graph: Graph, constants: Set[str]) -> Set[str]:
-    """Return the layers that make arguments of sines, of what rounds to integers, and of what reads at places.
-
-    These are found backwards. What kernels of integers make, as a layer with weights, must have no other readers. An
-    input or a sum may: others quantize what they make of it.
-    """
-    alone: set[str] = set()
-    shared: set[str] = set()
-    for node in reversed(graph.nodes):
-        may_be = node.row.kind != "structural" or node.op in ("input", "parameter")
-        if not may_be or node.name in constants or not _has_fractions(node):
-            continue
-        read_by = list(_uses(graph, node.name))
-        may_share = node.op == "input" or node.row.kind not in _KERNELS
-        if read_by and all(_is_argument(graph, reader, alone, constants) for reader in read_by):
-            alone.add(node.name)
-        elif may_share and any(_is_argument(graph, reader, alone | shared, constants) for reader in read_by):
-            shared.add(node.name)
-    return alone | shared
-
-
-def _uses(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
-    """The `readers` of a node's values; a cast to integers, after which they are moved as integers, is one."""
-    for reader in graph.consumers[name]:
-        is_moved = reader and graph.by_name[reader].row.kind == "passthrough"
-        if is_moved and not _is_cast_to_integers(graph.by_name[reader]):
-            yield from _uses(graph, reader)
-        else:
-            yield reader, name
-
-
-def _is_argument(graph: Graph, reading: tuple[str, str], arguments: Set[str], constants: Set[str]) -> bool:
-    """Whether a reader takes a value as an argument, or makes arguments of it and of constants."""
-    name, value = reading
-    if not name:
-        return False
-    reader = graph.by_name[name]
-    if _is_cast_to_integers(reader):
-        return True
-    if any(value in references(reader.inputs.get(key)) for key in _exact_inputs(reader)):
-        return True
-    if name not in arguments or reader.row.weight:
-        return False
-    others = set(reader.refs()) - {value}
-    return reader.row.kind != "mac" or others <= constants
-
-
-def _exact_inputs(node: Node) -> tuple[str, ...]:
-    """The arguments that its operator wants exact, which some do for some settings."""
-    if node.op == "div" and node.attrs.get("rounding_mode"):
-        return ("input", "other")
-    if node.op == "exp" and node.dtype is not None and node.dtype.is_complex:
-        return ("input",)  # a cosine and a sine
-    return node.row.exact
-
-
-def _has_fractions(node: Node) -> bool:
-    """Whether the node makes one tensor of floating-point or complex numbers."""
-    return node.dtype is not None and (node.dtype.is_floating_point or node.dtype.is_complex)
-
-
-def _is_cast_to_integers(node: Node) -> bool:
-    """Whether a node makes integers of what it reads; truth values are comparisons."""
-    return node.op == "to" and node.dtype != torch.bool and not _has_fractions(node)
-
-
 def _made_of(graph: Graph, names: Iterable[str]) -> Iterator[str]:
     """Layers that make these values, back to products, to what computes in float, and to integers."""
     pending, found = [*names], set[str]()
@@ -261,31 +166,6 @@ def _made_of(graph: Graph, names: Iterable[str]) -> Iterator[str]:
         refs = set(node.refs())
         if (len(refs) == 1 and node.row.kind in _HANDS_ON and not node.row.weight) or node.row.axes is ALIKE:
             pending += refs
-
-
-def _fills_lowest(graph: Graph, node: Node) -> bool:
-    """Whether the node writes very low constants, or holds them."""
-    if node.op == "constant" and node.is_float:
-        tensor = graph.weight(node)
-        return tensor.numel() > 0 and float(tensor.min()) <= LOWEST
-    numbers = [value for value in node.attrs.values() if isinstance(value, (int, float)) and not math.isnan(value)]
-    if node.op == "mul":
-        return any(abs(number) >= _FACTOR for number in numbers)
-    return node.op in _FILLS and any(number <= LOWEST for number in numbers)
-
-
-def _is_mask_input(graph: Graph, node: Node) -> bool:
-    """A floating-point value that is only added to attention scores before their softmax."""
-    found = list(readers(graph, node.name)) if node.is_float and node.row.kind != "passthrough" else []
-    return bool(found) and all(name and _adds_to_scores(graph, graph.by_name[name], read, node) for name, read in found)
-
-
-def _adds_to_scores(graph: Graph, reader: Node, read: str, value: Node) -> bool:
-    if read in references(reader.inputs.get("attn_mask")):
-        return True
-    to_softmax = [name for name, _ in readers(graph, reader.name)]
-    adds = reader.op == "add" and bool(to_softmax)
-    return value.op == "input" and adds and all(n and graph.by_name[n].op == "softmax" for n in to_softmax)
 
 
 def _read_by_float_only(graph: Graph, node: Node, floats: dict[str, str]) -> bool:

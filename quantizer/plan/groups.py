@@ -1,10 +1,12 @@
 """Where activations are quantized: what shares one quantization and what needs none. Knows operators, no config."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from quantizer.graph.axis_rules import PADDED, pads_zeros
-from quantizer.graph.ir import Graph, Node
-from quantizer.plan.floating import computes_in_float, floating, multiplied, readers
+from quantizer.graph.ir import Graph, Node, readers
+from quantizer.plan.floating import MASK, computes_in_float, floating, multiplied
+from quantizer.plan.sentinels import chooses
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,13 @@ def quantization_point(graph: Graph, where: Layout, name: str) -> str | None:
 
 def _makes_values(graph: Graph, node: Node, where: Layout) -> bool:
     """Whether the node's output has other values than its inputs, so that it needs a quantization of its own."""
-    kind = _producer(graph, node).row.kind
+    producer = _producer(graph, node)
+    kind = producer.row.kind
     if node.name in where.floats or kind in ("unknown", "float"):
-        read = ((graph.by_name[n], value) for n, value in readers(graph, node.name) if n)
+        read = ((graph.by_name[n], value) for n, value in _readers(graph, node.name, where.floats) if n)
         return any(multiplied(n, value) and not computes_in_float(n, where.floats) for n, value in read)
+    if chooses(producer) and any(where.floats.get(name) == MASK for name in producer.refs()):
+        return True
     if node.op == "input":
         return True
     if node.row.axes is PADDED and not pads_zeros(node.attrs):
@@ -81,6 +86,16 @@ def _makes_values(graph: Graph, node: Node, where: Layout) -> bool:
     if node.row.rectifies:
         return quantization_point(graph, where, node.name) is None
     return kind not in ("passthrough", "structural")
+
+
+def _readers(graph: Graph, name: str, floats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The `readers` of a node's values; of values with sentinels, which do not outlive a choice, also what chooses."""
+    for reader in graph.consumers[name]:
+        is_moved = reader and graph.by_name[reader].row.kind == "passthrough"
+        if is_moved and not (floats.get(name) == MASK and chooses(graph.by_name[reader])):
+            yield from _readers(graph, reader, floats)
+        else:
+            yield reader, name
 
 
 def _chain(graph: Graph, node: Node) -> tuple[Group, str]:
