@@ -15,6 +15,8 @@ def far_value(values: Tensor) -> float | None:
     """
     if values.numel() == 0:
         return None
+    if values.dtype.itemsize == 1:
+        values = values.float()  # torch compares no floats of 8 bits
     least, greatest = (float(end) for end in values.aminmax())
     if least <= -FAR:
         return least
