@@ -73,5 +73,3 @@ def _has_fractions(node: Node) -> bool:
 def _is_cast_to_integers(node: Node) -> bool:
     """Whether a node makes integers of what it reads; truth values are comparisons."""
     return node.op == "to" and node.dtype != torch.bool and not _has_fractions(node)
-
-

@@ -130,5 +130,3 @@ def _adds_to_scores(graph: Graph, reader: Node, read: str, value: Node) -> bool:
     to_softmax = [name for name, _ in readers(graph, reader.name)]
     adds = reader.op == "add" and bool(to_softmax)
     return value.op == "input" and adds and all(n and graph.by_name[n].op == "softmax" for n in to_softmax)
-
-
