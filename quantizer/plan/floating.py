@@ -8,7 +8,7 @@ from quantizer.plan.arguments import arguments
 from quantizer.plan.sentinels import masks, sentinels
 
 DERIVED = "computed from constants and integers alone"
-MASK = "may hold a mask's lowest values, which leave no resolution for the others"
+MASK = "may hold sentinels, as a mask's lowest values, which leave no resolution for the others"
 BOUNDED = "bounds what a float operator computes"
 DENOMINATOR = "divides, and rounding would make small values zero"
 COMPARED = "is compared to count an index, and rounding could count none"

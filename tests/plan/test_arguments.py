@@ -1,4 +1,4 @@
-"""Angles, indices and what is rounded: quantized networks whose figures were a few decibels when these had eight bits."""
+"""Angles, indices and what is rounded: networks that lost nearly all when these had eight bits."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 import quantizer
 from quantizer import ModelQuantizer
-from quantizer.graph.passes import run_passes
 from quantizer.graph.stored import graph_from_json, graph_to_json
 from quantizer.graph.trace import trace
 from quantizer.plan.floating import MASK
