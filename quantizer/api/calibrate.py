@@ -126,8 +126,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = N
     with evaluating(model), without_cache(model):
         calibrated = reopened(model, batch, original, info)
     rules = stored_config(place)
-    plan = resolve(rules, calibrated.graph, original)
-    check_plan(info, rules, plan.tensors)
+    plan = check_plan(info, rules, resolve(rules, calibrated.graph, original))
     return Result(model, calibrated, plan, batches, follower(), folder=place)
 
 

@@ -201,7 +201,7 @@ def _subject(options: AnalyzeOptions) -> Subject:
         info = results.read_info(Path(options.report))
         check_model(info, original)
         if not read.config.algorithms:
-            check_plan(info, read.config, session.make_plan(read, original, quiet=True).tensors)
+            check_plan(info, read.config, session.make_plan(read, original, quiet=True))
     return Subject(options, read, loaded, batches, original)
 
 

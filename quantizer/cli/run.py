@@ -178,7 +178,7 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         info = replace(info, solution=calibrated.solution)
         graph = calibrated.graph
         if read is not None:
-            check_plan(info, read.config, session.make_plan(read, original, quiet=True, graph=graph).tensors)
+            check_plan(info, read.config, session.make_plan(read, original, quiet=True, graph=graph))
         require_one(options, graph, info)
         if options.exact:
             require_wide(graph, info.solution)

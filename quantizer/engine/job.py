@@ -20,7 +20,7 @@ from quantizer.engine.events import Events, Logged, Snapshot, Stage
 from quantizer.engine.solution import Solution
 from quantizer.engine.target import Target
 from quantizer.errors import DataError
-from quantizer.plan.model import Plan
+from quantizer.plan.model import JoinDecision, Plan
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 
@@ -52,7 +52,7 @@ class Job:
         memory: bytes of the network's values that may stay in memory; None for half of what is free.
         statistics: what calibrations before have seen, in their order, instead of data.
         confirm: called when the plan is made and nothing is changed yet; it may raise.
-        plan, adjustment, calibration, solution, is_finetuned: found by the steps.
+        plan, adjustment, calibration, joins, solution, is_finetuned: found by the steps.
     """
 
     target: Target
@@ -72,6 +72,7 @@ class Job:
     plan: Plan = field(init=False)
     adjustment: Adjustment | None = None
     calibration: Calibration = field(init=False)
+    joins: Mapping[str, JoinDecision] = field(default_factory=dict)
     solution: Solution = field(init=False)
     is_finetuned: bool = False
 

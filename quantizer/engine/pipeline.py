@@ -3,11 +3,10 @@
 The shell, Python and quantization in place run these steps. Writing, testing and exporting come after them.
 """
 
-import dataclasses
 import logging
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from quantizer.engine.checkpoint import other_run, telling_damage
 from quantizer.engine.events import Snapshot
 from quantizer.engine.finetune import finetune_weights
 from quantizer.engine.job import Job
+from quantizer.engine.joins import decide_joins
 from quantizer.engine.run_algorithms import report, run_algorithms
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.engine.stored_checks import checked_statistics
@@ -144,10 +144,13 @@ def find_scales(job: Job) -> None:
     """Scales and zero points, of what was observed or what algorithms have found."""
     if job.algorithms_need_data and not job.calibration.batches and job.batches.fingerprint is not None:
         job.calibration.batches = job.batches.fingerprint["batches"]
-    job.solution = calibrate.solution(job.calibration)
+    decide_joins(job)
+    job.solution = replace(calibrate.solution(job.calibration), joins=job.joins)
     if job.adjustment:
+        job.solution = job.target.solved(job.solution, job.adjustment)
+    if job.adjustment and job.config.algorithms:
         algorithms = report(job.config.algorithms, job.adjustment)
-        job.solution = dataclasses.replace(job.target.solved(job.solution, job.adjustment), algorithms=algorithms)
+        job.solution = replace(job.solution, algorithms=algorithms)
 
 
 def align_to_dpu(job: Job) -> None:
@@ -169,9 +172,9 @@ def aligned(found: Solution, graph: Graph, settings: Settings) -> tuple[Solution
     for move in moves:
         key = (move.layer, move.role)
         scale = torch.full_like(found.tensors[key].scale, 2.0 ** -positions[key])
-        tensors[key] = dataclasses.replace(found.tensors[key], scale=scale)
+        tensors[key] = replace(found.tensors[key], scale=scale)
         notes[key] = (*notes.get(key, ()), f"position {move.before} -> {move.after}: {move.why}")
-    return dataclasses.replace(found, tensors=tensors, notes=notes), moves
+    return replace(found, tensors=tensors, notes=notes), moves
 
 
 def correct_biases(job: Job) -> None:
@@ -191,7 +194,7 @@ def correct_biases(job: Job) -> None:
     largest = max(sizes, key=sizes.__getitem__)
     text = f"biases of {len(found)} layers corrected, by at most {sizes[largest]:.3g} in {largest}"
     job.events.message(logging.INFO, text)
-    job.solution = dataclasses.replace(job.solution, corrections=found)
+    job.solution = replace(job.solution, corrections=found)
 
 
 def finetune(job: Job) -> None:

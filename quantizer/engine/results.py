@@ -31,10 +31,10 @@ from quantizer.graph.module_names import path_names
 from quantizer.nn.load import GROUP_SCALES
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.plan.model import Plan
+from quantizer.plan.model import JoinDecision, Key, Plan
 from quantizer.plan.size import weight_bytes
 
-FORMAT = 5  # 4: plan.json has what the report reads; 5: histograms of samples have weights
+FORMAT = 6  # 5: histograms of samples have weights; 6: joins are decided by calibration
 INFO = "quant_info.json"
 STATISTICS = "statistics.safetensors"
 ALGORITHMS = "algorithms.json"
@@ -131,6 +131,7 @@ def _write(
         "call": fingerprint.call_paths(original),
         "config": fingerprint.decisions(plan),
         "files": files,
+        "joins": {name: _join_entry(calibration, network, decision) for name, decision in found.joins.items()},
         **header_of(network, found),
         **run,
     }
@@ -191,10 +192,11 @@ def _generated(folder: Path) -> list[str]:
 def _entry(calibration: Calibration, network: Network, key: tuple[str, str], tensor: QuantizedTensor) -> dict[str, Any]:
     """One tensor of quant_info.json."""
     layer, role = key
-    planned = calibration.plan.tensors[key]
+    plan = calibration.plan
+    planned = plan.tensors.get(key) or plan.left[key]
     entry = planned.decided() | {
         "module": network.module_names[layer],
-        "inplace": writes_inplace(calibration.plan.graph, layer, role),
+        "inplace": writes_inplace(plan.graph, layer, role),
     }
     if tensor.codes is not None:
         entry["codes"] = {"shape": list(tensor.codes.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
@@ -214,6 +216,27 @@ def _entry(calibration: Calibration, network: Network, key: tuple[str, str], ten
     if spec.dtype == "int":
         entry |= {"quant_min": spec.quant_min, "quant_max": spec.quant_max}
     return entry | {"observed_min": low.tolist(), "observed_max": high.tolist()}
+
+
+def _join_entry(calibration: Calibration, network: Network, decision: JoinDecision) -> dict[str, Any]:
+    """How a join was decided, with the tensors that are not quantized for it as they would be."""
+    left: dict[str, dict[str, Any]] = {}
+    for key in decision.left:
+        tensor = QuantizedTensor(calibration.plan.left[key].spec).at(calibration.observers[key].qparams())
+        left.setdefault(key[0], {})[key[1]] = _entry(calibration, network, key, tensor)
+    known = {key: value for key, value in asdict(decision).items() if key != "left"}
+    return known | {"left": left}
+
+
+def stored_joins(header: Mapping[str, Any]) -> dict[str, JoinDecision]:
+    """Return what a calibration has decided of joins."""
+    decisions: dict[str, JoinDecision] = {}
+    for name, entry in header["joins"].items():
+        left: list[Key] = []
+        for layer, roles in entry["left"].items():
+            left += [(layer, role) for role in roles]
+        decisions[name] = JoinDecision(**{**entry, "left": tuple(left)})
+    return decisions
 
 
 def read_info(folder: Path) -> QuantInfo:

@@ -79,13 +79,13 @@ def quantized_apart(graph: Graph, solution: Solution, *, any_rounding: bool = Fa
     without `any_rounding`.
     """
     tensors = dict(solution.tensors)
-    for name in layout(graph).joined:
-        keys = [(each, "activation") for each in _down(name, graph)]
-        found = next((solution.tensors[key] for key in keys if key in solution.tensors), None)
-        if found is None or not is_narrow(found.spec) or found.spec.is_dynamic:
+    for join in layout(graph).joins.values():
+        whole = solution.tensors.get((join.group.point, "activation"))
+        if whole is None or not is_narrow(whole.spec) or whole.spec.is_dynamic:
             continue
-        if any_rounding or found.spec.round_mode == "half_even":
-            tensors[name, "activation"] = found
+        if any_rounding or whole.spec.round_mode == "half_even":
+            for part in join.alone:
+                tensors.setdefault((part.point, "activation"), whole)
     return replace(solution, tensors=tensors)
 
 
@@ -172,7 +172,7 @@ def _down(layer: str, graph: Graph) -> Iterable[str]:
         if others or not reader:
             return
         row = graph.by_name[reader].row
-        is_joined = is_joined or row.kind == "concat"
-        if not (row.kind == "concat" or row.keeps_scale or (row.kind == "fusable" and not is_joined)):
+        is_joined = is_joined or row.kind == "join"
+        if not (row.kind == "join" or row.keeps_scale or (row.kind == "fusable" and not is_joined)):
             return
         layer = reader

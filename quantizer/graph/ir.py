@@ -69,6 +69,19 @@ class Node:
         return owns_weight and isinstance(self.inputs.get("input"), Ref)
 
     @property
+    def is_join(self) -> bool:
+        """Whether the node puts values of several tensors into one; a write that adds to what is there computes."""
+        adds = self.attrs.get("accumulate") or self.attrs.get("reduce")
+        return self.row.kind == "join" and self.is_float and not adds
+
+    def joined(self) -> tuple[str, ...]:
+        """Return the names of the nodes whose values a join puts into its output."""
+        names: list[str] = []
+        for argument in self.row.joins:
+            names += references(self.inputs.get(argument))
+        return tuple(names)
+
+    @property
     def operands(self) -> dict[str, str]:
         """The nodes that a multiplying layer reads, by argument: its input, and what says which rows are whose."""
         names = {key: value.name for key, value in self.inputs.items() if isinstance(value, Ref)}

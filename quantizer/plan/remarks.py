@@ -17,6 +17,10 @@ def remarks(plan: Plan) -> Iterator[str]:
     for length in plan.graph.lengths:
         inputs = ", ".join(f"axis {axis} of input_{index}" for index, axis in length.axes)
         yield f"{length.name}: any size of {length} ({inputs}); shapes and figures are those of the first batch"
+    waiting = [join.name for join in plan.joins if not join.is_single]
+    if waiting:
+        text = "calibration decides whether what they join shares a scale or keeps its own"
+        yield f"{text}: {shortened(waiting, 3)}"
     if not plan.tensors:
         yield "warning: nothing is quantized: the config leaves all of the network float"
     elif (found := left_parameters(plan))[0] > MUCH:
