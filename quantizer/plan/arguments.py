@@ -52,8 +52,9 @@ def _is_argument(graph: Graph, reading: tuple[str, str], arguments: Set[str], co
         return True
     if name not in arguments or reader.row.weight:
         return False
-    others = set(reader.refs()) - {value}
-    return reader.row.kind != "mac" or others <= constants
+    others = list(reader.refs())
+    others.remove(value)
+    return reader.row.kind != "mac" or constants >= set(others)
 
 
 def _exact_inputs(node: Node) -> tuple[str, ...]:
