@@ -23,8 +23,8 @@ from quantizer.config.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
 from quantizer.config.weight_widths import patched
+from quantizer.engine import absorption, results
 from quantizer.engine import analyze as engine
-from quantizer.engine import results
 from quantizer.engine.ablation import Ablation
 from quantizer.engine.analyze import Analysis, Budget, Width, width_bits
 from quantizer.engine.events import Stage
@@ -34,6 +34,7 @@ from quantizer.engine.same_calibration import check_model, check_plan
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
+from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
 from quantizer.report import sensitivity
@@ -201,7 +202,9 @@ def _subject(options: AnalyzeOptions) -> Subject:
         info = results.read_info(Path(options.report))
         check_model(info, original)
         if not read.config.algorithms:
-            check_plan(info, read.config, session.make_plan(read, original, quiet=True))
+            refused = absorption.refused(info.solution.absorption)
+            graph = run_passes(original, read.config.settings, refused=refused)
+            check_plan(info, read.config, session.make_plan(read, original, quiet=True, graph=graph))
     return Subject(options, read, loaded, batches, original)
 
 
@@ -230,7 +233,9 @@ def _add_to_report(folder: Path, content: dict[str, Any]) -> None:
 def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | None) -> Findings:
     subject = _subject(options)
     read, original, batches = subject.read, subject.original, subject.batches
-    plan = session.make_plan(read, original, quiet=options.json)
+    record = absorption.decide(original, read.config.settings, session.on_device(options, batches))
+    graph = run_passes(original, read.config.settings, refused=absorption.refused(record))
+    plan = session.make_plan(read, original, quiet=options.json, graph=graph)
     tensors = measured_tensors(subject)[0] if options.tensors else None
     beside = {"tensors": sensitivity.ablation_json(tensors)} if tensors else {}
     if read.config.algorithms:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from quantizer.cli import session
-from quantizer.cli.gates import parse_gate, require_known
+from quantizer.cli.gates import met, parse_gate, require_known
 from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.table_view import config_to_look, filtered_view
 from quantizer.cli.traced_model import traced_model
@@ -86,6 +86,9 @@ def inspect(options: Options, target: str | None, algorithms: bool, gate: tuple[
             click.echo(line)
     if options.file:
         write_text(Path(options.file), emit(plan.graph))
+    if not options.json:
+        for line in met(gates, metrics):
+            click.echo(line)
     if failed := [each.text for each in gates if not each.holds(metrics)]:
         raise GateError(f"not met: {', '.join(failed)}", help="the table above says why a layer cannot run on the DPU")
 

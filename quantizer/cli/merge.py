@@ -7,6 +7,7 @@ import click
 from quantizer.cli import runlog, session
 from quantizer.cli.follow import followed
 from quantizer.cli.options import Options, command, takes
+from quantizer.cli.reproduction import remember, words_of_merge
 from quantizer.cli.session import Outcome
 from quantizer.engine import pipeline, results
 from quantizer.engine.calibrated import example_batch, stored_config, traced
@@ -70,9 +71,11 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
             followed({}, quiet=options.quiet),
             seed=infos[0].header["seed"],
             statistics=tuple(statistics_of(*each) for each in zip(places, infos, strict=True)),
+            absorption=infos[0].solution.absorption,
         )
         pipeline.run(job)
         results.write_results(folder, original, config, job.calibration, job.solution, job.header, origins)
+        remember(folder, "merge", words_of_merge(options, places))
         write_report(folder)
     said = f"{len(job.plan.tensors)} tensors calibrated on {job.calibration.batches} batches; results: {folder}"
     found = {"tensors": len(job.plan.tensors), "batches": job.calibration.batches, "results": str(folder)}

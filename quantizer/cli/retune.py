@@ -10,6 +10,7 @@ from rich.text import Text
 from quantizer.cli import session
 from quantizer.cli.completion import layers_of_results
 from quantizer.cli.options import TABLE, Options, command, option, takes, write_text
+from quantizer.cli.reproduction import calib_command, remember, with_config
 from quantizer.cli.table_view import view_of
 from quantizer.config.wording import closest
 from quantizer.engine.calibrated_folder import CalibratedFolder
@@ -72,9 +73,12 @@ def retune(folder: str, options: RetuneOptions) -> None:
     target = Path(options.output_dir or place)
     entries, _ = found.entries
     if not options.dry_run:
+        command = calib_command(place)
         with locked(target):
             check_owner(target, before.header["model"], overwrite=options.overwrite)
             found.write(target)
+            if command is not None:  # the result is that of a calibration with the changed config
+                remember(target, "calib", with_config(command, Path(found.config.source).name))
             write_report(target)
     if options.file:
         write_text(options.file, found.text)

@@ -15,8 +15,9 @@ from quantizer.cli import runlog, session, torchrun
 from quantizer.cli.annotations import annotate
 from quantizer.cli.exact_and_deploy import deploy, require_dpu, require_one, run_exact
 from quantizer.cli.follow import followed, progress
-from quantizer.cli.gates import MEASURED, failed, names_in_test, parse_gate, require_known
+from quantizer.cli.gates import MEASURED, failed, met, names_in_test, parse_gate, require_known, require_measured
 from quantizer.cli.options import Options
+from quantizer.cli.reproduction import remember, words_of
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import config_to_look, show_layers, table_view
 from quantizer.config.diagnostics import pointing_into
@@ -28,6 +29,7 @@ from quantizer.engine.events import Forked
 from quantizer.engine.exact import require_wide
 from quantizer.engine.finetune import check_checkpoint, require_asked
 from quantizer.engine.job import Job
+from quantizer.engine.measurable import not_measured, not_measured_by_targets
 from quantizer.engine.result_files import write_text
 from quantizer.engine.result_set import locked
 from quantizer.engine.same_calibration import check_plan
@@ -36,11 +38,13 @@ from quantizer.engine.target import TracedTarget
 from quantizer.errors import GateError, UsageError
 from quantizer.export import as_run, planned_refusals, refuse, require_extras
 from quantizer.export.choices import require_choices
+from quantizer.export.deployment import Deployment
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
 from quantizer.report.files import write_report
 from quantizer.report.view import View
 from quantizer.seeding import seed_everything
+from quantizer.sources.directions import BY_NAME
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 
 logger = logging.getLogger(__name__)
@@ -82,6 +86,9 @@ def run(options: Options) -> int:
     session.show(outcome, options)
     if options.quant_mode != "float" and not (options.json or options.quiet) and (size := memory.peak()):
         print(f"peak memory {memory.in_words(size)}")
+    if not options.json:
+        for line in met(gates, outcome.metrics):
+            print(line)
     not_met = failed(gates, outcome.metrics)
     if options.quant_mode == "test" and outcome.error is None:  # their names are known, but nothing has these figures
         not_met += [f"{gate.text} (not measured)" for gate in gates if gate.metric not in outcome.metrics]
@@ -102,9 +109,12 @@ def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
         return Outcome({}, {})
     loaded = session.open_model(options)
     evaluator = _evaluate(options, loaded)
+    gates = [parse_gate(text) for text in options.gate]
     if evaluator is None:
-        require_known(map(parse_gate, options.gate), MEASURED)
+        require_known(gates, MEASURED)
     batches = session.open_data(options, loaded, evaluation=True)
+    if evaluator is None:
+        require_measured(gates, not_measured_by_targets(batches.first()))
     if options.inspect:
         graph = session.trace_model(options, loaded, batches)
         plan = session.make_plan(config_to_look(options.config_file), graph, quiet=options.quiet)
@@ -150,6 +160,7 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
             pipeline.run(job)
         if checkpoints:
             results.write_results(folder, original, job.config, job.calibration, job.solution, job.header)
+            remember(folder, "calib", words_of(options))
             write_report(folder)
             checkpoints.remove()
     return _outcome(job, folder)
@@ -185,8 +196,13 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         if options.inspect:
             show_layers(options, graph, info.solution.tensors, {})
 
+        require_measured(gates, not_measured(graph))
+        if evaluator is None:
+            require_measured(gates, not_measured_by_targets(batches.first(), graph))
+
         def check(metrics: Collection[str]) -> None:
-            require_known(gates, names_in_test(metrics, options))
+            directions = BY_NAME if evaluator is None else evaluator.directions
+            require_known(gates, names_in_test(metrics, options, directions))
 
         calibrated = calibrated.with_solution(as_run(options.deploy, graph, calibrated.solution))
         more = footprint.comparison_bytes(graph, info.solution.specs, session.batch_size(options, batches))
@@ -196,6 +212,8 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         if not ranks.is_first:
             return Outcome(scores.metrics, {})
         held = {gate.text: gate.holds(scores.metrics) for gate in gates if gate.metric in scores.metrics}
+        remember(folder, "test", words_of(options))
+        noted["passes"] = scores.passes and scores.passes.to_json()
         outcome = _report(table_view(options, graph), folder, info, scores, batches.stamp, held)
         if scores.fault:
             help_ = "give that layer and those before it more bits or a wider range, or leave them float"
@@ -204,7 +222,8 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
             outcome = run_exact(options, outcome, graph, info, batches)
         if not options.deploy or failed(gates, outcome.metrics):
             return outcome
-        return deploy(options, outcome, calibrated, loaded.module, batches)
+        given = Deployment.of(calibrated, loaded.module, batches, scores.quantization_db, options.target_choices)
+        return deploy(options, outcome, given, batches.total)
 
 
 @contextmanager
@@ -256,7 +275,7 @@ def _outcome(job: Job, folder: Path) -> Outcome:
 
 
 def _evaluate(options: Options, loaded: LoadedModel) -> Evaluate | None:
-    return load_evaluate(options.evaluate) if options.evaluate else loaded.evaluate
+    return load_evaluate(options.evaluate, loaded.directions) if options.evaluate else loaded.evaluate
 
 
 def _report(
@@ -266,7 +285,9 @@ def _report(
     compared = scores.comparison
     rows = tables.layer_rows(compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()})
     stamp = stamp or info.header.get("stamp")
-    report = tables.report(scores.metrics, scores.pairs, rows, stamp) | ({"gates": gates} if gates else {})
+    report = tables.report(scores.metrics, scores.pairs, rows, stamp, scores.passes)
+    if gates:
+        report["gates"] = gates
     write_report(folder, report)
     write_text(folder / "layers.csv", tables.as_csv(rows))
     shown: list[RenderableType] = [tables.damage_table(rows, view), f"results: {folder}"]
@@ -274,7 +295,10 @@ def _report(
         shown.append(f"note: {stamp}")
     if scores.pairs:
         shown.append(tables.metric_table(scores.pairs))
-    return Outcome(scores.metrics, report, [*shown, *_lines(compared.metrics())])
+    shown += _lines(compared.metrics())
+    if scores.passes is not None:
+        shown.append(scores.passes.line)
+    return Outcome(scores.metrics, report, shown)
 
 
 def _lines(metrics: dict[str, float]) -> list[RenderableType]:

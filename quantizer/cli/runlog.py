@@ -16,7 +16,9 @@ import torch
 import quantizer
 from quantizer import memory
 from quantizer.cli.options import RUN, Options, word_of
+from quantizer.cli.reproduction import remembered
 from quantizer.engine.result_files import write_json, write_text
+from quantizer.engine.results import RUN_FILE
 from quantizer.errors import QuantizerError
 
 _IMPORTS = memory.peak()
@@ -57,8 +59,9 @@ def recorded(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[st
             "threads": torch.get_num_threads(),
             "ranks": ranks,
             **noted,
+            **remembered(folder),
         }
-        write_json(folder / "run.json", facts)
+        write_json(folder / RUN_FILE, facts)
         lines = [f"{record.getMessage()}\n" for record in messages.buffer]
         began = f"{facts['started']} quantizer {' '.join(sys.argv[1:])}\n"
         write_text(folder / "run.log", "".join([began, *lines, log, outcome, "\n"]))

@@ -14,6 +14,7 @@ from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import Config
 from quantizer.distributed import ALONE, Ranks
 from quantizer.engine import fingerprint
+from quantizer.engine.absorption import Record
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.checkpoint import Checkpoints, shared
 from quantizer.engine.events import Events, Logged, Snapshot, Stage
@@ -51,6 +52,7 @@ class Job:
         ranks: the processes that share the work.
         memory: bytes of the network's values that may stay in memory; None for half of what is free.
         statistics: what calibrations before have seen, in their order, instead of data.
+        absorption: which layers take up high biases, as `engine.absorption` records it; None until data have decided.
         confirm: called when the plan is made and nothing is changed yet; it may raise.
         plan, adjustment, calibration, joins, solution, is_finetuned: found by the steps.
     """
@@ -69,6 +71,7 @@ class Job:
     memory: int | None = None
     dpu_accuracy: str | None = None
     statistics: tuple[Statistics, ...] = ()
+    absorption: Record | None = None
     plan: Plan = field(init=False)
     adjustment: Adjustment | None = None
     calibration: Calibration = field(init=False)

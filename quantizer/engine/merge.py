@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.config.model import Config
-from quantizer.engine import fingerprint, results
+from quantizer.engine import absorption, fingerprint, results
 from quantizer.engine.job import Statistics
 from quantizer.engine.result_files import read_tensors
 from quantizer.engine.results import STATISTICS, QuantInfo
@@ -47,6 +47,9 @@ def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
         name = fingerprint.first_difference(first[key], other[key])
         if name is not None:
             yield f"{what} {name} differs"
+    decisions = [absorption.refused(header.get("absorption", {})) for header in (first, other)]
+    for name in sorted(decisions[0] ^ decisions[1]):
+        yield f"by the data of one, the high biases of {name} were absorbed, and not by those of the other"
     for key, what in {
         "config": "the configs decide otherwise",
         "algorithms": "the algorithms differ",

@@ -54,7 +54,7 @@ class ModuleTarget(Target):
         self._floats: dict[str, str] = {}
         self._rounded: dict[str, Rounded] = {}
 
-    def prepare(self, config: Config) -> None:
+    def prepare(self, config: Config, refused: Collection[str] = ()) -> None:
         """Refuse what only a trace can do."""
         listed = {kind.switch: name for name, kind in SWITCHES.items() if config.form == "hierarchical"}
         for name, what in NEEDS_TRACE.items():

@@ -18,7 +18,7 @@ from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Settings
 from quantizer.distributed import ALONE
-from quantizer.engine import calibrate, shards
+from quantizer.engine import absorption, calibrate, shards
 from quantizer.engine.checkpoint import other_run, telling_damage
 from quantizer.engine.events import Snapshot
 from quantizer.engine.finetune import finetune_weights
@@ -44,7 +44,7 @@ class Step:
 
 def run_passes(job: Job) -> None:
     """Bring the graph into the form that is planned."""
-    job.target.prepare(job.config)
+    job.target.prepare(job.config, absorption.refused(job.absorption or {}))
 
 
 def make_plan(job: Job) -> None:
@@ -64,6 +64,23 @@ def make_plan(job: Job) -> None:
     for level, text in job.target.remarks(job.config, job.plan):
         job.events.message(level, text)
     job.confirm(job)
+
+
+def check_absorption(job: Job) -> None:
+    """Decide on the first batches which layers absorb high biases, and plan again if any may not.
+
+    Of several ranks the first decides. Without data batch norms are believed.
+    """
+    record = absorption.NOTHING
+    if job.ranks.is_first and not job.batches.stands_in:
+        record = absorption.decide(job.target.original, job.config.settings, job.read())
+    job.absorption = job.ranks.broadcast(record, "the check of absorbed biases")
+    refused = absorption.refused(job.absorption)
+    if refused:
+        for sentence in absorption.refusals(job.absorption):
+            job.events.message(logging.INFO, sentence)
+        job.target.prepare(job.config, refused)
+        job.plan = job.target.plan(job.config)
 
 
 def plan_again(job: Job) -> None:
@@ -145,7 +162,8 @@ def find_scales(job: Job) -> None:
     if job.algorithms_need_data and not job.calibration.batches and job.batches.fingerprint is not None:
         job.calibration.batches = job.batches.fingerprint["batches"]
     decide_joins(job)
-    job.solution = replace(calibrate.solution(job.calibration), joins=job.joins)
+    absorbed = job.absorption or absorption.NOTHING
+    job.solution = replace(calibrate.solution(job.calibration), joins=job.joins, absorption=absorbed)
     if job.adjustment:
         job.solution = job.target.solved(job.solution, job.adjustment)
     if job.adjustment and job.config.algorithms:
@@ -215,6 +233,7 @@ def finish(job: Job) -> None:
 STEPS: tuple[Step, ...] = (
     Step(run_passes),
     Step(make_plan),
+    Step(check_absorption, when=lambda job: job.config.settings.include_cle and job.absorption is None),
     Step(run_algorithms, when=lambda job: bool(job.config.algorithms)),
     Step(plan_again, when=lambda job: bool(job.config.algorithms)),
     Step(start_observers),

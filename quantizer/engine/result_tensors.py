@@ -57,7 +57,8 @@ def _packed(codes: Tensor, spec: QuantizationSpec) -> Tensor:
 def header_of(network: Network, found: Solution) -> dict[str, Any]:
     """The header's entries on what algorithms and finetuning replaced."""
     modules = network.module_names
-    return {
+    checked = {"absorption": found.absorption} if found.absorption else {}
+    return checked | {
         "replaced": {
             name: {
                 "module": modules[name],
@@ -102,4 +103,5 @@ def solution_of(folder: Path, header: Mapping[str, Any], entries: Mapping[str, A
         corrections=files[CORRECTIONS],
         insertions=tuple(insertions),
         rescaled=replaced("rescaled", {**stored, **files[RESCALED]}),
+        absorption=header.get("absorption", {}),
     )

@@ -41,6 +41,8 @@ ALGORITHMS = "algorithms.json"
 ORIGINS = ("plan.json", "config.resolved.json")
 """Where decisions come from, for people to read. Files that say the same differ in it, so no sum names these."""
 ANALYSIS = "analysis.json"
+RUN_FILE, COMMANDS = "run.json", "commands"
+"""The facts of the last run, and what they say of the commands that have made the results."""
 TESTED = ("report.json", "report.html", "layers.csv", "exact.json", "export/verify.json", ANALYSIS)
 """What test mode and `analyze` found, which holds for one calibration only."""
 

@@ -53,6 +53,7 @@ def export(deployment: Deployment, path: Path) -> Verification:
     check("onnx", deployment.graph, deployment.solution.specs, deployment.opset)
     is_fast = deployment.choice("onnx_profile") == "fast"
     solution = as_run(deployment.graph, deployment.solution).by_rows()
+    tested = replace(deployment, solution=solution)  # the file is compared with this, whatever is restated for it
     deployment = replace(deployment, solution=quantized_apart(deployment.graph, solution, any_rounding=is_fast))
     wide = in_float32(deployment)
     encoded = half_even(wide.encoded) if is_fast else wide.encoded
@@ -69,7 +70,7 @@ def export(deployment: Deployment, path: Path) -> Verification:
         quantize_gates(model)
     _clean(model, deployment.graph)
     with stored(model, path) as source:
-        found = verify_sessions(OnnxFile(path.name, source, model, floating), deployment)
+        found = verify_sessions(OnnxFile(path.name, source, model, floating), tested)
     return replace(found, remarks=processors(wide.graph, solution))
 
 

@@ -115,7 +115,8 @@ class Graph:
     """A traced model. `tensors` holds parameters, buffers and constants by path.
 
     `absorbed` says where folded layers went; `normal` has the mean and the standard deviation of each output channel
-    that folded batch norms promise, float64 [channels]; `changes` is what passes did to the parameters.
+    that folded batch norms promise, float64 [channels]; `changes` is what passes did to the parameters, and
+    `deviations` names the passes that have changed what the graph computes.
     `input_paths` are where each input stands in the call, as (args, kwargs) access paths; `lengths` are the sizes of
     inputs that each call chooses; `output` is the returned
     structure with `Ref`s for tensors, `rebuild` makes the model's own output type of it.
@@ -130,6 +131,7 @@ class Graph:
     absorbed: Mapping[str, str] = field(default_factory=dict)
     normal: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
+    deviations: tuple[str, ...] = ()
     rebuild: Callable[[Any], Any] | None = field(default=None, compare=False)
 
     @cached_property

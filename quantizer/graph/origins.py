@@ -297,7 +297,7 @@ def _has_parts(graph: Graph) -> bool:
                 moved.add(node.name)
             if node.op == "getitem" or _elements(node) < _elements(graph.source(node)):
                 return True
-        elif node.row.kind == "mac" and not moved.isdisjoint(node.refs()):
+        elif node.row.kind in ("mac", "float") and not moved.isdisjoint(node.refs()):
             return True
     return False
 

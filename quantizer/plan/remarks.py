@@ -44,7 +44,10 @@ def share_left(share: float) -> str:
 
 def left_parameters(plan: Plan) -> tuple[float, str]:
     """The share of the parameters' values that no tensor of the plan covers, and the path of the largest such one."""
-    used = {path: node for node in plan.graph.nodes if node.op != "constant" for path in node.params.values()}
+    own = [
+        node for node in plan.graph.nodes if node.op != "constant" and node.row.kind != "float"
+    ]  # no inserted factors
+    used = {path: node for node in own for path in node.params.values()}
     sizes = {path: plan.graph.tensors[path].numel() for path in used if plan.graph.tensors[path].is_floating_point()}
     names = [(plan.graph.by_name[layer], parameter_name(role)) for layer, role in plan.tensors if is_parameter(role)]
     covered = {node.params[name] for node, name in names}

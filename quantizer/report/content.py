@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.engine.result_files import deferred_tensors, read_json
-from quantizer.engine.results import ALGORITHMS, ANALYSIS, INFO, ORIGINS, STATISTICS
+from quantizer.engine.results import ALGORITHMS, ANALYSIS, COMMANDS, INFO, ORIGINS, RUN_FILE, STATISTICS
 from quantizer.engine.stored_checks import checked_json
 from quantizer.errors import ResultError
 from quantizer.numerics.histogram import Histogram
@@ -35,6 +36,8 @@ STRIPES = 240
 """Channels, or runs of them, of which a strip shows the range."""
 
 
+COMMAND_ORDER = ("merge", "calib", "test")
+"""Commands that results come from, in the order in which they run."""
 _BESIDE = {"algorithms": ALGORITHMS, "analysis": ANALYSIS}
 """Files that not every folder has, by the name of what they say."""
 
@@ -49,7 +52,8 @@ def content(folder: Path, tested: Mapping[str, Any]) -> Json:
     found = {name: checked_json(folder / file) if (folder / file).exists() else None for name, file in _BESIDE.items()}
     statistics = deferred_tensors(folder / STATISTICS)
     try:
-        return _content(info, plan, tested, statistics) | found
+        commands = {"commands": _commands(folder, info["checksum"])}
+        return _content(info, plan, tested, statistics) | found | commands
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
         why = f"{folder} has no results that a report can be made of: {type(error).__name__}: {error}"
         raise ResultError(why, help="run --quant_mode calib again") from error
@@ -65,10 +69,10 @@ def _content(info: Json, plan: Json, tested: Mapping[str, Any], statistics: Mapp
     return {
         "model": info["header"]["model"],
         "header": {name: info["header"][name] for name in _SHOWN if name in info["header"]},
-        "commands": _commands(info["header"], plan),
         "metrics": tested.get("metrics", {}),
         "pairs": tested.get("pairs", {}),
         "gates": tested.get("gates", {}),
+        "passes": tested.get("passes"),
         "stamp": tested.get("stamp", info["header"].get("stamp")),
         "weight_bytes": plan["weight_bytes"],
         "layers": sorted(rows, key=_damage),
@@ -89,12 +93,19 @@ def _damage(row: Json) -> float:
     return math.inf if row["local_sqnr_db"] is None else row["local_sqnr_db"]
 
 
-def _commands(header: Json, plan: Json) -> list[str]:
-    """What makes these results again, but for where files lie."""
-    config = f" --config_file {plan['config']['name']}" if plan.get("config") else ""
-    given = "".join(f" --{name} {header[name]}" for name in ("seed", "batch_size", "subset_len") if header.get(name))
-    modes = {"calib": config + given, "test": ""}
-    return [f"quantizer --quant_mode {mode}{more} --model MODEL" for mode, more in modes.items()]
+def _commands(folder: Path, calibration: str) -> list[str]:
+    """The commands that make these results again, of run.json; none where it is of another calibration.
+
+    No checksum names run.json. So damage is no error there, and each word is quoted.
+    """
+    try:
+        commands = read_json(folder / RUN_FILE)[COMMANDS]
+        if commands["of"] != calibration:
+            return []
+        known = [commands[mode] for mode in COMMAND_ORDER if mode in commands]
+        return [shlex.join(words) for words in known]
+    except (ResultError, LookupError, TypeError):
+        return []
 
 
 _SHOWN = ("quantizer", "torch", "threads", "batches", "data", "seed", "config")

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, ModelError
 from quantizer.sources.batches import Batch
+from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.hugging_face import CONFIG, example_input, for_windows, load_hugging_face
 from quantizer.sources.tokenizer import Encode, as_encode, has_tokenizer, load_tokenizer
 from quantizer.sources.user_code import UserModule, import_user_module, split_spec, user_errors
@@ -23,7 +24,25 @@ from quantizer.sources.weights import WEIGHT_SUFFIXES, check_finite, load_weight
 logger = logging.getLogger(__name__)
 
 FORMS = "give FILE.py, FILE.py:factory, package.module:factory, an exported .pt2 or a Hugging Face folder"
-Evaluate = Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]]
+Measure = Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]]
+"""A function that goes through the data with a model, and gives metrics by name."""
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """The user's `evaluate(model, data)`, called as that is.
+
+    Args:
+        function: it.
+        directions: which of its metrics are better when they are lower, as far as its file says.
+    """
+
+    function: Measure
+    directions: Directions = BY_NAME
+
+    def __call__(self, model: Callable[..., Any], data: Iterable[Any]) -> dict[str, float]:
+        """Return the metrics of a model on the data."""
+        return self.function(model, data)
 
 
 @dataclass(frozen=True)
@@ -31,7 +50,8 @@ class LoadedModel:
     """A float model ready to be traced, and what its file offers under the conventional names.
 
     `name` is the class name of `module`. `calibration_data` and `evaluation_data` (by default the same) return what
-    `load_batches` takes; `evaluate(model, data)` returns metrics by name. `tokenizer` loads the function from text to
+    `load_batches` takes; `evaluate(model, data)` returns metrics by name, of which `directions` says what the file
+    declares. `tokenizer` loads the function from text to
     token ids. `example(seq_len)` is an item as data give it, for its shape alone.
     """
 
@@ -40,6 +60,7 @@ class LoadedModel:
     calibration_data: Callable[[], Any] | None = None
     evaluation_data: Callable[[], Any] | None = None
     evaluate: Evaluate | None = None
+    directions: Directions = BY_NAME
     tokenizer: Callable[[], Encode] | None = None
     example: Callable[[int], Any] | None = None
 
@@ -99,15 +120,21 @@ def try_first_batch(module: nn.Module, batch: Batch) -> None:
         module(*batch.args, **batch.kwargs)
 
 
-def load_evaluate(spec: str) -> Evaluate:
-    """The function `evaluate(model, data)` of `--evaluate FILE.py`, or the one that `FILE.py:function` names.
+def load_evaluate(spec: str, beside: Directions = BY_NAME) -> Evaluate:
+    """Return the function `evaluate(model, data)` of `--evaluate FILE.py`, or the one that `FILE.py:function` names.
+
+    Args:
+        spec: the file, or the file and the function.
+        beside: what the model's file declares of metrics of which this one declares nothing.
 
     Raises (also when the function is called):
-        ModelError: there is none, it raises, or it does not return a dict of numbers.
+        ModelError: there is none, it raises, it does not return a dict of numbers, or what the file declares of its
+            metrics is no set of names.
     """
     location, name = split_spec(spec)
     user = import_user_module(location, ModelError)
-    return _checked_evaluate(user, user.get("evaluate" if name is None else name))
+    function = _checked_evaluate(user, user.get("evaluate" if name is None else name))
+    return Evaluate(function, Directions.declared_by(user).beside(beside))
 
 
 def _from_python(spec: str) -> LoadedModel:
@@ -120,12 +147,14 @@ def _from_python(spec: str) -> LoadedModel:
         for_windows(module)
     evaluate, calibration_data = user.find("evaluate"), _data(user, "calibration_data")
     example, tokenizer = _data(user, "example_input"), _data(user, "tokenizer")
+    directions = Directions.declared_by(user)
     return LoadedModel(
         module=module,
         name=type(module).__name__,
         calibration_data=calibration_data,
         evaluation_data=_data(user, "evaluation_data") or calibration_data,
-        evaluate=_checked_evaluate(user, evaluate) if evaluate is not None else None,
+        evaluate=Evaluate(_checked_evaluate(user, evaluate), directions) if evaluate is not None else None,
+        directions=directions,
         tokenizer=(lambda: as_encode(tokenizer(), f"tokenizer() of {user.label}")) if tokenizer is not None else None,
         example=(lambda seq_len: example()) if example is not None else None,
     )
@@ -163,7 +192,7 @@ def _data(user: UserModule, name: str) -> Callable[[], Any] | None:
     return (lambda: user.call(source, DataError)) if callable(source) else (lambda: source)
 
 
-def _checked_evaluate(user: UserModule, function: Any) -> Evaluate:
+def _checked_evaluate(user: UserModule, function: Any) -> Measure:
     if not callable(function):
         raise ModelError(f"evaluate of {user.label} is {a_kind(function)}, not a function of (model, data)")
 

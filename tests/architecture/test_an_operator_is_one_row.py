@@ -64,6 +64,7 @@ WORDS = {
     "median",
     "min",
     "minimum",
+    "neg",
     "norm",
     "pad",
     "round",
