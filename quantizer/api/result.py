@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -21,19 +20,21 @@ from quantizer.engine.events import Events
 from quantizer.engine.job import Job
 from quantizer.engine.module_target import evaluating
 from quantizer.engine.result_set import locked
+from quantizer.engine.results import OpenedResults, open_written
 from quantizer.engine.scores import DROP, RATIO, Scores, score
-from quantizer.errors import DataError, GateError, UsageError
+from quantizer.errors import DataError, GateError, ModelError, UsageError
 from quantizer.export import EXPORTERS, check, export, require_extras
 from quantizer.export.agreement import Verification
 from quantizer.export.choices import require_choices
 from quantizer.export.deployment import Deployment
 from quantizer.plan.model import Plan
 from quantizer.report import tables
-from quantizer.report.files import write_report
+from quantizer.report.files import READ, write_report
 from quantizer.report.view import View
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.directions import Directions
 from quantizer.sources.models import Evaluate
+from quantizer.sources.user_code import user_exits
 
 
 class PlanView:
@@ -151,17 +152,18 @@ class Result:
         events: Events,
         *,
         job: Job | None = None,
-        folder: Path | None = None,
+        opened: OpenedResults | None = None,
     ) -> None:
         self.plan = PlanView(plan)
         self._model, self._calibrated, self._batches, self._events = model, calibrated, batches, events
-        self._job, self._folder = job, folder
+        self._job, self._opened = job, opened
 
     @cached_property
     def network(self) -> nn.Module:
         """The quantized network, called as the model; equal to test mode bit for bit."""
         return self._calibrated.network()
 
+    @user_exits("the model", ModelError)
     def test(
         self,
         data: Any = None,
@@ -202,11 +204,16 @@ class Result:
             results.check_owner(place, self._calibrated.graph.model, overwrite=overwrite)
             if self._job is not None:
                 self._write(place, self._job)
-            elif self._folder is not None and self._folder.resolve() != place.resolve():
-                with results.replaced_results(place) as new:
-                    for name in results.names_of(self._folder):
-                        shutil.copyfile(self._folder / name, new / name)
-            write_report(place)
+            elif self._opened is not None and not self._is_in(place):
+                results.write_copy(place, self._opened)
+            write_report(open_written(place, READ))
+
+    def _is_in(self, place: Path) -> bool:
+        """Whether the folder is the one that was loaded, and nobody has replaced its results."""
+        opened = self._opened
+        if opened is None or opened.folder.resolve() != place.resolve():
+            return False
+        return opened.files.is_current()
 
     def _write(self, place: Path, job: Job) -> None:
         original = self._calibrated.original
@@ -223,14 +230,15 @@ class Result:
             ResultError: it cannot be written.
         """
         with TemporaryDirectory() as place:
-            folder = self._folder or Path(place)
             if self._job is not None:
-                self._write(folder := Path(place), self._job)
-            report = Report(folder, tested.to_json() if tested else {})
+                self._write(Path(place), self._job)
+            opened = self._opened or open_written(Path(place), READ)
+            report = Report(opened, tested.to_json() if tested else {})
         if path is not None:
             report.save(path)
         return report
 
+    @user_exits("the model", ModelError)
     def export(
         self,
         target: str,

@@ -33,12 +33,21 @@ def require_dpu(device: str) -> None:
         raise UsageError(said, help='calibrate with "target_device": "DPU"')
 
 
-def run_exact(options: Options, outcome: Outcome, graph: Graph, info: QuantInfo, batches: Batches) -> Outcome:
+def run_exact(
+    options: Options,
+    outcome: Outcome,
+    graph: Graph,
+    info: QuantInfo,
+    batches: Batches,
+    *,
+    place: Path | None,
+) -> Outcome:
     """Run the batches again in integers; adds the metric `exact_equal` and a table, and writes exact.json."""
     with Stage(progress(quiet=options.quiet), "exact", batches.total) as stage:
         found = compare_exact(graph, info.solution, stage.counted(batch.to("cpu") for batch in batches))
     content = asdict(found) | {"equal": found.equal}
-    write_json(Path(options.output_dir) / "exact.json", content)
+    if place is not None:
+        write_json(place / "exact.json", content)
     metric = {EXACT_EQUAL: found.equal}
     return replace(
         outcome,
@@ -72,7 +81,14 @@ def require_one(options: Options, graph: Graph, info: QuantInfo) -> None:
         raise refusals[0]
 
 
-def deploy(options: Options, outcome: Outcome, given: Deployment, total: int | None) -> Outcome:
+def deploy(
+    options: Options,
+    outcome: Outcome,
+    given: Deployment,
+    total: int | None,
+    *,
+    place: Path | None,
+) -> Outcome:
     """Write what `--deploy` asks for, verified, and `verify.json` beside it; adds to the outcome.
 
     Args:
@@ -87,7 +103,7 @@ def deploy(options: Options, outcome: Outcome, given: Deployment, total: int | N
     Raises:
         ResultError: the folder cannot be written, or leads out of the result folder.
     """
-    folder = Path(options.output_dir) / FOLDER
+    folder = (place or Path(options.output_dir)) / FOLDER
     if folder.is_symlink():
         raise ResultError(f"{folder} is a link to another folder", help="remove the link")
     files, lines, metrics = {}, [], {}

@@ -1,7 +1,7 @@
 """Keeps in run.json the commands that make a result folder again, for the report.
 
-They belong to one calibration, which they name by the checksum of quant_info.json. Commands of
-another calibration are dropped.
+They belong to one calibration, which they name by the checksum of quant_info.json, and have a checksum
+of their own. Commands of another calibration are dropped, and so are edited ones.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 from quantizer.cli.options import RUN, Options, word_of
 from quantizer.engine.result_files import read_json, write_json
-from quantizer.engine.results import COMMANDS, INFO, RUN_FILE
+from quantizer.engine.results import COMMANDS, RUN_FILE, OpenedResults
 from quantizer.errors import ResultError
 
 CHANGES_NOTHING = frozenset(
     [
-        *("quant_mode", "output_dir", "overwrite", "resume", "json", "quiet", "inspect"),
+        *("quant_mode", "output_dir", "report_dir", "overwrite", "resume", "json", "quiet", "inspect"),
         *("debug", "names", "top", "memory", "rank_timeout", "for_"),
     ]
 )
@@ -83,35 +83,25 @@ def without_folders(word: str) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
 
 
-def remember(folder: Path, mode: str, words: Sequence[str]) -> None:
-    """Write a command into run.json, beside the others of the same calibration.
+def remember(opened: OpenedResults, mode: str, words: Sequence[str], place: Path | None = None) -> dict[str, list[str]]:
+    """Add a command to those that made some results, and write them into run.json with a checksum.
 
     Args:
-        folder: of a complete calibration.
+        opened: the results.
         mode: the command's name there: "calib", "test" or "merge".
         words: the command.
+        place: the folder to write to, if it is not that of the results.
+
+    Returns:
+        The commands of these results.
 
     Raises:
-        ResultError: the folder cannot be read or written.
+        ResultError: the folder cannot be written.
     """
-    calibration = read_json(folder / INFO)["checksum"]
-    facts = _facts(folder)
-    before = facts.get(COMMANDS)
-    commands = {"of": calibration}
-    if isinstance(before, dict) and before.get("of") == calibration:
-        commands = before
-    write_json(folder / RUN_FILE, facts | {COMMANDS: commands | {mode: list(words)}})
-
-
-def calib_command(folder: Path) -> list[str] | None:
-    """Return the command that has calibrated the results in a folder; None if it is unknown."""
-    commands = _facts(folder).get(COMMANDS)
-    calibration = read_json(folder / INFO)["checksum"]
-    if not isinstance(commands, dict) or commands.get("of") != calibration:
-        return None
-    words = commands.get("calib")
-    is_command = isinstance(words, list) and all(isinstance(word, str) for word in words)
-    return words if is_command else None
+    commands = {**opened.commands, mode: list(words)}
+    folder = place or opened.folder
+    write_json(folder / RUN_FILE, _facts(folder) | {COMMANDS: opened.sealed(commands)})
+    return commands
 
 
 def with_config(words: Sequence[str], name: str) -> list[str]:

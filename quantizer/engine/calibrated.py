@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from quantizer.engine.faithful import compare_with_model
 from quantizer.engine.fingerprint import input_shapes
 from quantizer.engine.fits_model import check_absorption, check_insertions, check_solution
 from quantizer.engine.result_files import read_json
-from quantizer.engine.results import QuantInfo
+from quantizer.engine.results import RESOLVED, OpenedResults, QuantInfo
 from quantizer.engine.same_calibration import check_model
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import DataError, ModelError, ResultError
@@ -158,18 +157,19 @@ def _say_other_torch(info: QuantInfo) -> None:
         )
 
 
-def stored_config(folder: Path) -> Config:
-    """The config that a folder was calibrated with.
+def stored_config(opened: OpenedResults) -> Config:
+    """The config of a calibration.
 
     Raises:
-        ResultError: it is missing.
+        ResultError: it is damaged.
     """
-    stored = read_json(folder / "config.resolved.json")
+    file = opened.files[RESOLVED]
+    stored = read_json(file)
     for level in (None, *LEVELS):
         rules = raised(default_config(), level)
         if stored == resolved_document(rules):  # the built-in default is none that a file could state
             return rules
-    return check_document(Document.of(stored, str(folder / "config.resolved.json"))).require()
+    return check_document(Document.of(stored, str(file.path))).require()
 
 
 def window_length(shapes: Shapes) -> int | None:

@@ -44,6 +44,11 @@ def decide_joins(job: Job) -> None:
         job.events.message(level, text)
 
 
+def decided(calibration: Calibration) -> Calibration:
+    """Return the calibration with the joins of its plan decided, as far as that changes no weights."""
+    return replace(calibration, plan=joins.decided(calibration.plan, _decisions(calibration)))
+
+
 def _decisions(calibration: Calibration) -> dict[str, JoinDecision]:
     """How each open join is quantized. What was observed of tensors that are not stays, for whoever decides anew."""
     decisions: dict[str, JoinDecision] = {}

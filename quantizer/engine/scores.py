@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,12 @@ from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.evaluate import Comparison
 from quantizer.engine.events import Events, Stage
 from quantizer.engine.pass_loss import PassLoss, pass_loss
-from quantizer.errors import ModelError
+from quantizer.errors import DataError, ModelError
 from quantizer.nn.network import Network
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.models import Evaluate
-from quantizer.sources.user_code import user_errors
+from quantizer.sources.user_code import user_errors, was_called
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +141,23 @@ def _warn_of_unknown(directions: Directions, metrics: Mapping[str, float]) -> No
         logger.warning("evaluate() gives no metric %s, whose direction is declared", names)
 
 
+def _evaluated(function: Evaluate, model: Callable[..., Any], data: Iterable[Any]) -> dict[str, float]:
+    """Return what the user's `evaluate(model, data)` does.
+
+    Raises:
+        DataError: it fails.
+        ModelError: the model fails when it is called there.
+    """
+    try:
+        with user_errors("evaluate()", DataError):
+            return function(model, data)
+    except DataError as error:
+        cause = error.__cause__
+        if cause is None or not was_called(model, cause):
+            raise
+        raise ModelError(error.message, help=error.help) from cause
+
+
 def measure(
     model: Callable[..., Any],
     batches: Batches,
@@ -153,6 +170,6 @@ def measure(
     with Stage(events, label, batches.total) as stage, torch.no_grad():
         counted = stage.counted(batch.to(device) for batch in batches)
         if function is not None:
-            return function(model, (batch.raw for batch in counted))
+            return _evaluated(function, model, (batch.raw for batch in counted))
         with user_errors(f"running the {label} model", ModelError):
             return evaluate.measure(model, counted)

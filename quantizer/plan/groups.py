@@ -35,8 +35,7 @@ class Join:
     Attributes:
         name: the layer that joins them.
         group: it, and the activation function or the scaling after it, if nothing else reads what is before these.
-        sources: where its parts are quantized if each is on its own.
-        alone: what is quantized at those of `sources` that nothing but this join reads.
+        alone: the parts that nothing but this join reads, as they are quantized if each is on its own.
         products: the layers that multiply several parts at once, and so need one grid for them.
         is_returned: whether some of it is what the network returns.
         is_single: whether all parts are quantized at `group.point`, as somebody has asked for.
@@ -44,7 +43,6 @@ class Join:
 
     name: str
     group: Group
-    sources: tuple[str, ...]
     alone: tuple[Group, ...]
     products: tuple[Product, ...]
     is_returned: bool
@@ -106,6 +104,8 @@ class _Layouter:
         self.where = Layout({}, {}, floating(graph), origins_of(graph))
         # The join that alone reads a group's point, or another join.
         self.feeds: dict[str, str] = {}
+        # What is only returned, and needs no quantization if it is not joined on one grid.
+        self.last: dict[str, Group] = {}
         # Activation functions that belong to a join.
         self.after_joins: set[str] = set()
 
@@ -134,6 +134,7 @@ class _Layouter:
         is_last = node.row.kind == "nonlinear" and group.point == node.name
         if ends == {""} and (is_last or self._reads_parts(node)):
             self.where.served[node.name] = ""
+            self.last[group.point] = group
         else:
             self.where.groups[group.point] = group
 
@@ -164,11 +165,11 @@ class _Layouter:
         if not outside and not is_single:
             return
         points = [point for point in self.feeds if self._leads(point, node.name)]
-        alone = [self.where.groups[point] for point in points if point in self.where.groups]
+        groups = {**self.last, **self.where.groups}
+        alone = [groups[point] for point in points if point in groups]
         self.where.joins[node.name] = Join(
             name=node.name,
             group=group,
-            sources=self._points(node.name),
             alone=tuple(alone),
             products=tuple(products),
             is_returned=any(not name for name, _ in outside),
@@ -178,7 +179,7 @@ class _Layouter:
             self._serve(group)
             self.where.groups[group.point] = group
             for part in alone:
-                del self.where.groups[part.point]
+                self.where.groups.pop(part.point, None)
                 self.where.served[part.point] = group.point
 
     def _serve(self, group: Group) -> None:
@@ -198,15 +199,6 @@ class _Layouter:
 
     def _is_join(self, name: str) -> bool:
         return bool(name) and self.graph.by_name[name].is_join
-
-    def _points(self, name: str) -> tuple[str, ...]:
-        """Where the parts of a joined value are quantized."""
-        points: dict[str, None] = {}
-        for source in self.where.origins[name].sources:
-            point = quantization_point(self.graph, self.where, source)
-            if point is not None:
-                points[point] = None
-        return tuple(points)
 
     def _needs_one_grid(self, reader: str, read: str) -> bool:
         """Whether a layer multiplies a value whose parts are on different grids."""

@@ -63,13 +63,44 @@ def observed_at(where: Layout, join: Join, value: str) -> str:
     return join.group.point if is_whole else value
 
 
-def join_plans(
+def unplanned_parts(
     where: Layout, graph: Graph, tensors: Mapping[Key, TensorPlan], stated: Container[Key]
+) -> dict[Key, TensorPlan]:
+    """Return tensors for parts of joins that nothing quantizes on their own, so that their ranges are seen.
+
+    They are specified as the whole is, where a layer multiplies it.
+    """
+    parts: dict[Key, TensorPlan] = {}
+    for join in open_joins(where).values():
+        keys = [(join.group.point, "activation")]
+        for product in join.products:
+            key = (product.layer, input_role(graph, product) or "")
+            keys += [] if key in stated else [key]
+        whole = next((tensors[key] for key in keys if key in tensors), None)
+        if whole is None or join.is_single:
+            continue
+        for name in where.origins[join.name].sources:
+            node = graph.by_name[name]
+            point = quantization_point(graph, where, name) or name
+            role = _output_role(graph, point)
+            if (point, role) not in tensors and (node.row.kind != "structural" or node.op in ENTRIES):
+                parts[point, role] = replace(whole, layer=point, role=role, source=point, members=(point,))
+    return parts
+
+
+def join_plans(
+    where: Layout,
+    graph: Graph,
+    tensors: Mapping[Key, TensorPlan],
+    *,
+    stated: Container[Key],
+    observed: Container[Key],
 ) -> list[JoinPlan]:
     """Return what calibration has to decide, of the tensors that are planned for both ways.
 
     Args:
         stated: inputs of layers that an entry of the config asks for; they stay.
+        observed: parts of joins that are quantized in neither way.
     """
     plans: list[JoinPlan] = []
     for join in open_joins(where).values():
@@ -95,6 +126,7 @@ def join_plans(
                     single=single if single in tensors else None,
                     sources=sources,
                     alone=_keys(graph, [part.point for part in join.alone], tensors),
+                    observed=tuple(key for key in sources if key in observed),
                     inputs=tuple(inputs),
                     divisible=tuple(divisible),
                     scalable=tuple(scalable),
@@ -118,7 +150,8 @@ def left_out(join: JoinPlan, *, is_close: bool) -> tuple[Key, ...]:
     if join.is_single:
         return ()
     single = () if join.single is None else (join.single,)
-    return single if is_close else (*single, *join.divisible)
+    is_split = not is_close and not join.observed
+    return (*single, *join.observed, *(join.divisible if is_split else ()))
 
 
 def decide(join: JoinPlan, lost_bits: Mapping[str, float], gains: Mapping[str, Mapping[str, float]]) -> JoinDecision:
@@ -180,17 +213,27 @@ def _keys(graph: Graph, points: Sequence[str], tensors: Mapping[Key, TensorPlan]
     """The tensors that are quantized at these layers."""
     keys: list[Key] = []
     for point in points:
-        key = (point, "input" if graph.by_name[point].op in ENTRIES else "activation")
+        key = (point, _output_role(graph, point))
         if key in tensors:
             keys.append(key)
     return tuple(keys)
 
 
+def _output_role(graph: Graph, name: str) -> str:
+    """The role in which a node's values are quantized."""
+    return "input" if graph.by_name[name].op in ENTRIES else "activation"
+
+
 def _source_keys(where: Layout, graph: Graph, join: Join, tensors: Mapping[Key, TensorPlan]) -> tuple[Key, ...]:
     """The tensors of a join's parts; trained tensors that stand among them are weights."""
-    trained = [(name, "weights") for name in where.origins[join.name].sources if (name, "weights") in tensors]
+    sources = where.origins[join.name].sources
+    own: dict[str, str] = {}
+    for part in join.alone:
+        own.update(dict.fromkeys(part.members, part.point))
+    points = [own.get(name) or quantization_point(graph, where, name) or name for name in sources]
+    trained = [(name, "weights") for name in sources if (name, "weights") in tensors]
     parameters = [key for key in trained if graph.by_name[key[0]].row.kind == "structural"]
-    return (*_keys(graph, join.sources, tensors), *parameters)
+    return (*_keys(graph, list(dict.fromkeys(points)), tensors), *parameters)
 
 
 def _channels(
@@ -199,8 +242,8 @@ def _channels(
     """Which tensor each run of a layer's input channels comes from."""
     runs: list[tuple[Key | None, int]] = []
     for source, length in where.origins[product.value].parts:
-        point = quantization_point(graph, where, source) if source else None
-        keys = _keys(graph, [point], tensors) if point is not None else ()
+        point = quantization_point(graph, where, source) or source if source else ""
+        keys = _keys(graph, [point], tensors) if point else ()
         runs.append((keys[0] if keys else None, length))
     return tuple(runs)
 

@@ -65,6 +65,7 @@ class JoinPlan:
         single: the tensor at the join; None where nothing is quantized there.
         sources: the tensors of its parts.
         alone: those of `sources` that nothing else reads.
+        observed: those of `sources` that are there for this decision alone.
         inputs: the whole, quantized again for each layer that multiplies it.
         divisible: those of `inputs` whose layer can multiply each part on its own scale.
         scalable: the layers whose weights can take back what each part is multiplied with.
@@ -78,6 +79,7 @@ class JoinPlan:
     single: Key | None
     sources: tuple[Key, ...]
     alone: tuple[Key, ...]
+    observed: tuple[Key, ...]
     inputs: tuple[Key, ...]
     divisible: tuple[Key, ...]
     scalable: tuple[str, ...]

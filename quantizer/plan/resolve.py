@@ -25,6 +25,7 @@ from quantizer.plan.joins import (
     open_joins,
     products_of,
     single_joins,
+    unplanned_parts,
     watched,
 )
 from quantizer.plan.kept_float import FIRST_LAST, kept_float, residual
@@ -79,7 +80,9 @@ class _Resolver:
             self._plan_activation(node)
             self._plan_inputs(node)
             self._plan_joined_inputs(node)
-        joins = join_plans(self.where, self.graph, self.tensors, self.stated)
+        observed = unplanned_parts(self.where, self.graph, self.tensors, self.stated)
+        self.tensors |= observed
+        joins = join_plans(self.where, self.graph, self.tensors, stated=self.stated, observed=observed)
         for name, point in self.where.served.items():
             is_planned = (name, "activation") in self.tensors
             if point in self.where.groups and point in self.floats and not is_planned:

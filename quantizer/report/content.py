@@ -6,7 +6,6 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.config.roles import is_parameter
-from quantizer.engine.result_files import deferred_tensors, read_json
-from quantizer.engine.results import ALGORITHMS, ANALYSIS, COMMANDS, INFO, ORIGINS, RUN_FILE, STATISTICS
+from quantizer.engine.result_files import deferred_tensors
+from quantizer.engine.results import ALGORITHMS, ANALYSIS, STATISTICS, OpenedResults
 from quantizer.engine.stored_checks import checked_json
 from quantizer.errors import ResultError
 from quantizer.numerics.histogram import Histogram
@@ -38,24 +37,31 @@ STRIPES = 240
 
 COMMAND_ORDER = ("merge", "calib", "test")
 """Commands that results come from, in the order in which they run."""
-_BESIDE = {"algorithms": ALGORITHMS, "analysis": ANALYSIS}
-"""Files that not every folder has, by the name of what they say."""
 
 
-def content(folder: Path, tested: Mapping[str, Any]) -> Json:
+def content(
+    opened: OpenedResults,
+    tested: Mapping[str, Any],
+    commands: Mapping[str, list[str]] | None = None,
+) -> Json:
     """Of a calibration, and of a test of it: what `tables.report` makes of one, or nothing.
 
     Raises:
         ResultError: a file is missing or damaged.
     """
-    info, plan = read_json(folder / INFO), checked_json(folder / ORIGINS[0])
-    found = {name: checked_json(folder / file) if (folder / file).exists() else None for name, file in _BESIDE.items()}
-    statistics = deferred_tensors(folder / STATISTICS)
+    info: Json = {"header": opened.header, "tensors": opened.entries}
+    files, analysis = opened.files, opened.about(ANALYSIS)
+    analysis.pop("calibration", None)
+    beside = {
+        "algorithms": checked_json(files[ALGORITHMS]) if ALGORITHMS in files else None,
+        "analysis": analysis or None,
+    }
+    statistics = deferred_tensors(files[STATISTICS])
     try:
-        commands = {"commands": _commands(folder, info["checksum"])}
-        return _content(info, plan, tested, statistics) | found | commands
+        lines = _commands(opened.commands if commands is None else commands)
+        return _content(info, opened.plan, tested, statistics) | beside | {"commands": lines}
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
-        why = f"{folder} has no results that a report can be made of: {type(error).__name__}: {error}"
+        why = f"{opened.folder} has no results that a report can be made of: {type(error).__name__}: {error}"
         raise ResultError(why, help="run --quant_mode calib again") from error
 
 
@@ -93,19 +99,9 @@ def _damage(row: Json) -> float:
     return math.inf if row["local_sqnr_db"] is None else row["local_sqnr_db"]
 
 
-def _commands(folder: Path, calibration: str) -> list[str]:
-    """The commands that make these results again, of run.json; none where it is of another calibration.
-
-    No checksum names run.json. So damage is no error there, and each word is quoted.
-    """
-    try:
-        commands = read_json(folder / RUN_FILE)[COMMANDS]
-        if commands["of"] != calibration:
-            return []
-        known = [commands[mode] for mode in COMMAND_ORDER if mode in commands]
-        return [shlex.join(words) for words in known]
-    except (ResultError, LookupError, TypeError):
-        return []
+def _commands(commands: Mapping[str, list[str]]) -> list[str]:
+    """The commands that make these results again, in their order, for a shell."""
+    return [shlex.join(commands[mode]) for mode in COMMAND_ORDER if mode in commands]
 
 
 _SHOWN = ("quantizer", "torch", "threads", "batches", "data", "seed", "config")

@@ -18,7 +18,7 @@ from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.hugging_face import CONFIG, example_input, for_windows, load_hugging_face
 from quantizer.sources.tokenizer import Encode, as_encode, has_tokenizer, load_tokenizer
-from quantizer.sources.user_code import UserModule, import_user_module, split_spec, user_errors
+from quantizer.sources.user_code import UserModule, import_user_module, split_spec, user_errors, user_exits
 from quantizer.sources.weights import WEIGHT_SUFFIXES, check_finite, load_weights
 
 logger = logging.getLogger(__name__)
@@ -113,10 +113,11 @@ def try_first_batch(module: nn.Module, batch: Batch) -> None:
 
     Raises:
         DataError: it cannot run at all, so the batch and the model do not fit.
+        ModelError: it would end the process.
     """
     inputs = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for _, tensor in batch.tensors()]
     what = f"running the model on the first batch ({', '.join(inputs)})"
-    with torch.random.fork_rng(), torch.no_grad(), user_errors(what, DataError):
+    with torch.random.fork_rng(), torch.no_grad(), user_errors(what, DataError, ended=ModelError):
         module(*batch.args, **batch.kwargs)
 
 
@@ -128,11 +129,11 @@ def load_evaluate(spec: str, beside: Directions = BY_NAME) -> Evaluate:
         beside: what the model's file declares of metrics of which this one declares nothing.
 
     Raises (also when the function is called):
-        ModelError: there is none, it raises, it does not return a dict of numbers, or what the file declares of its
+        DataError: there is none, it raises, it does not return a dict of numbers, or what the file declares of its
             metrics is no set of names.
     """
     location, name = split_spec(spec)
-    user = import_user_module(location, ModelError)
+    user = import_user_module(location, DataError)
     function = _checked_evaluate(user, user.get("evaluate" if name is None else name))
     return Evaluate(function, Directions.declared_by(user).beside(beside))
 
@@ -194,15 +195,15 @@ def _data(user: UserModule, name: str) -> Callable[[], Any] | None:
 
 def _checked_evaluate(user: UserModule, function: Any) -> Measure:
     if not callable(function):
-        raise ModelError(f"evaluate of {user.label} is {a_kind(function)}, not a function of (model, data)")
+        raise user.error(f"evaluate of {user.label} is {a_kind(function)}, not a function of (model, data)")
 
     def evaluate(model: Callable[..., Any], data: Iterable[Any]) -> dict[str, float]:
-        metrics = user.call(function, ModelError, model, data)
+        metrics = user.call(function, DataError, model, data)
         try:
             return {str(name): float(value) for name, value in metrics.items()}
         except (AttributeError, TypeError, ValueError) as cause:
             what = f"evaluate() of {user.label} returned {metrics!r:.80}, not a dict of numbers"
-            raise ModelError(what, help='return for example {"top1": 0.97}') from cause
+            raise DataError(what, help='return for example {"top1": 0.97}') from cause
 
     return evaluate
 
@@ -218,7 +219,10 @@ def _from_pt2(path: Path, trust: bool) -> nn.Module:
     try:
         import torch.ao.quantization.fx._decomposed  # registers operators that programs may call
 
-        return torch.export.load(path).module()
+        with user_exits(f"loading {path}", ModelError):
+            return torch.export.load(path).module()
+    except ModelError:
+        raise
     except Exception as cause:
         raise ModelError(f"{path} cannot be read as an exported program: {cause}") from cause
 

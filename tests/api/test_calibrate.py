@@ -114,6 +114,7 @@ def test_shell_and_python_write_the_same_bytes(
     assert differing(tmp_path / "shell", tmp_path / "copied") == reports
     assert not differing(tmp_path / "python", tmp_path / "copied")
     values = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("shell", "python")]
+    assert [len(report.pop("checksum")) for report in values] == [64, 64]
     assert [len(report.pop("commands")) for report in values] == [1, 0], "a command, and none, has made them"
     assert values[0] == values[1]
     assert check_at_the_shell(tmp_path / "copied", model=str(source)) == 0

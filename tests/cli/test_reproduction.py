@@ -20,6 +20,7 @@ from configs import document
 from quantizer.cli.main import run_command
 from quantizer.cli.options import RUN, Options, word_of
 from quantizer.cli.reproduction import CHANGES_NOTHING, ONLY_CHECKED, words_of
+from quantizer.engine.results import open_results
 
 MODEL = """
 import torch
@@ -164,23 +165,29 @@ def test_retuned_results_are_calibrated_again_with_the_config_of_their_report(pl
     (place / "configs" / "plain.json").write_text(report["config"]["text"])
     assert run_command([*shlex.split(command)[1:], "--output_dir", "again"]) == 0
     first, again = written(place / "out"), written(place / "again")
-    assert {name for name in first if first[name] != again.get(name)} == {"plan.json"}, "which lacks rules"
+    assert {name for name in first if first[name] != again.get(name)} == {"plan.json", "checksums.json"}, (
+        "rules are left out"
+    )
 
 
 @pytest.mark.parametrize(
     "commands",
-    [None, [], "quantizer", {"of": "x"}, {"calib": ["quantizer"]}, {"of": None, "calib": 3}, {"calib": [1, 2]}],
+    [None, [], "quantizer", {"calibration": "x"}, {"calib": ["quantizer"]}, {"calib": 3}, {"calib": [1, 2]}],
 )
 def test_a_damaged_run_json_is_no_error(place: Path, commands: Any) -> None:
     given = ["--quant_mode", "calib", "--model", "net.py", *CONFIG, "--output_dir", "out"]
     assert run_command(given) == 0
     run = place / "out" / "run.json"
     facts = json.loads(run.read_text())
-    if isinstance(commands, dict) and commands.get("of") is None:
-        commands["of"] = facts["commands"]["of"]
     run.write_text(json.dumps(facts | {"commands": commands}))
     assert run_command(["report", "out"]) == 0
-    assert json.loads((place / "out" / "report.json").read_text())["commands"] in ([], ["quantizer"])
+    assert json.loads((place / "out" / "report.json").read_text())["commands"] == []
+    if isinstance(commands, dict):
+        sealed = open_results(place / "out").sealed(commands)
+        run.write_text(json.dumps(facts | {"commands": sealed}))
+        assert run_command(["report", "out"]) == 0
+        expected = ["quantizer"] if commands == {"calib": ["quantizer"]} else []
+        assert json.loads((place / "out" / "report.json").read_text())["commands"] == expected
     run.write_text("[")
     assert run_command(["report", "out"]) == 0
     assert json.loads((place / "out" / "report.json").read_text())["commands"] == []
@@ -192,6 +199,10 @@ def test_a_word_of_run_json_cannot_be_a_command(place: Path) -> None:
     run = place / "out" / "run.json"
     facts = json.loads(run.read_text())
     facts["commands"]["calib"] = ["quantizer", "; rm -rf .", "$(reboot)", "<script>"]
+    run.write_text(json.dumps(facts))
+    assert run_command(["report", "out"]) == 0
+    assert json.loads((place / "out" / "report.json").read_text())["commands"] == [], "no checksum of its own"
+    facts["commands"] = open_results(place / "out").sealed({"calib": facts["commands"]["calib"]})
     run.write_text(json.dumps(facts))
     assert run_command(["report", "out"]) == 0
     [line] = json.loads((place / "out" / "report.json").read_text())["commands"]
