@@ -308,13 +308,14 @@ def test_what_is_overwritten_has_no_part_in_scales(tmp_path: Path) -> None:
 def close_or_far(net: Detector, b: Tensor, s: Tensor) -> Tensor:
     """A join of about one range, one of rows, and one that is returned, too."""
     alike = joined(b / IMAGE, s)
-    return net.mix(alike), net.mix(joined(b / IMAGE, 0.1 * s)), net.linear(rows(b / IMAGE, s)) + alike.mean()
+    return net.mix(alike), net.mix(joined(b / IMAGE, 0.5 * s)), net.linear(rows(b / IMAGE, s)) + alike.mean()
 
 
 def test_retuned_joins_are_those_of_a_calibration_with_that_config(tmp_path: Path) -> None:
     model = Detector(close_or_far).eval()
     for name, statistic in (("before", "max"), ("wanted", "mean")):
-        config = document(overall={"calib_statistic_method": statistic, "per_channel": True})
+        activations = {role: {"calib_statistic_method": statistic} for role in ("input", "activation")}
+        config = document(tensor=activations, overall={"per_channel": True})
         quantizer.calibrate(model, config, images(1)).save(tmp_path / name)
     words = ["--statistic", "mean", "--output_dir", str(tmp_path / "after")]
     assert run_command(["retune", str(tmp_path / "before"), *words]) == 0
