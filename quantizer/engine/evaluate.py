@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.distributed import ALONE, Ranks, in_turn
-from quantizer.engine.noise import Noise
+from quantizer.engine.noise import Noise, beside_far_values
 from quantizer.engine.output_comparison import ComparedNetworks
 from quantizer.engine.output_figures import (
     POOLED_FIGURE,
@@ -39,12 +39,27 @@ APART = 16
 
 @dataclass
 class LayerNoise:
-    """`local`: only this tensor is quantized; `accumulated`: the whole network is."""
+    """`local`: only this tensor is quantized; `accumulated`: the whole network is.
+
+    Where far values set the range of a batch, both are about the others; but not where they are the ends of a function
+    that saturates (`is_bounded`).
+    """
 
     layer: str
     role: str
     local: Noise = field(default_factory=Noise)
     accumulated: Noise | None = None
+    is_bounded: bool = False
+
+    def add(self, x: Tensor, local: Tensor, accumulated: Tensor | None = None) -> None:
+        """Take in one batch of the exact values, with those that either quantization makes of them."""
+        others = None if self.is_bounded else beside_far_values(x)
+        if others is not None:
+            x, local = x[others], local[others]
+            accumulated = None if accumulated is None else accumulated[others]
+        self.local.add(x, local)
+        if self.accumulated is not None and accumulated is not None:
+            self.accumulated.add(x, accumulated)
 
     def merge(self, other: LayerNoise) -> None:
         """Take in other batches."""
@@ -240,7 +255,11 @@ def compare(
     compared = ComparedNetworks(reference, user, outputs)
 
     def nothing() -> Comparison:
-        return Comparison([LayerNoise(*key, accumulated=Noise()) for key in activations], *compared.empty())
+        rows = []
+        for layer, role in activations:
+            is_bounded = quantized.graph.by_name[layer].row.kind == "nonlinear"
+            rows.append(LayerNoise(layer, role, accumulated=Noise(), is_bounded=is_bounded))
+        return Comparison(rows, *compared.empty())
 
     def one_batch(batch: Batch) -> None:
         """Both networks in step, so that each pair of values is compared while it exists."""
@@ -253,10 +272,9 @@ def compare(
             for quantizer, at in taps.get(name, ()):
                 _require_same_shape(name, x, y)
                 noise = found[-1].layers[at]
-                noise.local.add(x, quantizer(x.clone()))  # which it may overwrite
-                assert noise.accumulated is not None  # only parameters have none
                 # What the quantizer hands on: a layer quantizes its own input after the value that both networks made.
-                noise.accumulated.add(x, y if noise.layer == name else quantizer(y.clone()))
+                handed_on = y if noise.layer == name else quantizer(y.clone())
+                noise.add(x, quantizer(x.clone()), handed_on)  # a copy, which it may overwrite
         expected, outputs, passed = compared.figures((left, right), recorders, batch)
         found[-1].outputs, found[-1].quantization = outputs, passed
         _classes(found[-1], batch, expected, right.outputs())
@@ -307,7 +325,7 @@ def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
             row, exact = LayerNoise(name, role), loaded(reference.layers[name].get_parameter(key))
             is_bias = base_role(role) == "bias"
             other = quantizer(exact.clone()) if is_bias else loaded(quantized.layers[name].get_parameter(key))
-            row.local.add(exact, other)
+            row.add(exact, other)
             rows.append(row)
     return rows
 

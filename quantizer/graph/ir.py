@@ -223,6 +223,15 @@ def references(value: Any) -> Iterator[str]:
             yield from references(item)
 
 
+def readers(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
+    """Yield (reader, what it reads) of a node's values, directly or through moves; "" is the network's output."""
+    for reader in graph.consumers[name]:
+        if reader and graph.by_name[reader].row.kind == "passthrough":
+            yield from readers(graph, reader)
+        else:
+            yield reader, name
+
+
 def map_refs(value: Any, change: Callable[[str], Any]) -> Any:
     """The nested value with each `Ref` replaced by `change(name)`."""
     if isinstance(value, Ref):
