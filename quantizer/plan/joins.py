@@ -146,7 +146,7 @@ def left_out(join: JoinPlan, *, is_close: bool) -> tuple[Key, ...]:
     """
     has_one = join.is_single or (is_close and not join.is_returned)
     if join.single is not None and has_one:
-        return (*join.alone, *join.inputs)
+        return (*join.alone, *join.inputs, *join.observed)
     if join.is_single:
         return ()
     single = () if join.single is None else (join.single,)
