@@ -129,13 +129,14 @@ class Agreement:
         self.count = self.equal = self.stepped = self.within = self.rows = self.agreeing = 0
 
     def add(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-        """Take in one batch, pairwise; NaN and infinity equal themselves.
+        """Take in one batch, pairwise; NaN and infinity equal themselves, complex numbers are compared as pairs of reals.
 
         Raises:
             ValueError: the number of tensors or a shape differs.
         """
         steps = self.steps if len(self.steps) == len(expected) else [None] * len(expected)
-        for index, (want, got, step) in enumerate(zip(expected, found, steps, strict=True)):
+        pairs = zip(map(_in_reals, expected), map(_in_reals, found), steps, strict=True)
+        for index, (want, got, step) in enumerate(pairs):
             if want.shape != got.shape:
                 raise ValueError(f"The file gives shape {tuple(got.shape)} where test mode gives {tuple(want.shape)}.")
             if index == 0 and want.dim() == 2 and want.shape[1] > 1:
@@ -177,6 +178,10 @@ class Agreement:
             sqnr if self.floating else None,
             self.agreeing / self.rows if self.rows else None,
         )
+
+
+def _in_reals(values: Tensor) -> Tensor:
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def verify(compared: str, expected: Iterable[Tensor], found: Iterable[Tensor]) -> Verification:

@@ -50,8 +50,8 @@ class LayerCheck:
 
     def _compared(self, key: Key, value: Tensor, codes: Mapping[str, NDArray[Any]]) -> Tensor:
         """The value that the session's codes stand for."""
-        scale, stored = self.tensors[key].scale, codes[self.values[key]]
-        found = torch.from_numpy(stored.astype("int64") - int(self.zeros[key])).view(value.shape)
+        scale, stored = self.tensors[key].scale, torch.from_numpy(codes[self.values[key]])
+        found = (stored.to(torch.int64) - int(self.zeros[key])).view(value.shape)
         self.rows[key].add(found, torch.round(value / scale).to(torch.int64))
         return found * scale
 

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.errors import ModelError
 from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.onnx_complex import decompositions
 from quantizer.export.onnx_lowering import DOMAIN, Wanted
 from quantizer.export.torch_program import exported
 from quantizer.graph.trace import quiet, without_stack_traces
@@ -111,7 +112,9 @@ def _hand_out_constants(model: ModelProto) -> None:
 
 
 def _translatable(program: ExportedProgram) -> ExportedProgram:
-    """The program with attention in four dimensions, which are all that torch.onnx knows of it."""
+    """The program with attention in four dimensions, which are all that torch.onnx knows of it, and with the operators
+    of complex numbers that it knows.
+    """
     attention = torch.ops.aten.scaled_dot_product_attention.default
 
     def with_heads(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **others: Any) -> Any:
@@ -126,8 +129,17 @@ def _translatable(program: ExportedProgram) -> ExportedProgram:
         return attended.squeeze(-3) if missing == 1 else attended.squeeze(-3).squeeze(-3)
 
     calls = program.graph.find_nodes(op="call_function", target=attention)
-    if all(call.args[0].meta["val"].dim() == 4 for call in calls):
+    rewritten: dict[Any, Any] = {}
+    if any(call.args[0].meta["val"].dim() != 4 for call in calls):
+        rewritten[attention] = with_heads
+    if any(_is_complex(node.meta.get("val")) for node in program.graph.nodes):
+        rewritten |= decompositions()
+    if not rewritten:
         return program  # as every decomposition takes as long as the export
     with quiet(), without_stack_traces():
-        translatable: ExportedProgram = program.run_decompositions({attention: with_heads})
+        translatable: ExportedProgram = program.run_decompositions(rewritten)
     return translatable
+
+
+def _is_complex(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_complex()
