@@ -129,7 +129,7 @@ class Agreement:
         self.count = self.equal = self.stepped = self.within = self.rows = self.agreeing = 0
 
     def add(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-        """Take in one batch, pairwise; NaN and infinity equal themselves, complex numbers are compared as pairs of reals.
+        """Take in one batch, pairwise; NaN and infinity equal themselves, complex numbers are pairs of reals.
 
         Raises:
             ValueError: the number of tensors or a shape differs.

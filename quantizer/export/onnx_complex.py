@@ -96,11 +96,11 @@ def _split(x: Tensor, split_size: int, dim: int = 0) -> Any:
     if not x.is_complex():
         return NotImplemented
     axis = dim % x.dim()
-    parts = _reals(x).split(split_size, axis)
+    parts = torch.split(_reals(x), split_size, axis)
     return [torch.view_as_complex(part) for part in parts]
 
 
-def _expand(x: Tensor, size: Sequence[int], implicit: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's schema
+def _expand(x: Tensor, size: Sequence[int], implicit: bool = False) -> Any:
     if not x.is_complex():
         return NotImplemented
     return torch.view_as_complex(_reals(x).expand(*size, 2))

@@ -26,9 +26,7 @@ def straighten(model: ModelProto, is_weight: Callable[[NodeProto], bool]) -> set
     """
     readers = readers_of(model.graph.node)
     marks = [node.output[0] for node in model.graph.node if is_weight(node)]
-    straight = {
-        name for name in marks if readers[name] and all(_reads_transposed(node, name) for node in readers[name])
-    }
+    straight = {name for name in marks if readers[name] and all(_transposes(node, name) for node in readers[name])}
     replaced: dict[str, str] = {}
     nodes: list[NodeProto] = []
     for node in model.graph.node:
@@ -58,7 +56,7 @@ def readers_of(nodes: Sequence[NodeProto]) -> Readers:
     return found
 
 
-def _reads_transposed(node: NodeProto, weight: str) -> bool:
+def _transposes(node: NodeProto, weight: str) -> bool:
     """Whether a node reads a weight [outputs, inputs] only to multiply by its transpose."""
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     if node.op_type == "Gemm":

@@ -164,7 +164,7 @@ class Converter:
             self.values[node] = self._add(path, "aten.batch_norm.default", arguments, value[0])
         elif target in call.CONVOLUTIONS:
             self.values[node] = self._add(path, *call.convolution(call.named_arguments(node)), value)
-        elif target == call.LINEAR and node.args[1].meta["val"].dim() == 1:
+        elif target == call.LINEAR and call.rank(node.args[1]) == 1:
             self.values[node] = self._product_with_vector(path, call.named_arguments(node), value)
         else:
             self.values[node] = self._add(path, target, call.named_arguments(node), value, stub)

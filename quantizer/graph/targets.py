@@ -112,6 +112,11 @@ def convolution(arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return f"aten.conv_transpose{dims}d.{overload}", given | {"output_padding": arguments["output_padding"]}
 
 
+def rank(argument: Any) -> int:
+    """Return the number of axes of the tensor that an argument is."""
+    return int(argument.meta["val"].dim())
+
+
 def parameter_names(arguments: Mapping[str, Any]) -> list[str]:
     """torch's names for the entries of the list of parameters that a recurrent operator takes."""
     directions = ("", "_reverse") if arguments["bidirectional"] else ("",)
