@@ -70,8 +70,9 @@ def lower(
     nodes = [node for node in nodes if not marked.is_cut(node)]
     _name_products(nodes, marked)
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    nodes, initializers = padded_apart(quantized_again(nodes, constants), constants, sizes_of(values_of(model)))
+    nodes, initializers = padded_apart(nodes, constants, sizes_of(values_of(model)))
     model.graph.initializer.extend(initializers)
+    nodes = quantized_again(nodes, constants)
     nodes = looked_up(model, nodes)
     _add_to_sums(model, nodes, biases)
     _keep_in_float(model, nodes, in_float)

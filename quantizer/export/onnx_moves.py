@@ -54,13 +54,13 @@ def quantized_again(nodes: list[NodeProto], constants: Constants) -> list[NodePr
 def way(name: str, makers: Makers, constants: Constants) -> Iterator[str]:
     """Yield the values that a value was before it was moved, itself the first."""
     yield name
-    while name in makers and _moves(makers[name], constants):
+    while name in makers and moves(makers[name], constants):
         name = makers[name].input[0]
         yield name
 
 
-def _moves(node: NodeProto, constants: Constants) -> bool:
-    """Whether what a node makes has no other values than its first input, and zero."""
+def moves(node: NodeProto, constants: Constants) -> bool:
+    """Return whether what a node makes has no other values than its first input, and zero."""
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     if node.op_type == "Pad":
         filling = constants.get(node.input[2]) if len(node.input) > 2 and node.input[2] else None

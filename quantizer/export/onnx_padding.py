@@ -1,5 +1,5 @@
-"""Average pools that count their padding, of values with a zero point: OpenVINO pads the codes with 0, whatever that
-stands for. So the codes are padded before, with the zero point. Changes no value.
+"""Padding with zeros of values whose codes have a zero point, by itself or in an average pool that counts it: OpenVINO
+pads the codes with 0, whatever that stands for. So codes are padded with the zero point. Changes no value.
 """
 
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from quantizer.export.onnx_moves import Constants, Makers, way
+from quantizer.export.onnx_moves import Constants, Makers, moves, way
 from quantizer.export.onnx_nodes import CLIPPED, Emission
 
 _PADDING = ("pads", "count_include_pad")
@@ -25,7 +25,7 @@ def sizes_of(values: Iterable[ValueInfoProto]) -> Sizes:
 def padded_apart(
     nodes: list[NodeProto], constants: Constants, sizes: Sizes
 ) -> tuple[list[NodeProto], list[TensorProto]]:
-    """Return the nodes with a Pad of codes before such pools, and the initializers that these read.
+    """Return the nodes with codes padded in place of such values, and the initializers that these read.
 
     Args:
         constants: the initializers by name.
@@ -35,7 +35,11 @@ def padded_apart(
     rewritten: list[NodeProto] = []
     initializers: list[TensorProto] = []
     for node in nodes:
-        emission = _padded(node, makers, constants, sizes) if node.op_type == "AveragePool" else None
+        emission = None
+        if node.op_type == "AveragePool":
+            emission = _pool(node, makers, constants, sizes)
+        elif node.op_type == "Pad":
+            emission = _pad(node, makers, constants)
         if emission is None:
             rewritten.append(node)
             continue
@@ -44,32 +48,63 @@ def padded_apart(
     return rewritten, initializers
 
 
-def _padded(pool: NodeProto, makers: Makers, constants: Constants, sizes: Sizes) -> Emission | None:
+def _pool(pool: NodeProto, makers: Makers, constants: Constants, sizes: Sizes) -> Emission | None:
     """Return the nodes in place of a pool; None for one that is read right as it is."""
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in pool.attribute}
     pads: list[int] = list(attributes.get("pads", ()))
     if not any(pads) or not attributes.get("count_include_pad", 0):
-        return None
-    *_, origin = way(pool.input[0], makers, constants)
-    dequantize = makers.get(origin)
-    if dequantize is None or not _has_zero_point(dequantize, constants):
         return None
     if attributes.get("ceil_mode", 0):
         size = sizes.get(pool.input[0], [0])[2:]
         if not size or not all(size):
             return None  # which windows there are depends on it
         pads = _of_windows(size, pads, attributes["kernel_shape"], attributes["strides"])
-    codes, scale, zero_point = dequantize.input
-    emission = Emission(f"{pool.output[0]}.padded")
-    if origin != pool.input[0]:
-        codes = emission.add("QuantizeLinear", pool.input[0], scale, zero_point)
     half = len(pads) // 2
-    amounts = [0, 0, *pads[:half], 0, 0, *pads[half:]]
-    padded = emission.add("Pad", codes, emission.integers("amounts", torch.tensor(amounts)), zero_point)
-    values = emission.add("DequantizeLinear", padded, scale, zero_point)
+    emission = Emission(f"{pool.output[0]}.padded")
+    amounts = emission.integers("amounts", torch.tensor([0, 0, *pads[:half], 0, 0, *pads[half:]]))
+    values = _padded_codes(emission, pool.input[0], [amounts], makers, constants)
+    if values is None:
+        return None
     others = {name: value for name, value in attributes.items() if name not in _PADDING}
     emission.nodes.append(helper.make_node("AveragePool", [values], list(pool.output), name=pool.name, **others))
     return emission
+
+
+def _pad(pad: NodeProto, makers: Makers, constants: Constants) -> Emission | None:
+    """Return the nodes in place of a Pad with zeros; None for another one."""
+    if not moves(pad, constants):
+        return None
+    mode = next((helper.get_attribute_value(each) for each in pad.attribute if each.name == "mode"), b"constant")
+    if mode != b"constant":
+        return None
+    emission = Emission(f"{pad.output[0]}.padded")
+    axes = pad.input[3:]
+    values = _padded_codes(emission, pad.input[0], [pad.input[1], *axes], makers, constants)
+    if values is None:
+        return None
+    emission.nodes[-1].output[0] = pad.output[0]
+    return emission
+
+
+def _padded_codes(
+    emission: Emission, source: str, amounts: list[str], makers: Makers, constants: Constants
+) -> str | None:
+    """Add nodes that pad the codes of a value with its zero point; None if it has no such codes.
+
+    Args:
+        source: the value.
+        amounts: the Pad's inputs on how much, and along which axes if not along all.
+    """
+    *_, origin = way(source, makers, constants)
+    dequantize = makers.get(origin)
+    if dequantize is None or not _has_zero_point(dequantize, constants):
+        return None
+    codes, scale, zero_point = dequantize.input
+    if origin != source:
+        codes = emission.add("QuantizeLinear", source, scale, zero_point)
+    how_much, *axes = amounts
+    padded = emission.add("Pad", codes, how_much, zero_point, *axes)
+    return emission.add("DequantizeLinear", padded, scale, zero_point)
 
 
 def _of_windows(size: list[int], pads: list[int], kernel: list[int], strides: list[int]) -> list[int]:

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.errors import ModelError
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.onnx_complex import decompositions
 from quantizer.export.onnx_lowering import DOMAIN, Wanted
+from quantizer.export.onnx_written_out import decompositions
 from quantizer.export.torch_program import exported
 from quantizer.graph.trace import quiet, without_stack_traces
 from quantizer.nn.function import Function
@@ -112,34 +112,10 @@ def _hand_out_constants(model: ModelProto) -> None:
 
 
 def _translatable(program: ExportedProgram) -> ExportedProgram:
-    """The program with attention in four dimensions, which are all that torch.onnx knows of it, and with the operators
-    of complex numbers that it knows.
-    """
-    attention = torch.ops.aten.scaled_dot_product_attention.default
-
-    def with_heads(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **others: Any) -> Any:
-        missing = 4 - query.dim()
-        if missing not in (1, 2):
-            return NotImplemented  # stays as it is
-        for _ in range(missing):
-            query, key, value = (tensor.unsqueeze(-3) for tensor in (query, key, value))
-        if attn_mask is not None and attn_mask.dim() == 3:
-            attn_mask = attn_mask.unsqueeze(1)
-        attended = attention(query, key, value, attn_mask, *args, **others)
-        return attended.squeeze(-3) if missing == 1 else attended.squeeze(-3).squeeze(-3)
-
-    calls = program.graph.find_nodes(op="call_function", target=attention)
-    rewritten: dict[Any, Any] = {}
-    if any(call.args[0].meta["val"].dim() != 4 for call in calls):
-        rewritten[attention] = with_heads
-    if any(_is_complex(node.meta.get("val")) for node in program.graph.nodes):
-        rewritten |= decompositions()
-    if not rewritten:
+    """The program with operators that torch.onnx and the runtimes read right."""
+    written_out = decompositions(program)
+    if not written_out:
         return program  # as every decomposition takes as long as the export
     with quiet(), without_stack_traces():
-        translatable: ExportedProgram = program.run_decompositions(rewritten)
+        translatable: ExportedProgram = program.run_decompositions(dict(written_out))
     return translatable
-
-
-def _is_complex(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_complex()
