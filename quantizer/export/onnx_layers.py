@@ -67,7 +67,7 @@ def _codes_of(model: ModelProto, tensors: Mapping[Key, QuantizedTensor]) -> tupl
     values, zeros = {}, {}
     for node in model.graph.node:
         key = keys.get(node.name.rpartition(".")[0].rpartition(".")[0])
-        if node.op_type != "DequantizeLinear" or key is None:
+        if node.op_type != "DequantizeLinear" or key is None or node.input[0] in initializers:
             continue
         if tensors[key].spec.dtype == "int" and not tensors[key].spec.is_dynamic:
             values[key] = node.input[0]

@@ -12,6 +12,7 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, num
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.export.onnx_biases import SumBias
+from quantizer.export.onnx_constants import folded
 from quantizer.export.onnx_dynamic import multiplies_integers, quantize_dynamic, quantize_rows, scale_rows
 from quantizer.export.onnx_linear import readers_of, straighten
 from quantizer.export.onnx_lookup import looked_up
@@ -76,7 +77,7 @@ def lower(
     nodes = looked_up(model, nodes)
     _add_to_sums(model, nodes, biases)
     _keep_in_float(model, nodes, in_float)
-    _replace(model, nodes)
+    _replace(model, folded(model, nodes))
 
 
 class Marked:
