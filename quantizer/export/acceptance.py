@@ -31,7 +31,7 @@ def accepted(found: Verification, deployment: Deployment, outputs: Outputs, refu
         VerificationError: the file does not compute what test mode does.
     """
     if not agrees(found, deployment.sqnr_db):
-        found = replace(found, float_sqnr_db=_float_sqnr_db(outputs, deployment))
+        found = with_float_sqnr(found, deployment, outputs)
     if agrees(found, deployment.sqnr_db):
         return found
     itself = f"test mode itself is {deployment.sqnr_db:.1f} dB from the float network"
@@ -56,6 +56,11 @@ def agrees(found: Verification, sqnr_db: float) -> bool:
 def least_db(sqnr_db: float) -> float:
     """The least SQNR, against test mode or the float network, of what rounds otherwise and costs no more."""
     return min(ENOUGH_DB, sqnr_db - MARGIN_DB)
+
+
+def with_float_sqnr(found: Verification, deployment: Deployment, outputs: Outputs) -> Verification:
+    """Return the figures of a file with its SQNR against the float network."""
+    return replace(found, float_sqnr_db=_float_sqnr_db(outputs, deployment))
 
 
 @torch.no_grad()

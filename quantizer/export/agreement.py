@@ -63,7 +63,8 @@ class Verification:
     row of classes for each; `float_sqnr_db` is of the file against the float network, where that decides.
     `default_session` has the figures of a runtime as its users start it, where those beside it are of one without
     optimizations: also its `kernels`, the codes of its `layers`, each made of the same codes as in test mode, and its
-    `speed`, as a multiple of that of the float network. `remarks` say how a file is read.
+    `speed`, as a multiple of that of the float network. `remarks` say how a file is read; `engines` are others that
+    are installed and may read it.
     """
 
     compared: str
@@ -79,6 +80,7 @@ class Verification:
     layers: tuple[LayerCodes, ...] = ()
     speed: float | None = None
     remarks: tuple[str, ...] = ()
+    engines: tuple[EngineCheck, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The figures it has but the speed, infinite ones left out: without a difference there is no ratio to it."""
@@ -86,6 +88,8 @@ class Verification:
         found = {name: value for name, value in vars(self).items() if name != "speed" and value not in left_out}
         parts = {"default_session": self.default_session, "kernels": self.kernels}
         found |= {name: part.to_json() for name, part in parts.items() if part is not None}
+        if self.engines:
+            found["engines"] = [check.to_json() for check in self.engines]
         if self.layers:
             counted = [{name: value for name, value in vars(row).items() if value is not None} for row in self.layers]
             found |= {"layers": counted, "first_differing": self.first_differing and self.first_differing.layer}
@@ -117,6 +121,37 @@ class Verification:
         words += [] if self.top1_agreement is None else [f"{self.top1_agreement:.2%} keep their top-1 class"]
         words += [] if self.float_sqnr_db is None else [f"{self.float_sqnr_db:.1f} dB from the float network"]
         return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class EngineCheck:
+    """How another engine reads a file: `figures` against test mode over one call, or its `failure` to run it.
+
+    `agrees` says whether they differ by no more than rounding; `layer` is the first that does, if that can be told.
+    """
+
+    engine: str
+    agrees: bool
+    figures: Verification | None = None
+    failure: str = ""
+    layer: str = ""
+
+    @property
+    def line(self) -> str:
+        """A sentence on it."""
+        if self.figures is None:
+            return f"{self.engine} cannot run it: {self.failure}"
+        if self.agrees:
+            return f"in {self.engine}, {self.figures.figures()}"
+        where = f"; the first layer that differs is {self.layer}" if self.layer else ""
+        return f"{self.engine} computes something else: {self.figures.figures()}{where}"
+
+    def to_json(self) -> dict[str, Any]:
+        """All that is known."""
+        figures = {} if self.figures is None else self.figures.to_json()
+        others = {"failure": self.failure, "layer": self.layer}
+        stated = {name: text for name, text in others.items() if text}
+        return {"engine": self.engine, "agrees": self.agrees, **stated, **figures}
 
 
 class Agreement:

@@ -15,7 +15,7 @@ from onnx import ModelProto
 import quantizer
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
-from quantizer.export import Refusal, check, onnx_complex
+from quantizer.export import Refusal, check, onnx_complex, onnx_openvino
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.float32 import in_float32
@@ -44,6 +44,7 @@ def export(deployment: Deployment, path: Path) -> Verification:
 
     The bytes depend on network and calibration alone. ONNX Runtime runs them, without optimizations and as users do,
     before they are written. A network of half precision computes in float32 there.
+    OpenVINO runs them, too, where it is installed, and a warning says so if it reads them otherwise.
 
     Raises:
         UsageError: ONNX cannot say what the config asks for.
@@ -69,8 +70,11 @@ def export(deployment: Deployment, path: Path) -> Verification:
         quantize_gates(model)
     _clean(model, deployment.graph)
     with stored(model, path) as source:
-        found = verify_sessions(OnnxFile(path.name, source, model, floating), deployment)
-    return replace(found, remarks=processors(wide.graph, solution))
+        file = OnnxFile(path.name, source, model, floating)
+        with onnx_openvino.started(file, deployment) as openvino:
+            found = verify_sessions(file, deployment)
+            engines = () if openvino is None else (openvino.result(),)
+    return replace(found, remarks=processors(wide.graph, solution), engines=engines)
 
 
 def refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int) -> Iterator[Refusal]:
