@@ -1,4 +1,4 @@
-"""Operators that torch.onnx or a runtime gets wrong, written out by others that they get right, with the same values."""
+"""Operators that torch.onnx or a runtime gets wrong, by others that they get right, with the same values."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
