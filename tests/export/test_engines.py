@@ -53,7 +53,9 @@ class Applied(nn.Module):
 
 def transposed(dims: int) -> nn.Module:
     kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
-    return Branches(dims, kind(8, 4, 4, 2, 1), nn.Sequential(kind(8, 8, 2, 2), nn.ReLU(), kind(8, 3, 3)), rectified=True)
+    return Branches(
+        dims, kind(8, 4, 4, 2, 1), nn.Sequential(kind(8, 8, 2, 2), nn.ReLU(), kind(8, 3, 3)), rectified=True
+    )
 
 
 def pools() -> nn.Module:
