@@ -1,4 +1,4 @@
-"""Networks with vectors for weights, complex numbers, outputs without dimensions, and parts that torch.jit has traced."""
+"""Networks with vectors for weights, complex numbers, outputs without dimensions, parts that torch.jit traced."""
 
 from __future__ import annotations
 
@@ -173,18 +173,25 @@ def test_layers_of_a_traced_part_have_weights_of_their_own() -> None:
     assert owners == ["conv2d", "conv2d", "conv_transpose2d"]
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: torch.jit.trace(Convolutions().eval(), torch.randn(2, 3, 8, 8)), "the model is compiled by torch.jit"),
-        (lambda: torch.jit.freeze(torch.jit.script(Convolutions().eval())), "the model is compiled by torch.jit"),
-        (
-            lambda: nn.Sequential(torch.jit.script(Convolutions().eval())),
-            "cannot be traced: 0 is compiled by torch.jit",
-        ),
-    ],
-)
-def test_compiled_models_are_refused_in_a_sentence(build: Callable[[], nn.Module], message: str) -> None:
+COMPILED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "traced": (
+        lambda: torch.jit.trace(Convolutions().eval(), torch.randn(2, 3, 8, 8)),
+        "the model is compiled by torch.jit",
+    ),
+    "frozen": (
+        lambda: torch.jit.freeze(torch.jit.script(Convolutions().eval())),
+        "the model is compiled by torch.jit",
+    ),
+    "scripted part": (
+        lambda: nn.Sequential(torch.jit.script(Convolutions().eval())),
+        "cannot be traced: 0 is compiled by torch.jit",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_models_are_refused_in_a_sentence(name: str) -> None:
+    build, message = COMPILED[name]
     with pytest.raises(ModelError, match=message):
         quantizer.calibrate(build(), DEFAULT, batches(2, 3, 8, 8))
 
