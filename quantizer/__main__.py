@@ -2,11 +2,12 @@
 
 from typing import NoReturn
 
-from quantizer.cli import interrupts
+from quantizer.cli import interrupts, streams
 
 
 def main() -> NoReturn:
     """Run the command line."""
+    streams.open_closed()
     with interrupts.at_once():
         from quantizer.cli import main as command_line
     command_line.main()

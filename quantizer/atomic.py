@@ -1,6 +1,7 @@
 """Replaces a file or a folder whole or not at all: temporary sibling, rename. Errors are OSErrors; imports no torch."""
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -19,16 +20,16 @@ def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
     Raises:
         OSError: the folder cannot be written or the disk is full; then no temporary file stays.
     """
-    target = path.resolve()
-    if target.exists() and not target.is_file():  # a pipe or a device, such as /dev/null, is written to
-        with target.open("wb") as file:
-            file.writelines([content] if isinstance(content, bytes) else content)
+    target = _resolved(path)
+    parts = [content] if isinstance(content, bytes) else content
+    if target.exists() and not target.is_file():
+        _write_to_device(target, parts)
         return
     mode = target.stat().st_mode & 0o7777 if target.exists() else 0o666 & ~_umask()
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=TEMPORARY)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.writelines([content] if isinstance(content, bytes) else content)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, mode)
@@ -70,7 +71,7 @@ def replaced_file(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def _beside(path: Path) -> Iterator[tuple[Path, Path]]:
     """The place that `path` is, and one of the same name in a new folder beside it."""
-    target = path.resolve()
+    target = _resolved(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     named = {"prefix": f".{target.name}.", "suffix": TEMPORARY}
     with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True, **named) as room:
@@ -86,6 +87,30 @@ def remove_left_over(folder: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+def _resolved(path: Path) -> Path:
+    """Return what links lead to.
+
+    Raises:
+        OSError: they lead in a circle.
+    """
+    try:
+        return path.resolve()
+    except RuntimeError as error:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
+
+
+def _write_to_device(path: Path, parts: Iterable[bytes]) -> None:
+    """Write to a pipe that a process reads, or to a device such as /dev/null.
+
+    Raises:
+        OSError: nobody reads the pipe; opening it would wait for ever.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    with os.fdopen(descriptor, "wb") as file:
+        file.writelines(parts)
 
 
 def _sync(folder: Path) -> None:

@@ -1,4 +1,8 @@
-"""What can go wrong for a user, one class per exit code. Imports nothing; only `cli` turns these into an exit."""
+"""What can go wrong for a user, one class per exit code. Only `cli` turns these into an exit."""
+
+from collections.abc import Sequence
+
+from quantizer.printable import one_line
 
 TORCH = ("torch", "safetensors")
 """The packages of the extra `torch`, which a plain install lacks."""
@@ -10,21 +14,37 @@ def pip_line(extra: str) -> str:
 
 
 class QuantizerError(Exception):
-    """A sentence for the user: what happened and where, with `help` saying what to do.
+    """A sentence for the user: what happened and where, with `help` saying what to do, in one line or several.
 
-    Only `quantizer.cli` catches it; its `exit_code` is the process's.
+    Both may quote names from anywhere: what would steer a terminal or a CI log is escaped. Only
+    `quantizer.cli` catches it; its `exit_code` is the process's.
     """
 
     exit_code = 70
 
-    def __init__(self, message: str, *, help: str | None = None) -> None:  # noqa: A002 - the word users read
-        super().__init__(message)
-        self.message = message
-        self.help = help
+    def __init__(
+        self,
+        message: str,
+        *,
+        help: str | Sequence[str] | None = None,  # noqa: A002 - the word users read
+    ) -> None:
+        self.message = one_line(message)
+        super().__init__(self.message)
+        self.help = None if help is None else _Lines(help)
 
     def __str__(self) -> str:
         """Message and help: all that whoever calls from Python sees."""
         return f"{self.message}\nhelp: {self.help}" if self.help else self.message
+
+
+class _Lines(str):
+    """Lines of a help, each escaped; taken from one error to another they stay as they are."""
+
+    def __new__(cls, text: str | Sequence[str]) -> "_Lines":
+        if isinstance(text, _Lines):
+            return text
+        parts = [text] if isinstance(text, str) else text
+        return super().__new__(cls, "\n".join(map(one_line, parts)))
 
 
 class GateError(QuantizerError):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from quantizer.config.load import default_config
 from quantizer.config.model import Settings
 from quantizer.engine import calibrate
+from quantizer.engine.joins import decided
 from quantizer.engine.pipeline import aligned
 from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph
@@ -118,7 +119,7 @@ def calibrated(plan: Plan, dtype: torch.dtype = torch.float32) -> tuple[Graph, S
     calibration = calibrate.start(plan)
     with torch.no_grad():
         calibrate.run(calibration, network, batches(0, dtype=dtype))
-    found, _ = aligned(calibrate.solution(calibration), plan.graph, Settings(target_device="DPU"))
+    found, _ = aligned(calibrate.solution(decided(calibration)), plan.graph, Settings(target_device="DPU"))
     return plan.graph, found
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from quantizer.graph.axis_rules import PADDED
 from quantizer.graph.ir import Graph, Node
-from quantizer.plan.groups import Layout, layout, quantization_point
+from quantizer.plan.groups import EVERY_JOIN, Layout, layout, quantization_point
 from quantizer.plan.model import Key
 
 MOST_SHIFT = 16
@@ -45,11 +45,11 @@ def align(
     concatenations and of average pooling take the output's position if that is asked for. Activations only become
     coarser, except that hardsigmoid and hardswish have least positions.
     """
-    aligner = _Aligner(graph, layout(graph), dict(positions))
+    aligner = _Aligner(graph, layout(graph, EVERY_JOIN), dict(positions))
     for node in reversed(graph.nodes):
         if node.row.axes is PADDED:
             aligner.tie(aligner.holder(node.name), aligner.read(node), "padding keeps the position of its input")
-        elif node.row.kind == "concat" and change_concat_input_fix:
+        elif node.is_join and change_concat_input_fix:
             for name in node.refs():
                 why = f"{node.name} reads it, change_concat_input_fix"
                 aligner.tie(aligner.holder(name), aligner.holder(node.name), why)

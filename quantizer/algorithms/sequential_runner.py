@@ -81,8 +81,10 @@ class SequentialRunner:
         count = 0
         for count, batch in enumerate(batches, 1):
             if self.ranks.owns(count - 1):
+                # The runner keeps the inputs of all batches, and a loader may refill those of the last one.
+                stable = batch.stable()
                 with naming_batch(count - 1):
-                    inputs = self.network.inputs(batch.args, batch.kwargs)
+                    inputs = self.network.inputs(stable.args, stable.kwargs)
                 yield count - 1, inputs
         if not count:
             raise DataError("the calibration data has no batches", help="check --data and --subset_len")

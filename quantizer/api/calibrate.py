@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from quantizer.engine.events import Events, Forked
 from quantizer.engine.finetune import as_asked
 from quantizer.engine.job import Job
 from quantizer.engine.module_target import evaluating
+from quantizer.engine.result_set import locked
 from quantizer.engine.results import QuantInfo
 from quantizer.engine.same_calibration import check_plan
 from quantizer.engine.target import TracedTarget
-from quantizer.errors import DataError, UsageError
+from quantizer.errors import DataError, ModelError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.memory import parsed
 from quantizer.nn.inplace import check_float
@@ -29,11 +31,13 @@ from quantizer.plan.resolve import resolve
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.hugging_face import without_cache
+from quantizer.sources.user_code import user_exits
 from quantizer.sources.weights import check_finite
 
 Data = str | Iterable[Any] | Callable[[], Any]
 
 
+@user_exits("the model", ModelError)
 def calibrate(
     model: nn.Module,
     config: AnyConfig | None,
@@ -68,6 +72,7 @@ def calibrate(
         ConfigError: all findings on the config, alone and with this model.
         ModelError: the model cannot be traced, or has NaN or Inf in its weights.
         DataError: there are no data, or they are not what the model takes.
+        ResultError: another run uses `folder`, or it has links among its files.
         UsageError: `memory` is no size, or `fast_finetune` or `dpu_accuracy` does not go with the config.
     """
     check_float(model, traced=True)
@@ -89,10 +94,10 @@ def calibrate(
         memory=budget,
         dpu_accuracy=dpu_accuracy,
     )
-    with pointing_into(read.sources):
+    with locked(checkpoints.folder) if checkpoints else nullcontext(), pointing_into(read.sources):
         found = Calibrated(job.target.original, rules.settings, pipeline.run(job))
-    if checkpoints:
-        checkpoints.remove()
+        if checkpoints:
+            checkpoints.remove()
     return Result(model, found, job.plan, batches, watching, job=job)
 
 
@@ -106,6 +111,7 @@ def _budget(memory: int | str | None) -> int | None:
         raise UsageError(f"memory={memory!r} is no size", help='give bytes, or a text such as "8GB"') from None
 
 
+@user_exits("the model", ModelError)
 def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = None) -> Result:
     """What `calibrate` saved, or the shell wrote, for the same float model.
 
@@ -119,16 +125,14 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = N
         ResultError: the folder is incomplete or damaged, or of another model.
     """
     check_float(model, traced=True)
-    place = Path(folder)
-    info = results.read_info(place)
+    info = results.read_info(Path(folder))
     batches = _shape_alone(info) if data is None else _batches(model, data, seed=info.header["seed"])
     original, batch = _traced(model, batches)
     with evaluating(model), without_cache(model):
         calibrated = reopened(model, batch, original, info)
-    rules = stored_config(place)
-    plan = resolve(rules, calibrated.graph, original)
-    check_plan(info, rules, plan.tensors)
-    return Result(model, calibrated, plan, batches, follower(), folder=place)
+    rules = stored_config(info)
+    plan = check_plan(info, rules, resolve(rules, calibrated.graph, original))
+    return Result(model, calibrated, plan, batches, follower(), opened=info)
 
 
 def _batches(

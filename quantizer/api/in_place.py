@@ -13,23 +13,28 @@ from quantizer.config.wording import a_kind
 from quantizer.engine import pipeline
 from quantizer.engine.job import Job
 from quantizer.engine.module_target import ModuleTarget
-from quantizer.errors import DataError
+from quantizer.errors import DataError, ModelError
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_modules import export_modules
 from quantizer.nn.inplace import check_float
 from quantizer.nn.transaction import all_or_nothing
 from quantizer.sources.arguments import arguments_of
-from quantizer.sources.batches import Batch, as_batch
+from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.hugging_face import example_input
+from quantizer.sources.user_code import user_errors, user_exits
+from quantizer.sources.user_data import batches_of
+from quantizer.sources.weights import check_kinds
 
 EXAMPLE_LENGTH = 32
 """Tokens of a made-up input."""
 
 
+@user_exits("the model", ModelError)
 def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) -> None:
     """Quantize `model`; see `ModelQuantizer.quantize_model`."""
     check_float(model)
+    check_kinds(model)
     read = read_config(config)
     rules = read.require()
     target = ModuleTarget(model)
@@ -51,7 +56,9 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
     def batches() -> Iterator[Batch]:
         """A pass; algorithms take several, so batches are kept for them, each read when a pass first comes to it."""
         nonlocal items
-        items, again = tee(items) if rules.algorithms else (items, items)
+        if not rules.algorithms:
+            return items
+        items, again = tee(batch.stable() for batch in items)
         return again
 
     read_by = Batches(batches, "the dataloader", given=arguments_of(model))
@@ -60,6 +67,7 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
         pipeline.run(job)
 
 
+@user_exits("the model", ModelError)
 def export(model: nn.Module, folder: str | os.PathLike[str], dataloader: Iterable[Any] | None) -> Verification:
     """Write a checkpoint; see `ModelQuantizer.export`."""
     place = path_of(folder, "folder")
@@ -85,19 +93,17 @@ def _wants_data(job: Job) -> tuple[str, str]:
 
 def _items(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
     """The user's items (tensors, tuples, lists or dicts) as batches on the model's device."""
-    try:
+    if not isinstance(dataloader, Iterable) and not hasattr(dataloader, "__getitem__"):
+        raise DataError(f"dataloader is {a_kind(dataloader)}, which gives no batches")
+    with user_errors("the dataloader", DataError):
         items = iter(dataloader)
-    except TypeError:
-        raise DataError(f"dataloader is {a_kind(dataloader)}, which gives no batches") from None
     given = arguments_of(model)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    index = -1
-    for index, item in enumerate(items):
-        try:
-            yield as_batch(item, given).to(device)
-        except DataError as error:
-            raise DataError(f"batch {index} {error.message}", help=error.help) from error
-    if index < 0:
+    is_empty = True
+    for batch in batches_of(items, "the dataloader", given):
+        is_empty = False
+        yield batch.to(device)
+    if is_empty:
         raise DataError(
             "the dataloader gave no batches",
             help="give quantize_model a dataloader that gives batches; a generator gives its batches only once",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.engine.result_files import write_text
+from quantizer.engine.results import OpenedResults
 from quantizer.report.files import report_of
 from quantizer.report.page.html import element
 from quantizer.report.plots import write_events, write_plots
@@ -20,8 +21,8 @@ class Report:
         html: the page, as report.html has it.
     """
 
-    def __init__(self, folder: Path, tested: dict[str, Any]) -> None:
-        self.values, self.html = report_of(folder, tested)
+    def __init__(self, opened: OpenedResults, tested: dict[str, Any]) -> None:
+        self.values, self.html = report_of(opened, tested)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page.

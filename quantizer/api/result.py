@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,17 +20,21 @@ from quantizer.engine.events import Events
 from quantizer.engine.job import Job
 from quantizer.engine.module_target import evaluating
 from quantizer.engine.result_set import locked
-from quantizer.engine.scores import Scores, score
-from quantizer.errors import DataError, GateError, UsageError
+from quantizer.engine.results import OpenedResults, open_written
+from quantizer.engine.scores import DROP, RATIO, Scores, score
+from quantizer.errors import DataError, GateError, ModelError, UsageError
 from quantizer.export import EXPORTERS, check, export, require_extras
 from quantizer.export.agreement import Verification
 from quantizer.export.choices import require_choices
 from quantizer.export.deployment import Deployment
 from quantizer.plan.model import Plan
 from quantizer.report import tables
-from quantizer.report.files import write_report
+from quantizer.report.files import READ, write_report
 from quantizer.report.view import View
 from quantizer.sources.data import Batches, load_batches
+from quantizer.sources.directions import Directions
+from quantizer.sources.models import Evaluate
+from quantizer.sources.user_code import user_exits
 
 
 class PlanView:
@@ -55,8 +58,11 @@ class Comparison:
     """What a test found.
 
     Attributes:
-        metrics: by name: sqnr_db, cosine, the user's own with `_float` and `_drop` beside them.
+        metrics: by name: sqnr_db, cosine, the user's own with `_float` beside them, and with `_drop`, the loss of
+            quality, where it is known which way a metric is good.
         layers: a row per quantized tensor, the most damaged first, with local and accumulated SQNR in dB.
+        passes: what passes that change the model's function cost on one batch, and what quantization does; None if
+            there are none.
     """
 
     def __init__(self, scores: Scores, calibrated: Calibrated, stamp: str | None = None) -> None:
@@ -64,27 +70,61 @@ class Comparison:
         self.metrics: Mapping[str, float] = scores.metrics
         self.layers = tables.layer_rows(scores.comparison, specs)
         self._pairs, self._stamp = scores.pairs, stamp
+        self._directions = scores.directions
+        self.passes = scores.passes
 
-    def require(self, **least: float) -> Comparison:
-        """Raise GateError for each metric below what is given: `require(sqnr_db=20)`; returns itself.
+    def require(self, **bounds: float) -> Comparison:
+        """Raise GateError for each metric that is worse than its bound: `require(sqnr_db=20)`; returns itself.
+
+        A bound is the least that a metric may be, or the most where less is better: `require(mae=0.1, top1_drop=0.01)`.
 
         Raises:
             GateError: naming those that are not met.
-            UsageError: there is no such metric.
+            UsageError: there is no such metric, or which way it is good is unknown.
         """
-        for name in least:
-            if name not in self.metrics:
-                near = closest(name, list(self.metrics))
-                known = f"did you mean {near}?" if near else f"known here: {', '.join(sorted(self.metrics))}"
-                raise UsageError(f"there is no metric {name!r}", help=known)
-        failed = [f"{name}>={bound:g}" for name, bound in least.items() if not self.metrics[name] >= bound]
+        failed = []
+        for name, bound in bounds.items():
+            self._require_known(name)
+            if self._is_bounded_above(name):
+                comparison, holds = "<=", self.metrics[name] <= bound
+            else:
+                comparison, holds = ">=", self.metrics[name] >= bound
+            if not holds:
+                failed.append(f"{name}{comparison}{bound:g}")
         if failed:
             raise GateError(f"not met: {', '.join(failed)}", help="layers, the worst first, shows which lose most")
         return self
 
+    def _require_known(self, name: str) -> None:
+        """Refuse a bound for a metric that there is not.
+
+        Raises:
+            UsageError: saying which there are, or how its direction is declared.
+        """
+        if name in self.metrics:
+            return
+        base = name.removesuffix(DROP)
+        if name.endswith(DROP) and base in self._pairs:
+            remedy = f"give test() lower_is_better={{{base!r}}} or higher_is_better={{{base!r}}}"
+            raise UsageError(f"whether less or more of {base!r} is better is not known", help=remedy)
+        near = closest(name, list(self.metrics))
+        known = f"did you mean {near}?" if near else f"known here: {', '.join(sorted(self.metrics))}"
+        raise UsageError(f"there is no metric {name!r}", help=known)
+
+    def _is_bounded_above(self, name: str) -> bool:
+        """Whether more of a metric is worse."""
+        if name in self._pairs:
+            return self._directions.lower_is_better(name) is True
+        for base in self._pairs:
+            if name == f"{base}_float":
+                return self._directions.lower_is_better(base) is True
+            if name in (f"{base}{DROP}", f"{base}{RATIO}"):
+                return True
+        return False
+
     def to_json(self) -> dict[str, Any]:
         """As report.json has it, beside what calibration found."""
-        return tables.report(self.metrics, self._pairs, self.layers, self._stamp)
+        return tables.report(self.metrics, self._pairs, self.layers, self._stamp, self.passes)
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(f'{name}={value:.6g}' for name, value in self.metrics.items())})"
@@ -92,7 +132,8 @@ class Comparison:
     def _repr_html_(self) -> str:
         shown = html_table(tables.damage_table(self.layers, View()))
         pairs = html_table(tables.metric_table(self._pairs)) if self._pairs else ""
-        return f"<p>{self!r}</p>{pairs}{shown}"
+        passes = "" if self.passes is None else f"<p>{self.passes.line}</p>"
+        return f"<p>{self!r}</p>{passes}{pairs}{shown}"
 
 
 class Result:
@@ -111,19 +152,25 @@ class Result:
         events: Events,
         *,
         job: Job | None = None,
-        folder: Path | None = None,
+        opened: OpenedResults | None = None,
     ) -> None:
         self.plan = PlanView(plan)
         self._model, self._calibrated, self._batches, self._events = model, calibrated, batches, events
-        self._job, self._folder = job, folder
+        self._job, self._opened = job, opened
 
     @cached_property
     def network(self) -> nn.Module:
         """The quantized network, called as the model; equal to test mode bit for bit."""
         return self._calibrated.network()
 
+    @user_exits("the model", ModelError)
     def test(
-        self, data: Any = None, evaluate: Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]] | None = None
+        self,
+        data: Any = None,
+        evaluate: Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]] | None = None,
+        *,
+        lower_is_better: Collection[str] = (),
+        higher_is_better: Collection[str] = (),
     ) -> Comparison:
         """Run the quantized and the float network on the same batches.
 
@@ -131,17 +178,23 @@ class Result:
             data: as in `calibrate`; None for those that were given there, or to `load`.
             evaluate: `evaluate(model, data)` gives a dict of metrics; without it top-1 accuracy or perplexity is found
                 where the data have targets.
+            lower_is_better: names of metrics of `evaluate` of which less is better, where the name does not say so.
+            higher_is_better: names of those of which more is better.
 
         Raises:
             DataError: no batches, or outputs that are not finite.
+            UsageError: a metric is declared as both.
         """
+        directions = Directions.of(lower_is_better, higher_is_better)
+        function = None if evaluate is None else Evaluate(evaluate, directions)
         batches = self._given(data)
         with evaluating(self._model):
-            scores = score(self._calibrated, self._model, batches, self._events, evaluate, explained=True)
+            scores = score(self._calibrated, self._model, batches, self._events, function, explained=True)
         return Comparison(scores, self._calibrated, batches.stamp)
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write the result folder, as the shell does: the same files, byte for byte, but run.json and run.log.
+        """Write the result folder, as the shell does: the same files, byte for byte, but run.json and run.log, and
+        reports without the commands that would make them again.
 
         Raises:
             ResultError: it cannot be written, is in use, or holds results of another model.
@@ -151,11 +204,16 @@ class Result:
             results.check_owner(place, self._calibrated.graph.model, overwrite=overwrite)
             if self._job is not None:
                 self._write(place, self._job)
-            elif self._folder is not None and self._folder.resolve() != place.resolve():
-                with results.replaced_results(place) as new:
-                    for name in results.names_of(self._folder):
-                        shutil.copyfile(self._folder / name, new / name)
-            write_report(place)
+            elif self._opened is not None and not self._is_in(place):
+                results.write_copy(place, self._opened)
+            write_report(open_written(place, READ))
+
+    def _is_in(self, place: Path) -> bool:
+        """Whether the folder is the one that was loaded, and nobody has replaced its results."""
+        opened = self._opened
+        if opened is None or opened.folder.resolve() != place.resolve():
+            return False
+        return opened.files.is_current()
 
     def _write(self, place: Path, job: Job) -> None:
         original = self._calibrated.original
@@ -172,14 +230,15 @@ class Result:
             ResultError: it cannot be written.
         """
         with TemporaryDirectory() as place:
-            folder = self._folder or Path(place)
             if self._job is not None:
-                self._write(folder := Path(place), self._job)
-            report = Report(folder, tested.to_json() if tested else {})
+                self._write(Path(place), self._job)
+            opened = self._opened or open_written(Path(place), READ)
+            report = Report(opened, tested.to_json() if tested else {})
         if path is not None:
             report.save(path)
         return report
 
+    @user_exits("the model", ModelError)
     def export(
         self,
         target: str,
@@ -218,7 +277,7 @@ class Result:
         calibrated = self._calibrated
         check(target, calibrated.graph, calibrated.solution.specs, calibrated.settings.onnx_opset_version)
         batches = self._given(data)
-        loss = score(calibrated, self._model, batches, self._events).comparison.output.sqnr_db
+        loss = score(calibrated, self._model, batches, self._events).quantization_db
         given = Deployment.of(calibrated, self._model, batches, loss, choices)
         return export(target, given, Path(path), self._events, batches.total)
 

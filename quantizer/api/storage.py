@@ -16,7 +16,7 @@ from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import a_kind
 from quantizer.engine.module_attach import put
 from quantizer.engine.result_files import write_json, write_tensors
-from quantizer.engine.result_set import replaced_set, settle
+from quantizer.engine.result_set import locked, replaced_set
 from quantizer.errors import ModelError
 from quantizer.graph.modules import as_planned, operator_of, parameters_of
 from quantizer.nn.inplace import InPlace, add_bias, check_float, insert_before, keep_layers_called, rectify_output
@@ -72,7 +72,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         "rectified": [path for path, module in layers.items() if module.rectifies_output],
         "inserted": {path: inserted for path, module in layers.items() if (inserted := _inserted(module))},
     }
-    with replaced_set(place) as new:
+    with locked(place), replaced_set(place) as new:
         described["tensors"] = write_tensors(new / TENSORS, kept)
         write_json(new / DESCRIPTION, described | {"checksum": checksum(described)})
 
@@ -87,7 +87,6 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """
     place = path_of(folder, "folder")
     check_float(model)
-    settle(place)
     stored = read(place)
     modules = dict(model.named_modules(remove_duplicate=False))
     with all_or_nothing(model):

@@ -3,7 +3,6 @@
 Changes nothing: what comes of it is complete, and only has to be put in its places.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from quantizer.nn.rescale import InputRotation, InputScale
 from quantizer.numerics.codes import unpack
 from quantizer.numerics.granularity import scale_shape
 from quantizer.observers import axis_of, code_range_of, kernel_of
+from quantizer.opened_files import OpenFile, SetKind, json_digest, open_files
 
 FORMAT = 5
 TENSORS, DESCRIPTION = "model.safetensors", "quantizer.json"
@@ -41,6 +41,12 @@ DAMAGE = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, Arit
 """What comes of values that `save` does not write."""
 _AGAIN = "save the model again with ModelQuantizer.save"
 _CHANGED = "checksum mismatch: the file changed after it was saved"
+_KIND = SetKind(
+    DESCRIPTION,
+    changed=f"is damaged: {_CHANGED}",
+    missing="ModelQuantizer.save(model, folder) writes it",
+    again=_AGAIN,
+)
 
 Quantized = Mapping[tuple[str, str], QuantizedTensor]
 """By path and role."""
@@ -179,33 +185,41 @@ class Stored:
 
 
 def read(folder: Path) -> Stored:
-    """The files in `folder`.
+    """The files in `folder`; both are opened before one is read.
 
     Raises:
         ResultError: they are missing or damaged.
     """
-    path = folder / DESCRIPTION
+    opened = open_files(folder, _KIND, lambda index: {TENSORS: _described(index)["tensors"]})
+    index, tensors = opened[DESCRIPTION], opened[TENSORS]
     try:
-        described = json.loads(_content(path))
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"not a readable JSON file: {error}") from error
-    if not isinstance(described, dict) or described.get("format") != FORMAT:
-        raise ResultError(f"{path} is not of a model that this version saved", help=_AGAIN)
-    if described.get("checksum") != checksum(described):
-        raise _damaged(path, _CHANGED)
-    content = _content(folder / TENSORS)
-    if hashlib.sha256(content).hexdigest() != described.get("tensors"):
-        raise _damaged(folder / TENSORS, _CHANGED)
-    try:
-        return Stored(path, described, parse_tensors(content))
+        return Stored(index.path, _described(index), parse_tensors(tensors.content()))
+    except ResultError:
+        raise
     except Exception as error:  # of whatever class the parser has
-        raise _damaged(folder / TENSORS, f"not a readable safetensors file: {error}") from error
+        raise _damaged(tensors.path, f"not a readable safetensors file: {error}") from error
+
+
+def _described(file: OpenFile) -> dict[str, Any]:
+    """The content of quantizer.json.
+
+    Raises:
+        ResultError: `save` did not write it.
+    """
+    try:
+        described = json.loads(file.content())
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file.path, f"not a readable JSON file: {error}") from error
+    if not isinstance(described, dict) or described.get("format") != FORMAT:
+        raise ResultError(f"{file.path} is not of a model that this version saved", help=_AGAIN)
+    if described.get("checksum") != checksum(described) or not isinstance(described.get("tensors"), str):
+        raise _damaged(file.path, _CHANGED)
+    return described
 
 
 def checksum(described: Mapping[str, Any]) -> str:
     """The sha256 of a description, but for its own entry."""
-    rest = {key: value for key, value in described.items() if key != "checksum"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return json_digest({key: value for key, value in described.items() if key != "checksum"})
 
 
 def further_names(named: Iterable[tuple[str, object]]) -> dict[str, str]:
@@ -222,15 +236,6 @@ def joined(*parts: str) -> str:
     ('weight', '0.weight')
     """
     return ".".join(part for part in parts if part)
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise ResultError(f"{path} does not exist", help="ModelQuantizer.save(model, folder) writes it") from None
-    except OSError as error:
-        raise ResultError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _damaged(path: Path, reason: str) -> ResultError:

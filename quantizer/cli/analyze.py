@@ -16,6 +16,8 @@ from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_tensors
 from quantizer.cli.follow import progress
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes, write_text
+from quantizer.cli.places import Place
+from quantizer.cli.render import say
 from quantizer.cli.table_view import table_view
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.diagnostics import ConfigError
@@ -23,21 +25,24 @@ from quantizer.config.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
 from quantizer.config.weight_widths import patched
+from quantizer.engine import absorption, results
 from quantizer.engine import analyze as engine
-from quantizer.engine import results
 from quantizer.engine.ablation import Ablation
 from quantizer.engine.analyze import Analysis, Budget, Width, width_bits
 from quantizer.engine.events import Stage
 from quantizer.engine.result_files import write_json
-from quantizer.engine.result_set import locked
+from quantizer.engine.result_set import locked_as_opened
+from quantizer.engine.results import QuantInfo
 from quantizer.engine.same_calibration import check_model, check_plan
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
+from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve
+from quantizer.printable import json_text, one_line
 from quantizer.report import sensitivity
-from quantizer.report.files import write_report
+from quantizer.report.files import READ, write_report
 from quantizer.report.view import Listing, View
 from quantizer.seeding import seed_everything
 from quantizer.sources.data import Batches
@@ -68,7 +73,7 @@ class AnalyzeOptions(Options):
         "Leave the fewest bytes in float for which this holds in test runs, e.g. 'top1_drop<=0.005'.", metavar="TEST"
     )
     apply: bool = option("Write the changed config into --config_file.", default=False)
-    report: str | None = option("Add what is found to the report of this result folder.", metavar="DIR")
+    report: str | None = option("Add what is found to the report of this result folder.", type=Place(), metavar="DIR")
 
 
 BUDGETS = ("budget", "size", "max_mb")
@@ -103,24 +108,25 @@ def analyze(options: AnalyzeOptions) -> None:
         refuse_typed(["choices", "passes", "tensors"], "--metric measures each tensor, and chooses no widths")
     else:
         refuse_typed(["eval_data", "evaluate"], "they are for the test runs of --metric")
-    if options.report:
-        results.read_info(Path(options.report))  # before anything takes long
+    reported = results.read_info(Path(options.report)) if options.report else None
     with session.notes_on_stderr(options.json), redirect_stdout(sys.stderr):
-        result = _floats(options) if options.metric else _run(options, widths, budget)
+        subject = _subject(options, reported)
+        search = _floats(subject, options.metric) if options.metric else None
+        result = search or _run(options, subject, widths, budget)
     file = options.config_file if options.apply else options.file
     if file:
         write_text(file, result.text)
-    if options.report:
-        _add_to_report(Path(options.report), result.content)
+    if reported is not None:
+        _add_to_report(reported, result.content)
     if options.json:
-        click.echo(session.as_json(result.content))
+        click.echo(json_text(result.content))
         return
     on_stdout = not changes or file is not None
     console, view = session.console(stderr=not on_stdout), table_view(options, result.graph, stderr=not on_stdout)
     for table in result.tables(view):
         console.print(table)
     for line in (*result.notes(view), *result.lines):
-        console.print(Text(line), soft_wrap=True)  # a path is one line however long, and no markup
+        console.print(Text(one_line(line)), soft_wrap=True)  # a path is one line however long, and no markup
     if not on_stdout:
         click.echo(result.text, nl=False)
 
@@ -189,7 +195,8 @@ def parse_budget(options: AnalyzeOptions) -> Budget | None:
     return sizes[name]
 
 
-def _subject(options: AnalyzeOptions) -> Subject:
+def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
+    """What is analyzed; the calibration whose report takes up what is found is of the same model."""
     seed_everything(options.seed)
     read = session.read_config(options.config_file)
     loaded = session.open_model(options)
@@ -197,49 +204,50 @@ def _subject(options: AnalyzeOptions) -> Subject:
     if batches.stands_in:
         raise session.missing_data()
     original = session.trace_model(options, loaded, batches)
-    if options.report:
-        info = results.read_info(Path(options.report))
-        check_model(info, original)
+    if reported is not None:
+        check_model(reported, original)
         if not read.config.algorithms:
-            check_plan(info, read.config, session.make_plan(read, original, quiet=True).tensors)
+            refused = absorption.refused(reported.solution.absorption)
+            graph = run_passes(original, read.config.settings, refused=refused)
+            check_plan(reported, read.config, session.make_plan(read, original, quiet=True, graph=graph))
     return Subject(options, read, loaded, batches, original)
 
 
-def _floats(options: AnalyzeOptions) -> Findings:
+def _floats(subject: Subject, metric: str) -> Findings:
     """The search for the fewest bytes in float."""
-    subject = _subject(options)
-    session.make_plan(subject.read, subject.original, quiet=options.json)
-    found, gate, tensors = cheapest_floats(subject, options.metric or "")
+    session.make_plan(subject.read, subject.original, quiet=subject.options.json)
+    found, gate, tensors = cheapest_floats(subject, metric)
     content = found.to_json(gate) | {"tensors": sensitivity.ablation_json(tensors)}
     lines = found.lines(gate, path_names(subject.original))
     return Findings(subject.original, content, found.text, lines=tuple(lines), tensors=tensors)
 
 
-def _add_to_report(folder: Path, content: dict[str, Any]) -> None:
-    """Keep what was found in a result folder, and write its report again.
+def _add_to_report(reported: QuantInfo, content: dict[str, Any]) -> None:
+    """Keep what was found in the folder of a calibration, and write its report again.
 
     Raises:
-        ResultError: it holds no complete calibration.
+        ResultError: another calibration has taken its place.
     """
-    results.read_info(folder)
-    with locked(folder):
-        write_json(folder / results.ANALYSIS, content)
-        write_report(folder)
+    folder = reported.folder
+    with locked_as_opened(reported.files):
+        write_json(folder / results.ANALYSIS, reported.sealed(content))
+        write_report(results.open_written(folder, READ))
 
 
-def _run(options: AnalyzeOptions, widths: tuple[Width, ...], budget: Budget | None) -> Findings:
-    subject = _subject(options)
+def _run(options: AnalyzeOptions, subject: Subject, widths: tuple[Width, ...], budget: Budget | None) -> Findings:
     read, original, batches = subject.read, subject.original, subject.batches
-    plan = session.make_plan(read, original, quiet=options.json)
+    record = absorption.decide(original, read.config.settings, session.on_device(options, batches))
+    graph = run_passes(original, read.config.settings, refused=absorption.refused(record))
+    plan = session.make_plan(read, original, quiet=options.json, graph=graph)
     tensors = measured_tensors(subject)[0] if options.tensors else None
     beside = {"tensors": sensitivity.ablation_json(tensors)} if tensors else {}
     if read.config.algorithms:
         names = ", ".join(algorithm.name for algorithm in read.config.algorithms)
-        click.echo(f"note: errors are those of round-to-nearest, without {names}", err=True)
+        say(f"note: errors are those of round-to-nearest, without {names}", err=True)
     found = _measure(options, plan, widths, batches)
     if budget is None:
         content = sensitivity.analysis_json(found) | beside
-        return Findings(plan.graph, content, session.as_json(content) + "\n", found, tensors=tensors)
+        return Findings(plan.graph, content, json_text(content) + "\n", found, tensors=tensors)
     both = {"mixed": engine.chosen(found, budget), "uniform": engine.uniform(found, budget)}
     choices = {label: picked for label, picked in both.items() if picked is not None}
     noise = {

@@ -1,7 +1,7 @@
 """The parts of `quantizer analyze` that calibrate: what each tensor costs the output, what has to stay in float."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import click
 
 from quantizer.cli import session
 from quantizer.cli.follow import followed, progress
-from quantizer.cli.gates import MEASURED, Gate, names_in_test, parse_gate, require_known
+from quantizer.cli.gates import MEASURED, Gate, names_in_test, parse_gate, require_known, require_measured
 from quantizer.cli.options import Options
 from quantizer.cli.session import ReadConfig
 from quantizer.config.document import Document
@@ -23,6 +23,7 @@ from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.cheapest import Part, cheapest, parts
 from quantizer.engine.events import Stage
 from quantizer.engine.job import Job
+from quantizer.engine.measurable import not_measured, not_measured_by_targets
 from quantizer.engine.scores import score
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import GateError
@@ -31,6 +32,7 @@ from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
 from quantizer.report.tables import finite
 from quantizer.sources.data import Batches
+from quantizer.sources.directions import BY_NAME
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 
 
@@ -60,7 +62,9 @@ def measured_tensors(subject: Subject) -> tuple[Ablation, Plan]:
     total = count * min(batches.total or NOISE_BATCHES, NOISE_BATCHES)
     with Stage(progress(quiet=subject.options.json), "analyze tensors", total, "tensors") as stage:
         here = few(lambda: session.on_device(subject.options, batches))
-        return ablate(Network(calibrated.float_graph), quantized, here, stage.advance), plan
+        user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
+        reference = Network(calibrated.float_graph)
+        return ablate(reference, quantized, here, stage.advance, user=user), plan
 
 
 @dataclass(frozen=True)
@@ -111,27 +115,39 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablatio
         GateError: it does not hold with all layers in float.
     """
     options, gate = subject.options, parse_gate(metric, "--metric")
-    evaluator: Evaluate | None = load_evaluate(options.evaluate) if options.evaluate else subject.loaded.evaluate
+    loaded = subject.loaded
+    evaluator: Evaluate | None = loaded.evaluate
+    if options.evaluate:
+        evaluator = load_evaluate(options.evaluate, loaded.directions)
+    directions = BY_NAME if evaluator is None else evaluator.directions
     if evaluator is None:
         require_known([gate], names_in_test(MEASURED, options))
-    evaluation = session.open_data(options, subject.loaded, evaluation=True)
-    found, plan = measured_tensors(subject)
+    evaluation = session.open_data(options, loaded, evaluation=True)
+    require_measured([gate], not_measured(subject.original))
+    if evaluator is None:
+        require_measured([gate], not_measured_by_targets(evaluation.first(), subject.original))
     runs = dict[tuple[str, ...], Mapping[str, float]]()
 
     def document(chosen: Sequence[Part]) -> dict[str, Any]:
         return with_float(subject.read.config.document, [name for part in chosen for name in part.layers])
+
+    def check(metrics: Collection[str]) -> None:
+        require_known([gate], names_in_test(metrics, options, directions))
 
     def holds(chosen: Sequence[Part]) -> bool:
         key = tuple(name for part in chosen for name in part.layers)
         if key not in runs:
             config = check_document(Document.of(document(chosen), "the config with layers in float")).require()
             calibrated, _ = subject.calibrated(config)
-            scores = score(calibrated, subject.loaded.module, evaluation, progress(quiet=options.json), evaluator)
+            follower = progress(quiet=options.json)
+            scores = score(calibrated, loaded.module, evaluation, follower, evaluator, check)
             require_known([gate], scores.metrics)
             runs[key] = scores.metrics
             click.echo(f"{len(key)} layers in float: {gate.metric} {scores.metrics[gate.metric]:.6g}", err=True)
         return gate.holds(runs[key])
 
+    holds(())  # a metric that nobody measures is refused before all tensors are
+    found, plan = measured_tensors(subject)
     candidates = parts(plan, found)
     chosen = cheapest(candidates, holds)
     if chosen is None:

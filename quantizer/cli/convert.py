@@ -5,6 +5,7 @@ import json
 import click
 
 from quantizer.cli.options import command, output_option, write_text
+from quantizer.cli.places import Place
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.convert import WRITERS, converted
 from quantizer.config.diagnostics import by_place
@@ -14,7 +15,7 @@ from quantizer.errors import UsageError
 
 
 @command()
-@click.argument("file", type=click.Path())
+@click.argument("file", type=Place())
 @click.option("--to", type=click.Choice(list(WRITERS)), help="The form to write.  [default: the other one]")
 @output_option(default="-", help="Write to FILE, not to the screen.")
 def convert(file: str, to: Form | None, output: str) -> int:

@@ -8,10 +8,13 @@ from typing import Any
 import click
 
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
+from quantizer.cli.places import Place
+from quantizer.cli.render import say
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.compared import compared
 from quantizer.config.load import load_config
 from quantizer.errors import GateError, UsageError
+from quantizer.printable import json_text
 
 FIGURES = "sqnr_db, cosine, top1, top1_agreement, perplexity and weight_bytes"
 
@@ -30,8 +33,8 @@ class DiffOptions(Options):
 
 
 @command()
-@click.argument("first", type=click.Path())
-@click.argument("second", type=click.Path())
+@click.argument("first", type=Place())
+@click.argument("second", type=Place())
 @takes("fail_on", *TABLE, *_OF_MODELS, "json", kind=DiffOptions)
 def diff(first: str, second: str, options: DiffOptions) -> None:
     """Show what differs between two configs or two result folders, layer by layer: specs, scales, SQNR.
@@ -67,10 +70,10 @@ def _show_values(first: str, second: str, options: DiffOptions) -> None:
     except ValueError as error:
         raise UsageError(str(error), help="give --model to compare what they do to its layers") from None
     if options.json:
-        click.echo(json.dumps({"values": found}, indent=2, sort_keys=True, ensure_ascii=False))
+        click.echo(json_text({"values": found}))
         return
     for key, (before, after) in found.items():
-        click.echo(f"{key}: {_word(before)} → {_word(after)}")
+        say(f"{key}: {_word(before)} → {_word(after)}")
     click.echo(f"{len(found)} values differ")
 
 

@@ -7,11 +7,13 @@ import click
 
 from quantizer.cli import session
 from quantizer.cli.options import Options
+from quantizer.cli.render import say
 from quantizer.cli.table_view import view_of
 from quantizer.cli.traced_model import traced_model
 from quantizer.errors import UsageError
 from quantizer.graph.module_names import path_names
 from quantizer.graph.passes import needs_values
+from quantizer.printable import json_text
 from quantizer.report.difference import Difference, Side, difference, difference_table, figure_lines, of_folder, of_plan
 
 
@@ -47,12 +49,12 @@ def _shown(first: Side, second: Side, options: Options) -> Difference:
         raise UsageError(said, help="give results of one model")
     found = difference(first, second)
     if options.json:
-        click.echo(session.as_json(found.to_json()))
+        click.echo(json_text(found.to_json()))
         return found
     paths: Mapping[str, str] = {**second.paths, **first.paths}
     if found.rows:
         session.console().print(difference_table(found, view_of(options, paths)))
     for line in figure_lines(found):
-        click.echo(line)
+        say(line)
     click.echo(f"{len(found.rows)} tensors differ" if found.rows else "no tensor differs")
     return found

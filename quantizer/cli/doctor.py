@@ -18,6 +18,7 @@ from quantizer.config.model import Config
 from quantizer.engine import checkup, footprint
 from quantizer.engine.checkup import Check, Level
 from quantizer.errors import GateError, QuantizerError
+from quantizer.printable import json_text, one_line
 
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
@@ -35,14 +36,14 @@ def doctor(options: Options) -> None:
     with session.notes_on_stderr(True), redirect_stdout(sys.stderr):
         found = list(_checks(options))
     if options.json:
-        click.echo(session.as_json([asdict(check) for check in found]))
+        click.echo(json_text([asdict(check) for check in found]))
     else:
         console = session.console()
         for check in found:
-            line = Text.assemble((f"{check.level:8}", STYLES[check.level]), f"{check.part}: {check.text}")
+            line = Text.assemble((f"{check.level:8}", STYLES[check.level]), one_line(f"{check.part}: {check.text}"))
             console.print(line, soft_wrap=True)
             if check.help:
-                console.print(Text(f"        help: {check.help}"), soft_wrap=True)
+                console.print(Text(one_line(f"        help: {check.help}")), soft_wrap=True)
     if errors := sum(check.level == "error" for check in found):
         raise GateError(f"{errors} error{'' if errors == 1 else 's'} found", help="each has its remedy above")
 

@@ -1,18 +1,15 @@
 """What test mode does besides, if asked: `--exact` runs the DPU's integers, `--deploy` writes for other runtimes."""
 
-import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import RenderableType
-from torch import nn
 
 from quantizer.cli.follow import progress
 from quantizer.cli.gates import EXACT_EQUAL, INT8_SHARE
 from quantizer.cli.options import Options
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import table_view
-from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.events import Stage
 from quantizer.engine.exact import ExactComparison, compare_exact
 from quantizer.engine.result_files import write_json
@@ -36,12 +33,21 @@ def require_dpu(device: str) -> None:
         raise UsageError(said, help='calibrate with "target_device": "DPU"')
 
 
-def run_exact(options: Options, outcome: Outcome, graph: Graph, info: QuantInfo, batches: Batches) -> Outcome:
+def run_exact(
+    options: Options,
+    outcome: Outcome,
+    graph: Graph,
+    info: QuantInfo,
+    batches: Batches,
+    *,
+    place: Path | None,
+) -> Outcome:
     """Run the batches again in integers; adds the metric `exact_equal` and a table, and writes exact.json."""
     with Stage(progress(quiet=options.quiet), "exact", batches.total) as stage:
         found = compare_exact(graph, info.solution, stage.counted(batch.to("cpu") for batch in batches))
     content = asdict(found) | {"equal": found.equal}
-    write_json(Path(options.output_dir) / "exact.json", content)
+    if place is not None:
+        write_json(place / "exact.json", content)
     metric = {EXACT_EQUAL: found.equal}
     return replace(
         outcome,
@@ -75,8 +81,21 @@ def require_one(options: Options, graph: Graph, info: QuantInfo) -> None:
         raise refusals[0]
 
 
-def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, model: nn.Module, batches: Batches) -> Outcome:
+def deploy(
+    options: Options,
+    outcome: Outcome,
+    given: Deployment,
+    total: int | None,
+    *,
+    place: Path | None,
+) -> Outcome:
     """Write what `--deploy` asks for, verified, and `verify.json` beside it; adds to the outcome.
+
+    Args:
+        options: of the run.
+        outcome: what test mode found.
+        given: what exporters are given.
+        total: how many batches there are to verify with, if that is known.
 
     A target that fails does not keep the others from being written, nor what was measured from being shown; the first
     failure is the outcome's error, whatever it is.
@@ -84,16 +103,15 @@ def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, model: nn
     Raises:
         ResultError: the folder cannot be written, or leads out of the result folder.
     """
-    folder = Path(options.output_dir) / FOLDER
+    folder = (place or Path(options.output_dir)) / FOLDER
     if folder.is_symlink():
         raise ResultError(f"{folder} is a link to another folder", help="remove the link")
-    given = Deployment.of(calibrated, model, batches, outcome.metrics.get("sqnr_db", math.inf), options.target_choices)
     files, lines, metrics = {}, [], {}
     refusals: list[Exception] = []
     for target in dict.fromkeys(options.deploy):
-        path = folder / f"{calibrated.graph.model}{EXPORTERS[target].suffix}"
+        path = folder / f"{given.graph.model}{EXPORTERS[target].suffix}"
         try:
-            found = export(target, given, path, progress(quiet=options.quiet), batches.total)
+            found = export(target, given, path, progress(quiet=options.quiet), total)
         except (ResultError, OutOfMemoryError):
             raise
         except Exception as refusal:  # noqa: BLE001 - of whatever class: it is raised when all is shown
@@ -102,10 +120,10 @@ def deploy(options: Options, outcome: Outcome, calibrated: Calibrated, model: nn
         files[path.name] = found.to_json()
         size = f"{size_of(path) / 1024:.0f} kB"
         lines.append(f"deployed: {path}, {size}; against test mode, {found.figures()}")
-        lines += map(table_view(options, calibrated.graph).text, found.remarks)
+        lines += map(table_view(options, given.graph).text, found.remarks)
         if found.default_session:
             lines.append(f"in a default session, {found.default_session.figures()}")
-            lines += map(table_view(options, calibrated.graph).text, found.default_session.lines)
+            lines += map(table_view(options, given.graph).text, found.default_session.lines)
             if found.default_session.kernels:
                 metrics[INT8_SHARE] = found.default_session.kernels.share
         lines += [check.line for check in found.engines if check.agrees]

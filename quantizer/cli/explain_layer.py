@@ -7,6 +7,7 @@ import click
 
 from quantizer.cli import session
 from quantizer.cli.options import Options
+from quantizer.cli.render import say
 from quantizer.cli.traced_model import traced_model
 from quantizer.config.document import Document, pointer_to
 from quantizer.config.hierarchical import KEY_OF
@@ -20,6 +21,7 @@ from quantizer.errors import UsageError
 from quantizer.graph.passes import needs_values
 from quantizer.plan.match import advice, match
 from quantizer.plan.model import Plan, TensorPlan
+from quantizer.printable import json_text
 from quantizer.report.tables import why_float
 
 
@@ -39,11 +41,12 @@ def explain_layer(name: str, options: Options) -> None:
         raise UsageError(f"no layer is called {name!r}", help=advice(selector, original))
     if options.json:
         found = {n: {role: t.to_json() for role, t in plan.of_layer(n).items()} for n in layers}
-        click.echo(session.as_json(found))
+        click.echo(json_text(found))
         return
     document = read_document(options.config_file) if options.config_file else Document.of({}, "")
     for layer in layers:
-        click.echo("\n".join(_lines(plan, layer, document, read.config.form)))
+        for line in _lines(plan, layer, document, read.config.form):
+            say(line)
 
 
 def _lines(plan: Plan, layer: str, document: Document, form: str) -> Iterator[str]:

@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from quantizer.cli import session
-from quantizer.cli.gates import parse_gate, require_known
+from quantizer.cli.gates import met, parse_gate, require_known
 from quantizer.cli.options import LOOK, TABLE, Options, command, takes
+from quantizer.cli.render import say
 from quantizer.cli.table_view import config_to_look, filtered_view
 from quantizer.cli.traced_model import traced_model
 from quantizer.engine.result_files import write_text
@@ -21,6 +22,7 @@ from quantizer.plan.dpu_limits import NAME
 from quantizer.plan.dpu_support import Verdict, subgraphs, verdicts
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import remarks
+from quantizer.printable import json_text
 from quantizer.report import dpu_tables, tables
 from quantizer.report.structure import structure_tables
 from quantizer.report.view import Listing, View
@@ -77,15 +79,18 @@ def inspect(options: Options, target: str | None, algorithms: bool, gate: tuple[
         metrics = _counts(plan.graph, found)
         content |= metrics | {"support": {name: verdict.to_json() for name, verdict in found.items()}}
     if options.json:
-        click.echo(session.as_json(content))
+        click.echo(json_text(content))
     elif for_dpu:
         _show_support(plan, found, run_passes(original, settings, device=False), metrics, view)
     else:
         session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats, view))
         for line in remarks(plan):
-            click.echo(line)
+            say(line)
     if options.file:
         write_text(Path(options.file), emit(plan.graph))
+    if not options.json:
+        for line in met(gates, metrics):
+            click.echo(line)
     if failed := [each.text for each in gates if not each.holds(metrics)]:
         raise GateError(f"not met: {', '.join(failed)}", help="the table above says why a layer cannot run on the DPU")
 
@@ -99,11 +104,11 @@ def _show_structure(options: Options, read: session.ReadConfig, graph: Graph) ->
     named = session.named_structures(read, graph)
     if options.json:
         found = {title: dataclasses.asdict(each) for title, each in named.items()}
-        click.echo(session.as_json(found or dataclasses.asdict(find_structure(graph))))
+        click.echo(json_text(found or dataclasses.asdict(find_structure(graph))))
         return
     for title, each in (named or {"": find_structure(graph)}).items():
         for part in filter(None, (f"{title}:" if title else "", *structure_tables(graph, each))):
-            session.console().print(part) if isinstance(part, Listing) else click.echo(part)
+            session.console().print(part) if isinstance(part, Listing) else say(str(part))
 
 
 def _counts(graph: Graph, found: dict[str, Verdict]) -> dict[str, float]:
@@ -118,9 +123,9 @@ def _show_support(
     """The table, what is approximated, the documents, and the sums."""
     session.console().print(dpu_tables.support_table(plan.graph, found, view))
     for line in dpu_tables.approximations(plan.graph, reference):
-        click.echo(view.text(line))
+        say(view.text(line))
     for source in dict.fromkeys(verdict.source for verdict in found.values() if verdict.source):
-        click.echo(f"limits: {source}")
+        say(f"limits: {source}")
     on, off, pieces = metrics.values()
     click.echo(
         f"{on} of {on + off} operators run on the DPU ({NAME}), in {pieces} subgraph{'' if pieces == 1 else 's'}"

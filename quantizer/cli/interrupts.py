@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -43,7 +43,8 @@ def at_once() -> Iterator[None]:
 
 def _end(signum: int, frame: FrameType | None) -> NoReturn:
     code = CODES[signal.Signals(signum)]
-    os.write(2, b"terminated\n" if code == CODES[signal.SIGTERM] else b"interrupted\n")
+    with suppress(OSError):
+        os.write(2, b"terminated\n" if code == CODES[signal.SIGTERM] else b"interrupted\n")
     os._exit(code)
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -12,9 +13,9 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from quantizer import __version__, memory
+from quantizer import __version__, memory, printable
 from quantizer.atomic import replace_file
-from quantizer.cli import interrupts, torchrun
+from quantizer.cli import interrupts, streams, torchrun
 from quantizer.cli.options import (
     NAMES_WIDTH,
     QUANT_MODES,
@@ -30,8 +31,18 @@ from quantizer.cli.render import print_diagnostics
 from quantizer.cli.typed import was_typed
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.wording import closest
-from quantizer.errors import TORCH, OutOfMemoryError, QuantizerError, UsageError, lacks_memory, pip_line
-from quantizer.sources.user_code import imported_once
+from quantizer.errors import (
+    TORCH,
+    ModelError,
+    OutOfMemoryError,
+    QuantizerError,
+    ResultError,
+    UsageError,
+    lacks_memory,
+    pip_line,
+)
+from quantizer.printable import one_line
+from quantizer.sources.user_code import imported_once, raised
 
 COMMANDS = {
     "init": ("quantizer.cli.init:init", "Write a config to start from."),
@@ -51,6 +62,8 @@ COMMANDS = {
 """Each subcommand: where it is, and its help, so that `--help` imports none of them."""
 
 MODES = "quantizer.cli.run:run"
+COMPLETING = "_QUANTIZER_COMPLETE"
+"""The variable that shells set which ask for completions."""
 
 EPILOG = """\b
 Exit codes: 0 done, 1 check failed (a config has errors, a --gate is not met),
@@ -140,13 +153,18 @@ def cli(ctx: click.Context, /, options: Options, color: str) -> int | None:
 
 def main() -> NoReturn:
     """The console script."""
-    for stream in (sys.stdout, sys.stderr):
-        # A layer's or file's name may hold what the terminal's encoding lacks; that must not end in a traceback.
-        getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
+    output = streams.install()
     interrupts.handled()
     # numpy is optional here; without it torch would greet every user with a warning.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     code = run_command(sys.argv[1:])
+    sys.stdout.flush()
+    if output.lost is not None:
+        reason = output.lost.strerror or output.lost
+        _show(
+            f"standard output cannot be written: {reason}", "what was to be printed is lost; results in files are whole"
+        )
+        code = code or ResultError.exit_code
     if code and torchrun.is_used():  # exchanges with a lost rank are pending, and would keep the interpreter waiting
         sys.stdout.flush()
         sys.stderr.flush()
@@ -164,7 +182,7 @@ def _run(arguments: list[str]) -> int:
     try:
         code = _call(arguments)
     except click.ClickException as error:
-        error.show()
+        _show_usage(error)
         return error.exit_code
     except click.Abort as error:
         terminated = isinstance(error.__context__, interrupts.Terminated)
@@ -183,6 +201,15 @@ def _run(arguments: list[str]) -> int:
         return UsageError.exit_code
     except Exception as error:  # noqa: BLE001 - the last boundary: whatever it is, the user gets a sentence
         return _internal_error(error, arguments)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if isinstance(error, SystemExit) and COMPLETING in os.environ:
+            raise  # so click ends when a shell has asked for completions
+        # A property or a hook of the user's that runs where nobody expects code of the user's.
+        ended = raised("the model", error, ModelError)
+        _show(ended.message, ended.help)
+        return ended.exit_code
     return code if isinstance(code, int) else 0
 
 
@@ -209,6 +236,13 @@ def _load(target: str) -> Any:
         return getattr(importlib.import_module(module), name)
 
 
+def _show_usage(error: click.ClickException) -> None:
+    """Print what click says of a wrong command line, in which texts of the line are quoted."""
+    text = io.StringIO()
+    error.show(text)
+    click.echo(printable.lines(text.getvalue()), err=True, nl=False)
+
+
 def _show(message: str, help_text: str | None) -> None:
     click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True)
     if help_text:
@@ -217,7 +251,7 @@ def _show(message: str, help_text: str | None) -> None:
 
 def _internal_error(error: Exception, arguments: list[str]) -> int:
     """Tell the error in a sentence; its traceback goes to run.log beside the results, or with --debug to the screen."""
-    details = "".join(traceback.format_exception(error))
+    details = printable.lines("".join(traceback.format_exception(error)))
     where = "run it again with --debug to see the traceback"
     if "--debug" in arguments:
         click.echo(details, err=True)
@@ -228,7 +262,7 @@ def _internal_error(error: Exception, arguments: list[str]) -> int:
             where = f"the traceback is in {folder / 'run.log'}"
         except OSError:
             pass
-    _show(f"internal error: {type(error).__name__}: {error}", f"this is a bug of quantizer; {where}")
+    _show(one_line(f"internal error: {type(error).__name__}: {error}"), f"this is a bug of quantizer; {where}")
     return QuantizerError.exit_code
 
 
@@ -242,5 +276,6 @@ def _append(path: Path, text: str) -> None:
 def _output_dir(arguments: list[str]) -> Path | None:
     """The result folder of a run, if it is there already: an internal error makes no folders."""
     context = cli.make_context("quantizer", list(arguments), resilient_parsing=True)
-    folder = Path(context.params.get("output_dir") or "quantize_result")
+    places = [context.params.get(name) for name in ("report_dir", "output_dir")]
+    folder = Path(next(filter(None, places), "quantize_result"))
     return folder if context.params.get("quant_mode") and folder.is_dir() else None

@@ -7,24 +7,25 @@ import click
 from quantizer.cli import runlog, session
 from quantizer.cli.follow import followed
 from quantizer.cli.options import Options, command, takes
+from quantizer.cli.places import Place
+from quantizer.cli.reproduction import remember, words_of_merge
 from quantizer.cli.session import Outcome
 from quantizer.engine import pipeline, results
 from quantizer.engine.calibrated import example_batch, stored_config, traced
 from quantizer.engine.job import Job
-from quantizer.engine.merge import merged_data, read_infos, require_mergeable, statistics_of
-from quantizer.engine.result_files import read_json
+from quantizer.engine.merge import merged_data, require_mergeable, statistics_of
 from quantizer.engine.result_set import locked
 from quantizer.engine.results import QuantInfo
 from quantizer.engine.same_calibration import check_model
 from quantizer.engine.target import TracedTarget
-from quantizer.errors import ResultError, UsageError
-from quantizer.report.files import write_report
+from quantizer.errors import UsageError
+from quantizer.report.files import READ, write_report
 from quantizer.seeding import seed_everything
 from quantizer.sources.data import Batches
 
 
 @command()
-@click.argument("folders", nargs=-1, required=True, type=click.Path(), metavar="DIR DIR...")
+@click.argument("folders", nargs=-1, required=True, type=Place(), metavar="DIR DIR...")
 @takes(
     "model",
     "weights",
@@ -33,29 +34,33 @@ from quantizer.sources.data import Batches
     "overwrite",
     "json",
     "quiet",
-    model="The model that was calibrated.  [default: as run.json of the first folder says]",
+    model="The model that was calibrated: file.py, file.py:factory or a Hugging Face folder.",
     output="The result folder to write.  [default: quantize_result]",
 )
 def merge(folders: tuple[str, ...], options: Options) -> None:
     """Make one calibration of result folders that were calibrated on different data, with one model and one config.
 
-    Ranges and histograms are those of a single run over all batches, in the order of the folders.
+    Ranges and histograms are those of a single run over all batches, in the order of the folders. Result folders are
+    data: no code runs because one of them names it, so the model is an option.
 
     \b
-    quantizer merge monday tuesday -o both
+    quantizer merge monday tuesday --model my_model.py -o both
     """
     if len(folders) < 2:
         raise UsageError("merge needs two result folders or more")
     places, folder = [Path(each) for each in folders], Path(options.output or "quantize_result")
     with session.notes_on_stderr(options.quiet):
-        outcome = _merged(places, folder, _with_model(options, places[0]))
+        outcome = _merged(places, folder, options)
     session.show(outcome, options)
 
 
 def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
-    infos, config = read_infos(places), stored_config(places[0])
-    origins = {name: (places[0] / name).read_bytes() for name in results.ORIGINS}  # places in the user's own file
-    require_mergeable(places, infos, config)
+    infos = [results.read_info(place) for place in places]
+    first = infos[0]
+    config = stored_config(first)
+    # Places in the user's own file are those of the first calibration.
+    origins = {name: first.files[name].content() for name in results.ORIGINS}
+    require_mergeable(infos, config)
     seed_everything(infos[0].header["seed"])
     loaded = session.open_model(options)
     batch = example_batch(infos[0].header)
@@ -69,11 +74,14 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
             Batches(lambda: iter((batch,)), "an example input", fingerprint=merged_data(infos), stamp=_stamp(infos)),
             followed({}, quiet=options.quiet),
             seed=infos[0].header["seed"],
-            statistics=tuple(statistics_of(*each) for each in zip(places, infos, strict=True)),
+            statistics=tuple(statistics_of(info) for info in infos),
+            absorption=first.solution.absorption,
         )
         pipeline.run(job)
         results.write_results(folder, original, config, job.calibration, job.solution, job.header, origins)
-        write_report(folder)
+        opened = results.open_written(folder, READ)
+        commands = remember(opened, "merge", words_of_merge(options, places))
+        write_report(opened, commands=commands)
     said = f"{len(job.plan.tensors)} tensors calibrated on {job.calibration.batches} batches; results: {folder}"
     found = {"tensors": len(job.plan.tensors), "batches": job.calibration.batches, "results": str(folder)}
     return Outcome({}, found, [said])
@@ -81,14 +89,3 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
 
 def _stamp(infos: list[QuantInfo]) -> str | None:
     return next((info.header["stamp"] for info in infos if info.header["stamp"]), None)
-
-
-def _with_model(options: Options, folder: Path) -> Options:
-    """With the model that the folder was calibrated with, if none is given."""
-    if options.model is not None:
-        return options
-    try:
-        used = read_json(folder / "run.json")["options"]
-        return Options(**{**vars(options), "model": used["model"], "weights": options.weights or used["weights"]})
-    except (ResultError, KeyError, TypeError):
-        return options

@@ -13,6 +13,7 @@ import click
 
 from quantizer.atomic import replace_file
 from quantizer.cli.completion import layers_of_model
+from quantizer.cli.places import Place
 from quantizer.cli.values import memory_size, rows_shown
 from quantizer.config.dpu_accuracy import LEVELS
 from quantizer.errors import UsageError
@@ -99,7 +100,7 @@ def option(help: str, *others: str, default: Any = None, group: str = "", **sett
     return field(default=default, metadata={"names": others, "settings": {**settings, "help": help, "group": group}})
 
 
-_FILE = click.Path(readable=False)  # shells complete it; nothing is checked before it is used
+_FILE = Place()
 output_option = functools.partial(click.option, "--output", "-o", type=_FILE, metavar="FILE")
 _file = functools.partial(option, type=_FILE, metavar="FILE")
 _count = functools.partial(option, type=click.IntRange(1), metavar="N")
@@ -112,7 +113,7 @@ class Options:
     quant_mode: str = option(
         "Run the float model, calibrate it, or test what was calibrated.", type=click.Choice(QUANT_MODES)
     )
-    config_file: str | None = _file("The JSON config.", "--config")
+    config_file: str | None = _file("The JSON config.", "--config", type=click.Path())
     model: str | None = _file(
         "file.py with model(), file.py:factory, package.module:factory, a Hugging Face folder or a .pt2.",
         group="Model",
@@ -175,6 +176,11 @@ class Options:
     seed: int = _count("Seed of all randomness.", default=0, type=click.IntRange(0), group="Algorithm")
     resume: bool = option("Continue a stopped calibration from its checkpoint.", default=False, group="Algorithm")
     output_dir: str = _file("The result folder.", default="quantize_result", group="Output", metavar="DIR")
+    report_dir: str | None = _file(
+        "Test mode writes its report, log and exports here, and leaves the result folder as it is.",
+        group="Output",
+        metavar="DIR",
+    )
     overwrite: bool = option("Replace results of another model in it.", default=False, group="Output")
     deploy: tuple[str, ...] = option(
         "Test mode also writes the network for another runtime, to DIR/export; may be repeated.",

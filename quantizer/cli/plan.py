@@ -21,6 +21,7 @@ from quantizer.graph.passes import needs_values
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
+from quantizer.printable import json_text
 from quantizer.report import tables
 from quantizer.report.view import View
 
@@ -75,7 +76,7 @@ def plan(options: Options) -> None:
     if options.file:
         write_json(Path(options.file), content)
     if options.json:
-        click.echo(session.as_json(content))
+        click.echo(json_text(content))
     else:
         _show(found, view, content, read.config.algorithms)
         _show_refused(refused, found.graph.model, view)

@@ -1,6 +1,5 @@
 """Shows diagnostics: text with excerpts, JSON, GitHub annotations, SARIF. Changes none of them."""
 
-import json
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -9,8 +8,10 @@ import click
 
 from quantizer import __version__
 from quantizer.config.diagnostics import Diagnostic, Place
+from quantizer.printable import json_text, one_line
 
 MAX_SHOWN = 50
+REPLACED = "\N{REPLACEMENT CHARACTER}"
 MAX_WIDTH = 100
 
 Renderer = Callable[[Sequence[Diagnostic], Mapping[str, str]], str]
@@ -23,6 +24,11 @@ def print_diagnostics(diagnostics: Sequence[Diagnostic], sources: Mapping[str, s
         click.echo(render_text(diagnostics, sources), err=True)
 
 
+def say(text: str, *, err: bool = False) -> None:
+    """Print one line of text, whatever names are in it."""
+    click.echo(one_line(text), err=err)
+
+
 def render_text(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> str:
     """`file:line:column: error CODE: message`, the source line with a caret, and what to do; at most 50 findings."""
     shown = [_text(diagnostic, sources) for diagnostic in diagnostics[:MAX_SHOWN]]
@@ -33,7 +39,7 @@ def render_text(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -
 
 def render_json(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> str:
     """A JSON list with one object per finding."""
-    return json.dumps([_as_json(diagnostic) for diagnostic in diagnostics], indent=2, ensure_ascii=False)
+    return json_text([_as_json(diagnostic) for diagnostic in diagnostics])
 
 
 def render_github(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> str:
@@ -47,7 +53,7 @@ def render_sarif(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) 
     driver = {"name": "quantizer", "version": __version__, "rules": rules}
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": list(map(_sarif, diagnostics))}
     log = {"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]}
-    return json.dumps(log, indent=2, ensure_ascii=False)
+    return json_text(log)
 
 
 RENDERERS: dict[str, Renderer] = {
@@ -61,14 +67,14 @@ RENDERERS: dict[str, Renderer] = {
 def _text(diagnostic: Diagnostic, sources: Mapping[str, str]) -> str:
     label = click.style(f"{diagnostic.severity} {diagnostic.code}:", fg=_COLORS[diagnostic.severity], bold=True)
     where = f"{diagnostic.place}: " if diagnostic.place else ""
-    lines = [f"{_printable(where)}{label} {_printable(diagnostic.message)}"]
+    lines = [f"{one_line(where)}{label} {one_line(diagnostic.message)}"]
     color = _COLORS[diagnostic.severity]
     if diagnostic.place:
         lines += _excerpt(diagnostic.place, sources, ("^", color), diagnostic.remark or "")
     for place, remark in diagnostic.related:
         lines += _excerpt(place, sources, ("-", "blue"), remark)
     if diagnostic.help:
-        lines.append(f"   help: {_printable(diagnostic.help)}")
+        lines.append(f"   help: {one_line(diagnostic.help)}")
     return "\n".join(lines)
 
 
@@ -87,12 +93,13 @@ def _excerpt(place: Place, sources: Mapping[str, str], mark: tuple[str, str], re
     character, color = mark
     marks = click.style(character * max(1, _width(line[start : start + length])), fg=color)
     padding = " " * _width(line[:start])
-    return [f"{place.line:5} | {line}", f"{'':5} | {padding}{marks} {_printable(remark)}".rstrip()]
+    return [f"{place.line:5} | {line}", f"{'':5} | {padding}{marks} {one_line(remark)}".rstrip()]
 
 
 def _printable(text: str) -> str:
     """Text that cannot steer the terminal, character for character as long, so that carets stay in place."""
-    return "".join(c if c.isprintable() else " " if c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    shown = "".join(c if c.isprintable() else " " if c == "\t" else REPLACED for c in text)
+    return shown if one_line(shown) == shown else shown.replace("#", REPLACED)
 
 
 def _width(text: str) -> int:
@@ -116,7 +123,7 @@ def _github(diagnostic: Diagnostic) -> str:
     if diagnostic.place:
         place = diagnostic.place
         properties = {"file": place.file, "line": str(place.line), "col": str(place.column), **properties}
-    return workflow_command(level, properties, diagnostic.message + _help(diagnostic.help))
+    return workflow_command(level, properties, one_line(diagnostic.message) + _help(diagnostic.help))
 
 
 def workflow_command(level: str, properties: Mapping[str, str], text: str) -> str:
@@ -130,7 +137,7 @@ def workflow_command(level: str, properties: Mapping[str, str], text: str) -> st
 
 
 def _help(text: str | None) -> str:
-    return f"\nhelp: {text}" if text else ""
+    return f"\n{one_line(f'help: {text}')}" if text else ""
 
 
 def _github_escape(text: str, *, in_property: bool = False) -> str:

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import click
 
-from quantizer.cli import session
 from quantizer.cli.options import Options, command, option, takes
+from quantizer.cli.places import Place
 from quantizer.cli.typed import refuse_typed
 from quantizer.engine import results
-from quantizer.engine.result_set import locked
+from quantizer.engine.result_set import locked_as_opened
+from quantizer.printable import json_text, one_line
 from quantizer.report.files import PAGE, write_report
 from quantizer.report.plots import KINDS, write_events, write_plots
 
@@ -18,15 +19,17 @@ from quantizer.report.plots import KINDS, write_events, write_plots
 class ReportOptions(Options):
     """Those of all commands, and its own."""
 
-    plots: str | None = option("Write each drawing there as a file, too.", metavar="DIR")
+    plots: str | None = option("Write each drawing there as a file, too.", type=Place(), metavar="DIR")
     plots_as: str = option(
         "What files they are; png needs the extra plots.", default="svg", type=click.Choice(list(KINDS))
     )
-    tensorboard: str | None = option("Write figures and histograms for TensorBoard there, too.", metavar="DIR")
+    tensorboard: str | None = option(
+        "Write figures and histograms for TensorBoard there, too.", type=Place(), metavar="DIR"
+    )
 
 
 @command()
-@click.argument("folder", default="quantize_result", type=click.Path(), metavar="[DIR]")
+@click.argument("folder", default="quantize_result", type=Place(), metavar="[DIR]")
 @takes("json", "plots", "plots_as", "tensorboard", kind=ReportOptions)
 def report(folder: str, options: ReportOptions) -> None:
     """Write report.html and report.json into a result folder again; calibration and test mode write them as well.
@@ -41,11 +44,11 @@ def report(folder: str, options: ReportOptions) -> None:
     if not options.plots:
         refuse_typed(["plots_as"], "it says what files --plots DIR writes")
     place = Path(folder)
-    results.read_info(place)  # it is complete, and nobody has changed it
-    with locked(place):
-        found = write_report(place)
+    opened = results.read_info(place)
+    with locked_as_opened(opened.files):
+        found = write_report(opened)
     if options.plots:
         write_plots(found, Path(options.plots), options.plots_as)
     if options.tensorboard:
         write_events(found, Path(options.tensorboard))
-    click.echo(session.as_json(found) if options.json else place / PAGE)
+    click.echo(json_text(found) if options.json else one_line(str(place / PAGE)))

@@ -10,15 +10,18 @@ from rich.text import Text
 from quantizer.cli import session
 from quantizer.cli.completion import layers_of_results
 from quantizer.cli.options import TABLE, Options, command, option, takes, write_text
+from quantizer.cli.places import Place
+from quantizer.cli.reproduction import remember, with_config
 from quantizer.cli.table_view import view_of
 from quantizer.config.wording import closest
 from quantizer.engine.calibrated_folder import CalibratedFolder
-from quantizer.engine.result_set import locked
-from quantizer.engine.results import check_owner
+from quantizer.engine.result_set import locked, locked_as_opened
+from quantizer.engine.results import check_owner, open_written
 from quantizer.engine.retune import Change, Retuned, retuned
 from quantizer.errors import UsageError
 from quantizer.observers import METHODS, STATISTICS
-from quantizer.report.files import write_report
+from quantizer.printable import json_text, one_line
+from quantizer.report.files import READ, write_report
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class RetuneOptions(Options):
 
 
 @command()
-@click.argument("folder", default="quantize_result", type=click.Path(), metavar="[DIR]")
+@click.argument("folder", default="quantize_result", type=Place(), metavar="[DIR]")
 @takes(
     *("method", "percentage", "statistic", "layer", "dry_run", "output_dir", "overwrite", "output", "json", *TABLE),
     kind=RetuneOptions,
@@ -72,22 +75,28 @@ def retune(folder: str, options: RetuneOptions) -> None:
     target = Path(options.output_dir or place)
     entries, _ = found.entries
     if not options.dry_run:
-        with locked(target):
+        is_same = target.resolve() == place.resolve()
+        command = before.opened.commands.get("calib")
+        with locked_as_opened(before.opened.files) if is_same else locked(target):
             check_owner(target, before.header["model"], overwrite=options.overwrite)
             found.write(target)
-            write_report(target)
+            opened, commands = open_written(target, READ), None
+            if command is not None:  # the result is that of a calibration with the changed config
+                changed = with_config(command, Path(found.config.source).name)
+                commands = remember(opened, "calib", changed)
+            write_report(opened, commands=commands)
     if options.file:
         write_text(options.file, found.text)
     rows = _rows(before, found)
     if options.json:
-        click.echo(session.as_json({"results": str(target), "tensors": rows}))
+        click.echo(json_text({"results": str(target), "tensors": rows}))
         return
     titles = ("layer", "tensor", "method", "scale before", "scale", "ratio")
     texts = [(*(str(row[key]) for key in _SHOWN), _ratio(row)) for row in rows]
     console, view = session.console(), view_of(options, before.plan["paths"])
     console.print(view.listing(titles, texts, numbers=titles[3:], what="tensor"))
     said = "would change; nothing is written" if options.dry_run else f"retuned; results: {target}"
-    console.print(Text(f"{len(entries)} tensors {said}"), soft_wrap=True)
+    console.print(Text(one_line(f"{len(entries)} tensors {said}")), soft_wrap=True)
 
 
 _SHOWN = ("layer", "tensor", "method", "scale_before", "scale")

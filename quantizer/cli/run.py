@@ -8,26 +8,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import RenderableType
 
+import quantizer
 from quantizer import memory
 from quantizer.cli import runlog, session, torchrun
 from quantizer.cli.annotations import annotate
 from quantizer.cli.exact_and_deploy import deploy, require_dpu, require_one, run_exact
 from quantizer.cli.follow import followed, progress
-from quantizer.cli.gates import MEASURED, failed, names_in_test, parse_gate, require_known
+from quantizer.cli.gates import MEASURED, failed, met, names_in_test, parse_gate, require_known, require_measured
 from quantizer.cli.options import Options
+from quantizer.cli.report_place import report_place
+from quantizer.cli.reproduction import remember, words_of
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import config_to_look, show_layers, table_view
 from quantizer.config.diagnostics import pointing_into
-from quantizer.distributed import ALONE, Ranks
-from quantizer.engine import footprint, pipeline, results
+from quantizer.config.resolved import resolved_document
+from quantizer.distributed import ALONE, Ranks, require_alike
+from quantizer.engine import fingerprint, footprint, pipeline, results
 from quantizer.engine.calibrated import reopened, window_length
 from quantizer.engine.checkpoint import Checkpoints
 from quantizer.engine.events import Forked
 from quantizer.engine.exact import require_wide
 from quantizer.engine.finetune import check_checkpoint, require_asked
 from quantizer.engine.job import Job
+from quantizer.engine.measurable import not_measured, not_measured_by_targets
 from quantizer.engine.result_files import write_text
 from quantizer.engine.result_set import locked
 from quantizer.engine.same_calibration import check_plan
@@ -36,17 +42,26 @@ from quantizer.engine.target import TracedTarget
 from quantizer.errors import GateError, UsageError
 from quantizer.export import as_run, planned_refusals, refuse, require_extras
 from quantizer.export.choices import require_choices
+from quantizer.export.deployment import Deployment
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
-from quantizer.report.files import write_report
+from quantizer.report.files import READ, report_of, write_report
 from quantizer.report.view import View
 from quantizer.seeding import seed_everything
+from quantizer.sources.directions import BY_NAME
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 
 logger = logging.getLogger(__name__)
 
 RAISING = ("fast_finetune", "dpu_accuracy")
 """Options of calibration that test mode takes as well, to say that the results were made with them."""
+
+
+DECIDING = (
+    *("quant_mode", "batch_size", "subset_len", "seq_len", "stride", "seed"),
+    *("fast_finetune", "dpu_accuracy", "deploy"),
+)
+"""Options that decide the result, and are the same words on every machine."""
 
 
 def run(options: Options) -> int:
@@ -59,6 +74,8 @@ def run(options: Options) -> int:
     require_choices(options.target_choices, options.deploy)
     if options.for_ and options.quant_mode != "calib":
         raise UsageError("--for goes with calib mode and with `quantizer plan`: it looks ahead of a calibration")
+    if options.report_dir and options.quant_mode != "test":
+        raise UsageError("--report_dir goes with test mode: it says where that writes what it finds")
     if options.exact and options.quant_mode != "test":
         raise UsageError("--exact goes with test mode: it runs the integers of the network that was calibrated")
     for name in RAISING:
@@ -76,17 +93,21 @@ def run(options: Options) -> int:
         session.notes_on_stderr(own.quiet),
         redirect_stdout(sys.stderr if options.json else sys.stdout),
     ):
+        require_alike(ranks, _deciding(options), "the versions and options")
         outcome = MODES[options.quant_mode](own, ranks)
     if not ranks.is_first:
         return 0
     session.show(outcome, options)
     if options.quant_mode != "float" and not (options.json or options.quiet) and (size := memory.peak()):
         print(f"peak memory {memory.in_words(size)}")
+    if not options.json:
+        for line in met(gates, outcome.metrics):
+            print(line)
     not_met = failed(gates, outcome.metrics)
     if options.quant_mode == "test" and outcome.error is None:  # their names are known, but nothing has these figures
         not_met += [f"{gate.text} (not measured)" for gate in gates if gate.metric not in outcome.metrics]
     if not_met:
-        annotate(options, not_met)
+        annotate(options, not_met, outcome.report)
         undeployed = "; nothing is deployed" if options.deploy and "deployed" not in outcome.content else ""
         help_ = "the table above shows which layers lose most"
         raise GateError(f"not met: {', '.join(not_met)}{undeployed}", help=help_)
@@ -102,9 +123,12 @@ def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
         return Outcome({}, {})
     loaded = session.open_model(options)
     evaluator = _evaluate(options, loaded)
+    gates = [parse_gate(text) for text in options.gate]
     if evaluator is None:
-        require_known(map(parse_gate, options.gate), MEASURED)
+        require_known(gates, MEASURED)
     batches = session.open_data(options, loaded, evaluation=True)
+    if evaluator is None:
+        require_measured(gates, not_measured_by_targets(batches.first()))
     if options.inspect:
         graph = session.trace_model(options, loaded, batches)
         plan = session.make_plan(config_to_look(options.config_file), graph, quiet=options.quiet)
@@ -146,11 +170,16 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
             options.memory,
             options.dpu_accuracy,
         )
+        if not ranks.is_alone:
+            model = {"layer": job.made_of["layers"], "weight": job.made_of["weights"]}
+            config = resolved_document(job.config)
+            require_alike(ranks, {"config": config, **model}, "the model")
         with pointing_into(read.sources):
             pipeline.run(job)
         if checkpoints:
             results.write_results(folder, original, job.config, job.calibration, job.solution, job.header)
-            write_report(folder)
+            opened = results.open_written(folder, READ)
+            write_report(opened, commands=remember(opened, "calib", words_of(options)))
             checkpoints.remove()
     return _outcome(job, folder)
 
@@ -171,22 +200,34 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         require_known(gates, names_in_test(MEASURED, options))
     seq_len = window_length(info.header["inputs"])
     batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
-    with _opened(folder, options, ranks) as noted:
+    with report_place(info, options, ranks) as (place, noted):
         original = session.trace_model(options, loaded, batches)
         noted["data"] = batches.filled and batches.filled.to_json()
+        if not ranks.is_alone:
+            facts = {
+                "results": info.files.identity,
+                "layer": fingerprint.layers(original),
+                "weight": fingerprint.weights(original),
+            }
+            require_alike(ranks, facts, "the calibrated model")
         calibrated = reopened(loaded.module, batches.first().to(session.device_of(options)), original, info)
         info = replace(info, solution=calibrated.solution)
         graph = calibrated.graph
         if read is not None:
-            check_plan(info, read.config, session.make_plan(read, original, quiet=True, graph=graph).tensors)
+            check_plan(info, read.config, session.make_plan(read, original, quiet=True, graph=graph))
         require_one(options, graph, info)
         if options.exact:
             require_wide(graph, info.solution)
         if options.inspect:
             show_layers(options, graph, info.solution.tensors, {})
 
+        require_measured(gates, not_measured(graph))
+        if evaluator is None:
+            require_measured(gates, not_measured_by_targets(batches.first(), graph))
+
         def check(metrics: Collection[str]) -> None:
-            require_known(gates, names_in_test(metrics, options))
+            directions = BY_NAME if evaluator is None else evaluator.directions
+            require_known(gates, names_in_test(metrics, options, directions))
 
         calibrated = calibrated.with_solution(as_run(options.deploy, graph, calibrated.solution))
         more = footprint.comparison_bytes(graph, info.solution.specs, session.batch_size(options, batches))
@@ -196,15 +237,27 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         if not ranks.is_first:
             return Outcome(scores.metrics, {})
         held = {gate.text: gate.holds(scores.metrics) for gate in gates if gate.metric in scores.metrics}
-        outcome = _report(table_view(options, graph), folder, info, scores, batches.stamp, held)
+        view = table_view(options, graph)
+        noted["passes"] = scores.passes and scores.passes.to_json()
+        commands = {**info.commands, "test": words_of(options)}
+        if place is not None:
+            commands = remember(info, "test", words_of(options), place)
+        outcome = _report(view, info, scores, batches.stamp, gates=held, place=place, commands=commands)
         if scores.fault:
             help_ = "give that layer and those before it more bits or a wider range, or leave them float"
             return replace(outcome, error=GateError(scores.fault, help=help_))
         if options.exact:
-            outcome = run_exact(options, outcome, graph, info, batches)
+            outcome = run_exact(options, outcome, graph, info, batches, place=place)
         if not options.deploy or failed(gates, outcome.metrics):
             return outcome
-        return deploy(options, outcome, calibrated, loaded.module, batches)
+        given = Deployment.of(calibrated, loaded.module, batches, scores.quantization_db, options.target_choices)
+        return deploy(options, outcome, given, batches.total, place=place)
+
+
+def _deciding(options: Options) -> dict[str, Any]:
+    """What decides the result before a model is there."""
+    words = {f"--{name}": getattr(options, name) for name in DECIDING}
+    return {"quantizer": quantizer.__version__, "torch": torch.__version__, **words}
 
 
 @contextmanager
@@ -256,25 +309,41 @@ def _outcome(job: Job, folder: Path) -> Outcome:
 
 
 def _evaluate(options: Options, loaded: LoadedModel) -> Evaluate | None:
-    return load_evaluate(options.evaluate) if options.evaluate else loaded.evaluate
+    return load_evaluate(options.evaluate, loaded.directions) if options.evaluate else loaded.evaluate
 
 
 def _report(
-    view: View, folder: Path, info: results.QuantInfo, scores: Scores, stamp: str | None, gates: Mapping[str, bool]
+    view: View,
+    info: results.QuantInfo,
+    scores: Scores,
+    stamp: str | None,
+    *,
+    gates: Mapping[str, bool],
+    place: Path | None,
+    commands: Mapping[str, list[str]],
 ) -> Outcome:
-    """Write what test mode found, and which gates hold; say what to show of it."""
+    """Write what test mode found, and which gates hold, if there is a place; say what to show of it."""
     compared = scores.comparison
     rows = tables.layer_rows(compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()})
     stamp = stamp or info.header.get("stamp")
-    report = tables.report(scores.metrics, scores.pairs, rows, stamp) | ({"gates": gates} if gates else {})
-    write_report(folder, report)
-    write_text(folder / "layers.csv", tables.as_csv(rows))
-    shown: list[RenderableType] = [tables.damage_table(rows, view), f"results: {folder}"]
+    report = tables.report(scores.metrics, scores.pairs, rows, stamp, scores.passes)
+    if gates:
+        report["gates"] = gates
+    shown: list[RenderableType] = [tables.damage_table(rows, view)]
+    if place is None:
+        values, _ = report_of(info, report, commands)
+    else:
+        values = write_report(info, report, place, commands=commands)
+        write_text(place / "layers.csv", tables.as_csv(rows))
+        shown.append(f"results: {place}")
     if stamp:
         shown.append(f"note: {stamp}")
     if scores.pairs:
         shown.append(tables.metric_table(scores.pairs))
-    return Outcome(scores.metrics, report, [*shown, *_lines(compared.metrics())])
+    shown += _lines(compared.metrics())
+    if scores.passes is not None:
+        shown.append(scores.passes.line)
+    return Outcome(scores.metrics, report, shown, report=values)
 
 
 def _lines(metrics: dict[str, float]) -> list[RenderableType]:

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 
 import quantizer
-from quantizer import memory
+from quantizer import memory, printable
 from quantizer.cli.options import RUN, Options, word_of
+from quantizer.cli.reproduction import remembered
 from quantizer.engine.result_files import write_json, write_text
+from quantizer.engine.results import RUN_FILE
 from quantizer.errors import QuantizerError
+from quantizer.printable import one_line
 
 _IMPORTS = memory.peak()
 """What torch and the modules of a run have taken."""
@@ -57,8 +60,10 @@ def recorded(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[st
             "threads": torch.get_num_threads(),
             "ranks": ranks,
             **noted,
+            **remembered(folder),
         }
-        write_json(folder / "run.json", facts)
-        lines = [f"{record.getMessage()}\n" for record in messages.buffer]
-        began = f"{facts['started']} quantizer {' '.join(sys.argv[1:])}\n"
-        write_text(folder / "run.log", "".join([began, *lines, log, outcome, "\n"]))
+        write_json(folder / RUN_FILE, facts)
+        notes = [f"{one_line(record.getMessage())}\n" for record in messages.buffer]
+        began = one_line(f"{facts['started']} quantizer {' '.join(sys.argv[1:])}") + "\n"
+        text = "".join([began, *notes, printable.lines(log), one_line(outcome), "\n"])
+        write_text(folder / "run.log", text)

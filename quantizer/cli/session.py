@@ -1,6 +1,5 @@
 """What the commands about a model share: load it, trace it, plan it, and tell the user what was found on the way."""
 
-import json
 import logging
 import os
 import sys
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from quantizer import memory
 from quantizer.cli.options import Options
-from quantizer.cli.render import print_diagnostics
+from quantizer.cli.render import print_diagnostics, say
 from quantizer.config.diagnostics import ConfigError, Diagnostic, pointing_into
 from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config, Names
@@ -31,6 +30,7 @@ from quantizer.graph.structure import Structure
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import remarks
 from quantizer.plan.resolve import resolve
+from quantizer.printable import json_text, one_line
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import DEFAULT_BATCH_SIZE, TEXTS, Batches, find_files, load_batches
 from quantizer.sources.models import LoadedModel, load_model
@@ -201,7 +201,7 @@ def make_plan(read: ReadConfig, original: Graph, *, quiet: bool = False, graph: 
     if not quiet:
         print_diagnostics(findings, read.sources)
         for line in remarks(plan):
-            print(line, file=sys.stderr)
+            say(line, err=True)
     return plan
 
 
@@ -230,12 +230,19 @@ def on_device(options: Options, batches: Batches) -> Iterator[Batch]:
     return (batch.to(device) for batch in batches)
 
 
+class _OneLine(logging.Formatter):
+    """A record's message, escaped."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return one_line(record.getMessage())
+
+
 @contextmanager
 def notes_on_stderr(quiet: bool) -> Iterator[None]:
     """Show the package's own log records (which file was imported, which column was taken) on stderr."""
     logger = logging.getLogger("quantizer")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(_OneLine())
     handler.setLevel(logging.WARNING if quiet else logging.INFO)
     level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.INFO)
@@ -249,29 +256,26 @@ def notes_on_stderr(quiet: bool) -> Iterator[None]:
         logger.propagate = propagate
 
 
-def as_json(value: Any) -> str:
-    """Sorted, readable JSON."""
-    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
-
-
 @dataclass(frozen=True)
 class Outcome:
     """`metrics` are what gates may ask for, `content` is what --json prints, `shown` what people see instead.
 
-    `error` is what went wrong after that; it is raised when all is shown.
+    `error` is what went wrong after that; it is raised when all is shown. `report` are the values of report.json, if
+    there is one.
     """
 
     metrics: Mapping[str, float]
     content: Mapping[str, Any]
     shown: Sequence[RenderableType] = field(default=())
     error: Exception | None = None
+    report: dict[str, Any] = field(default_factory=dict)
 
 
 def show(outcome: Outcome, options: Options) -> None:
     """Print the result on stdout."""
     if options.json:
-        print(as_json(outcome.content))
+        print(json_text(outcome.content))
         return
     for item in outcome.shown:
         # Paths and layer names are not markup, and a path is one line however long.
-        console().print(Text(item) if isinstance(item, str) else item, soft_wrap=isinstance(item, str))
+        console().print(Text(one_line(item)) if isinstance(item, str) else item, soft_wrap=isinstance(item, str))

@@ -5,7 +5,7 @@ from difflib import unified_diff
 import click
 
 from quantizer.cli.options import command, write_text
-from quantizer.cli.render import RENDERERS
+from quantizer.cli.render import RENDERERS, say
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.load import fixed, load_config
 from quantizer.config.read import read_text
@@ -47,7 +47,7 @@ def validate(files: tuple[str, ...], format: str, fix: bool, diff: bool, strict:
         click.echo(RENDERERS[format](diagnostics, sources))
     if format == "text":
         for name, result in results.items():
-            click.echo(f"{name}: {_verdict(result.diagnostics, counts[name])}")
+            say(f"{name}: {_verdict(result.diagnostics, counts[name])}")
     return max(_exit_code(result.diagnostics, strict) for result in results.values())
 
 

@@ -7,6 +7,7 @@ from quantizer.config.diagnostics import ConfigError, Diagnostic, Place, in_orde
 from quantizer.config.document import Document, Text
 from quantizer.config.parse import Parser
 from quantizer.config.wording import closest
+from quantizer.plain_files import read_start
 
 MAX_BYTES = 1_000_000
 
@@ -44,8 +45,7 @@ def parse_document(source: Text) -> Document:
 def _read_bytes(path: str | os.PathLike[str]) -> bytes:
     name = os.fspath(path)
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        data = read_start(path, MAX_BYTES + 1)
     except FileNotFoundError:
         raise _unreadable(name, "there is no such file", _help_for_missing(Path(path))) from None
     except IsADirectoryError:

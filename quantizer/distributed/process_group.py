@@ -208,7 +208,7 @@ def _error_of(said: dict[str, Any], rank: int) -> QuantizerError | None:
     if said["rank"] == rank:
         return None
     kinds = {kind.exit_code: kind for kind in QuantizerError.__subclasses__()}
-    error = kinds.get(said["code"], QuantizerError)(said["message"], help=said["help"])
+    error = kinds.get(said["code"], QuantizerError)(said["message"], help=said["help"] and said["help"].split("\n"))
     error.exit_code = said["code"]
     return error
 

@@ -73,10 +73,13 @@ def ablate(
     batches: Iterable[Batch],
     after_tensor: Callable[[], None] = lambda: None,
     keys: Collection[Key] | None = None,
+    user: Network | None = None,
 ) -> Ablation:
     """Measure every tensor that `quantized` quantizes, or those of `keys`; `reference` has the same nodes in float.
 
-    For each batch and tensor what comes after it runs twice.
+    For each batch and tensor what comes after it runs twice. The noise of all tensors, and of all but one, is that
+    against `user`, the model itself, where `reference` computes another function; that of one alone is against
+    `reference`, as it would be lost in what else differs.
 
     Raises:
         DataError: no batch, or an output of the float network that is not finite.
@@ -89,7 +92,10 @@ def ablate(
         for batch in batches:
             with naming_batch(len(signal)):
                 left, right = (each.start(batch.args, batch.kwargs) for each in (reference, quantized))
-                expected = left.branch().advance().float_outputs()
+                passed = left.branch().advance().float_outputs()
+                expected = passed
+                if user is not None:
+                    expected = user.start(batch.args, batch.kwargs).advance().float_outputs()
                 noise.append(_noise(expected, right))
             signal.append(math.fsum(map(energy, expected)))
             if not math.isfinite(signal[-1]):
@@ -98,7 +104,7 @@ def ablate(
                 mine, its = reference.layers[node.name], quantized.layers[node.name]
                 for role in [role for role in its.quantizers if (node.name, role) in alone]:
                     with _tensor_of(mine, its, role):
-                        alone[node.name, role].append(_noise(expected, left))
+                        alone[node.name, role].append(_noise(passed, left))
                     with _tensor_of(its, mine, role):
                         without[node.name, role].append(_noise(expected, right))
                     after_tensor()

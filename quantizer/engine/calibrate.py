@@ -122,8 +122,7 @@ class Calibration:
     @property
     def calibrated(self) -> dict[Key, Observer]:
         """The observers of activations, each once, and their histograms."""
-        tensors = self.plan.tensors
-        found = {id(observer): key for key, observer in reversed(self.observers.items()) if tensors[key].is_calibrated}
+        found = {id(observer): key for key, observer in reversed(self.observers.items()) if not is_parameter(key[1])}
         return {key: self.observers[key] for key in reversed(found.values())} | self._histograms()
 
     def _parts(self) -> dict[Key, Observer | ChannelMean]:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +16,12 @@ from quantizer.config.load import check_document, default_config
 from quantizer.config.model import Config, Settings
 from quantizer.config.resolved import resolved_document
 from quantizer.config.roles import is_parameter
+from quantizer.engine import absorption
 from quantizer.engine.faithful import compare_with_model
 from quantizer.engine.fingerprint import input_shapes
-from quantizer.engine.fits_model import check_insertions, check_solution
+from quantizer.engine.fits_model import check_absorption, check_insertions, check_solution
 from quantizer.engine.result_files import read_json
-from quantizer.engine.results import QuantInfo
+from quantizer.engine.results import RESOLVED, OpenedResults, QuantInfo
 from quantizer.engine.same_calibration import check_model
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import DataError, ModelError, ResultError
@@ -64,13 +64,28 @@ class Calibrated:
     @cached_property
     def float_graph(self) -> Graph:
         """The float graph that `graph` is compared with, node by node: rescaled as that is."""
-        own = run_passes(self.original, self.settings, device=False) if for_device(self.settings) else self.passed
+        if not for_device(self.settings):
+            return self.float_as_run
+        refused = absorption.refused(self.solution.absorption)
+        own = run_passes(self.original, self.settings, device=False, refused=refused)
         return with_weights(inserted(own, self.solution.insertions), self.solution.rescaled)
+
+    @cached_property
+    def float_as_run(self) -> Graph:
+        """The float graph with all that passes change in the function, those for a device included."""
+        graph = inserted(self.passed, self.solution.insertions)
+        return with_weights(graph, self.solution.rescaled)
+
+    @cached_property
+    def user_graph(self) -> Graph | None:
+        """The model as traced, where the function of `float_graph` is another; outputs are compared with its."""
+        return self.original if self.float_graph.deviations else None
 
     @cached_property
     def passed(self) -> Graph:
         """The model's graph after the passes, which both have in common where no pass is for a device alone."""
-        return run_passes(self.original, self.settings)
+        refused = absorption.refused(self.solution.absorption)
+        return run_passes(self.original, self.settings, refused=refused)
 
     def network(self) -> Network:
         """The quantized network, a new one."""
@@ -121,6 +136,7 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
     check_model(info, calibrated)
     _say_other_torch(info)
     solution = info.solution if original.is_deferred else info.solution.in_memory()
+    check_absorption(solution.absorption, calibrated, info.path)
     check_insertions(solution.insertions, calibrated, info.path)
     found = Calibrated(calibrated, info.settings, solution)
     check_solution(solution, info.entries, inserted(found.passed, solution.insertions), info.path)
@@ -141,18 +157,19 @@ def _say_other_torch(info: QuantInfo) -> None:
         )
 
 
-def stored_config(folder: Path) -> Config:
-    """The config that a folder was calibrated with.
+def stored_config(opened: OpenedResults) -> Config:
+    """The config of a calibration.
 
     Raises:
-        ResultError: it is missing.
+        ResultError: it is damaged.
     """
-    stored = read_json(folder / "config.resolved.json")
+    file = opened.files[RESOLVED]
+    stored = read_json(file)
     for level in (None, *LEVELS):
         rules = raised(default_config(), level)
         if stored == resolved_document(rules):  # the built-in default is none that a file could state
             return rules
-    return check_document(Document.of(stored, str(folder / "config.resolved.json"))).require()
+    return check_document(Document.of(stored, str(file.path))).require()
 
 
 def window_length(shapes: Shapes) -> int | None:

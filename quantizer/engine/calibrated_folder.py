@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from quantizer.config.read import parse_document
 from quantizer.config.resolved import resolved_document
 from quantizer.config.roles import is_parameter
 from quantizer.engine import fingerprint, results
-from quantizer.engine.result_files import read_json, read_tensors, write_json, write_tensors
-from quantizer.engine.results import INFO, ORIGINS, STATISTICS
-from quantizer.engine.stored_checks import checked_json, checked_statistics
-from quantizer.engine.tensor_shards import deferred_shards, left_files, write_shards
+from quantizer.engine.result_files import read_json, write_bytes, write_json, write_tensors
+from quantizer.engine.results import PLAN, RESOLVED, STATISTICS
+from quantizer.engine.tensor_shards import deferred_shards, shard_files, write_shards
 from quantizer.errors import ResultError
 from quantizer.nn.load import WEIGHTS
 from quantizer.plan.model import Key
@@ -36,10 +34,9 @@ class CalibratedFolder:
     """
 
     def __init__(self, place: Path) -> None:
-        self.place = place
-        results.read_info(place)  # complete, and nobody has changed it
-        self.info, self.plan = read_json(place / INFO), checked_json(place / ORIGINS[0])
-        self.header, self.entries = self.info["header"], self.info["tensors"]
+        self.opened = results.read_info(place)
+        self.plan, self.header = self.opened.plan, self.opened.header
+        self.entries = self.opened.entries
         for why in self._dependent():
             raise ResultError(f"{place} cannot be retuned: {why}", help="calibrate again with the other config")
         self.specs = {
@@ -70,7 +67,7 @@ class CalibratedFolder:
             return parse_document(Text(file["name"], file["text"]))
         said = (place for tensor in self.planned.values() for place in tensor["origins"].values() if place != "default")
         name = re.match(r"\w+", next(said, "config"))
-        return Document.of(read_json(self.place / ORIGINS[1]), name[0] if name else "config")
+        return Document.of(read_json(self.opened.files[RESOLVED]), name[0] if name else "config")
 
     def source(self, key: Key) -> str:
         """The layer whose value is quantized."""
@@ -93,7 +90,7 @@ class CalibratedFolder:
     def statistics(self) -> dict[tuple[str, str], dict[str, Tensor]]:
         """What calibration has kept, by layer and role."""
         found: dict[tuple[str, str], dict[str, Tensor]] = {}
-        for key, tensor in checked_statistics(read_tensors(self.place / STATISTICS), self.place / STATISTICS).items():
+        for key, tensor in self.opened.statistics().items():
             layer, role, name = key.rsplit("|", 2)
             found.setdefault((layer, role), {})[name] = tensor
         return found
@@ -110,7 +107,7 @@ class CalibratedFolder:
         there stays until all is written.
         """
         header = {**self.header, "files": dict(self.header["files"])}
-        tensors: dict[str, Tensor] = dict(deferred_shards(self.place / WEIGHTS, header["files"]))
+        tensors: dict[str, Tensor] = dict(deferred_shards(WEIGHTS, self.opened.files))
         info: dict[str, dict[str, Json]] = {layer: dict(roles) for layer, roles in self.entries.items()}
         for (layer, role), entry in entries.items():
             info[layer][role] = entry
@@ -133,10 +130,11 @@ class CalibratedFolder:
         plan["config"] = {"name": Path(config.source).name, "text": config.text}
         with results.replaced_results(place) as new:
             written = {**write_shards(new / WEIGHTS, tensors), STATISTICS: write_tensors(new / STATISTICS, flat)}
-            others = header["files"].keys() - {*left_files(self.place / WEIGHTS), *written}
+            old_weights = shard_files(WEIGHTS, header["files"])
+            others = header["files"].keys() - {*old_weights, *written}
             for name in others:
-                shutil.copyfile(self.place / name, new / name)
+                write_bytes(new / name, self.opened.files[name].parts())
             header["files"] = {name: header["files"][name] for name in others} | written
-            write_json(new / ORIGINS[0], plan)
-            write_json(new / ORIGINS[1], resolved_document(config))
+            write_json(new / PLAN, plan)
+            write_json(new / RESOLVED, resolved_document(config))
             results.write_info(new, header, info)

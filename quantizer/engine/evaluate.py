@@ -76,11 +76,14 @@ class Comparison:
     """What a paired run found; figures about classes are absent when the output or the data has none.
 
     `output` is about floating-point outputs, of which there are `floats` values; of the `others`, integers and
-    booleans, so many are `equal`. `spoiled` is the first batch where the quantized network alone gives NaN or infinity.
+    booleans, so many are `equal`. `quantization` is what outputs lose without what passes have changed, where they are
+    compared with another network than the one that was quantized. `spoiled` is the first batch where the quantized
+    network alone gives NaN or infinity.
     """
 
     layers: list[LayerNoise]
     output: Noise = field(default_factory=Noise)
+    quantization: Noise = field(default_factory=Noise)
     floats: int = 0
     others: int = 0
     equal: int = 0
@@ -96,6 +99,7 @@ class Comparison:
         for mine, its in zip(self.layers, other.layers, strict=True):
             mine.merge(its)
         self.output.merge(other.output)
+        self.quantization.merge(other.quantization)
         if self.spoiled is None and other.spoiled is not None:
             self.spoiled = self.batches + other.spoiled
         self.batches += other.batches
@@ -165,8 +169,22 @@ def over_batches(
     exchange(count)
 
 
-def compare(reference: Network, quantized: Network, batches: Iterable[Batch], ranks: Ranks = ALONE) -> Comparison:
+def compare(
+    reference: Network,
+    quantized: Network,
+    batches: Iterable[Batch],
+    ranks: Ranks = ALONE,
+    user: Network | None = None,
+) -> Comparison:
     """Run both networks on each batch, once, on the rank that it belongs to.
+
+    Args:
+        reference: the float network, with the nodes of the quantized one.
+        quantized: what is compared with it.
+        batches: of data, on the networks' device.
+        ranks: who share the batches.
+        user: the model itself, where `reference` computes another function. Outputs are compared
+            with those of this network then.
 
     What is found is added up batch by batch in their order, so the number of ranks cannot be seen.
 
@@ -200,7 +218,13 @@ def compare(reference: Network, quantized: Network, batches: Iterable[Batch], ra
                 assert noise.accumulated is not None  # only parameters have none
                 # What the quantizer hands on: a layer quantizes its own input after the value that both networks made.
                 noise.accumulated.add(x, y if noise.layer == name else quantizer(y.clone()))
-        _outputs(left.outputs(), right.outputs(), batch, found[-1])
+        expected = left.outputs()
+        if user is not None:
+            for x, y in zip(left.float_outputs(), right.float_outputs(), strict=True):
+                _require_same_shape("the output", x, y)
+                found[-1].quantization.add(x, y)
+            expected = user.start(batch.args, batch.kwargs).advance().outputs()
+        _outputs(expected, right.outputs(), batch, found[-1])
 
     result = nothing()
 

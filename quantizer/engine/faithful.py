@@ -23,6 +23,7 @@ from quantizer.nn.network import Network
 from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch
 from quantizer.sources.module_state import ModuleState, left_alone
+from quantizer.sources.user_code import user_exits
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ def compare_with_model(module: nn.Module, graph: Graph, batch: Batch) -> None:
     if graph.is_deferred:
         return
     call = _small(graph, batch)
-    with torch.no_grad(), left_alone(module) as state, evaluating(module):
+    again_on_it = user_exits("running the model on the first batch again", ModelError)
+    with torch.no_grad(), left_alone(module) as state, evaluating(module), again_on_it:
         try:
             first, again = (_output(module, call, seed) for seed in (1, 2))
         except Exception as error:  # noqa: BLE001 - whatever users raise: calibration names the layer and the batch

@@ -192,8 +192,10 @@ def finetune(
     def with_outputs() -> Iterator[Batch]:
         """Each batch, after keeping what the network returns for it."""
         for batch in batches():
-            outputs.append(store.keep(float_leaves(plain(*batch.args, **batch.kwargs))))
-            yield batch
+            # An output may be a part of an input, which a loader may refill.
+            stable = batch.stable()
+            outputs.append(store.keep(float_leaves(plain(*stable.args, **stable.kwargs))))
+            yield stable
 
     with torch.no_grad():
         reference = SequentialRunner(Network(graph), with_outputs(), store)

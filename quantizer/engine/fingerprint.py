@@ -54,9 +54,11 @@ def config(value: Config) -> str:
 
 
 def decisions(plan: Plan) -> str:
-    """A digest of what a plan decided: the settings, and the spec of each tensor. Where it was said does not count."""
+    """A digest of what a plan decided: the settings, and the spec of each tensor. Where it was said does not count, nor
+    what calibration decided of joins.
+    """
     settings = {key: value for key, value in asdict(plan.settings).items() if key != "places"}
-    return decided(settings, {key: tensor.spec for key, tensor in plan.tensors.items()})
+    return decided(settings, {key: tensor.spec for key, tensor in (*plan.tensors.items(), *plan.left.items())})
 
 
 def decided(settings: Mapping[str, Any], specs: Mapping[Key, QuantizationSpec]) -> str:

@@ -22,6 +22,18 @@ from quantizer.numerics.deferred import DeferredTensor
 from quantizer.numerics.granularity import scale_shape
 
 
+def check_absorption(absorption: Mapping[str, Any], original: Graph, path: Path | str) -> None:
+    """Refuse decisions on the absorption of biases that are about layers of another model.
+
+    Raises:
+        ResultError: naming the first.
+    """
+    for name, row in absorption.get("layers", {}).items():
+        strange = [layer for layer in (name, row["into"]) if layer not in original.by_name]
+        if strange:
+            raise damaged(path, f"header/absorption/layers/{name}", f"there is no layer {strange[0]}")
+
+
 def check_insertions(insertions: Sequence[Insertion], original: Graph, path: Path | str) -> None:
     """Refuse layers that cannot be inserted into a graph.
 

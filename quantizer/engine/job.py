@@ -14,13 +14,14 @@ from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import Config
 from quantizer.distributed import ALONE, Ranks
 from quantizer.engine import fingerprint
+from quantizer.engine.absorption import Record
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.checkpoint import Checkpoints, shared
 from quantizer.engine.events import Events, Logged, Snapshot, Stage
 from quantizer.engine.solution import Solution
 from quantizer.engine.target import Target
 from quantizer.errors import DataError
-from quantizer.plan.model import Plan
+from quantizer.plan.model import JoinDecision, Plan
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 
@@ -51,8 +52,9 @@ class Job:
         ranks: the processes that share the work.
         memory: bytes of the network's values that may stay in memory; None for half of what is free.
         statistics: what calibrations before have seen, in their order, instead of data.
+        absorption: which layers take up high biases, as `engine.absorption` records it; None until data have decided.
         confirm: called when the plan is made and nothing is changed yet; it may raise.
-        plan, adjustment, calibration, solution, is_finetuned: found by the steps.
+        plan, adjustment, calibration, joins, solution, is_finetuned: found by the steps.
     """
 
     target: Target
@@ -69,9 +71,11 @@ class Job:
     memory: int | None = None
     dpu_accuracy: str | None = None
     statistics: tuple[Statistics, ...] = ()
+    absorption: Record | None = None
     plan: Plan = field(init=False)
     adjustment: Adjustment | None = None
     calibration: Calibration = field(init=False)
+    joins: Mapping[str, JoinDecision] = field(default_factory=dict)
     solution: Solution = field(init=False)
     is_finetuned: bool = False
 

@@ -7,6 +7,7 @@ from itertools import islice
 
 from quantizer.engine.ablation import ablate
 from quantizer.engine.evaluate import Comparison, LayerNoise
+from quantizer.engine.pass_loss import PassLoss
 from quantizer.nn.network import Network
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
@@ -19,6 +20,17 @@ below LOW_DB reads, whose own SQNR is high if a few values are far larger than t
 """
 LEAST_DB = 0.1
 """What is gained by less is not worth a word."""
+
+
+def remark_on_passes(passes: PassLoss | None) -> str | None:
+    """Return a sentence on passes that alone leave less than LOW_DB of the model; None if they do not."""
+    if passes is None or passes.passes_db >= LOW_DB:
+        return None
+    names = ", ".join(passes.names)
+    return (
+        f"before anything is quantized, {names} leave {passes.passes_db:.1f} dB of the model's output on one batch: "
+        "switch them off, or train the model with what they put in"
+    )
 
 
 def remark(compared: Comparison, reference: Network, quantized: Network, batches: Iterable[Batch]) -> str | None:

@@ -2,41 +2,39 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from quantizer.config.model import Config
-from quantizer.engine import fingerprint, results
+from quantizer.engine import absorption, fingerprint
 from quantizer.engine.job import Statistics
-from quantizer.engine.result_files import read_tensors
-from quantizer.engine.results import STATISTICS, QuantInfo
-from quantizer.engine.stored_checks import checked_statistics
+from quantizer.engine.results import QuantInfo
 from quantizer.errors import ResultError
 
 APART = "calibrate once on all data instead: several ranks can share it"
 
 
-def statistics_of(folder: Path, info: QuantInfo) -> Statistics:
+def statistics_of(info: QuantInfo) -> Statistics:
     """What a calibration has seen.
 
     Raises:
-        ResultError: the file is missing or damaged.
+        ResultError: the file is damaged.
     """
-    path = folder / STATISTICS
-    return Statistics(checked_statistics(read_tensors(path), path), int(info.header["batches"]))
+    return Statistics(info.statistics(), int(info.header["batches"]))
 
 
-def require_mergeable(folders: Sequence[Path], infos: Sequence[QuantInfo], config: Config) -> None:
+def require_mergeable(infos: Sequence[QuantInfo], config: Config) -> None:
     """Refuse folders whose statistics do not make one calibration.
 
     Raises:
         ResultError: they are of different models or configs, or what was found needs values that are gone.
     """
-    for folder, info in zip(folders[1:], infos[1:], strict=True):
-        for what in _differences(infos[0].header, info.header):
-            raise ResultError(f"{folder} cannot be merged with {folders[0]}: {what}", help="calibrate both alike")
-    for why in _insufficient(infos[0].header, config):
-        raise ResultError(f"{folders[0]} cannot be merged: {why}", help=APART)
+    first = infos[0]
+    for info in infos[1:]:
+        for what in _differences(first.header, info.header):
+            text = f"{info.folder} cannot be merged with {first.folder}: {what}"
+            raise ResultError(text, help="calibrate both alike")
+    for why in _insufficient(first.header, config):
+        raise ResultError(f"{first.folder} cannot be merged: {why}", help=APART)
 
 
 def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
@@ -47,6 +45,9 @@ def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
         name = fingerprint.first_difference(first[key], other[key])
         if name is not None:
             yield f"{what} {name} differs"
+    decisions = [absorption.refused(header.get("absorption", {})) for header in (first, other)]
+    for name in sorted(decisions[0] ^ decisions[1]):
+        yield f"by the data of one, the high biases of {name} were absorbed, and not by those of the other"
     for key, what in {
         "config": "the configs decide otherwise",
         "algorithms": "the algorithms differ",
@@ -79,12 +80,3 @@ def merged_data(infos: Sequence[QuantInfo]) -> dict[str, Any]:
     digest = hashlib.blake2b("".join(each["digest"] for each in prints).encode(), digest_size=16).hexdigest()
     samples, batches = (sum(each[key] for each in prints) for key in ("samples", "batches"))
     return {"samples": samples, "batches": batches, "inputs": inputs, "digest": digest}
-
-
-def read_infos(folders: Sequence[Path]) -> list[QuantInfo]:
-    """The calibrations in these folders.
-
-    Raises:
-        ResultError: one is incomplete, or was changed.
-    """
-    return [results.read_info(folder) for folder in folders]

@@ -24,7 +24,7 @@ def rectified(traced: TracedModules, settings: Settings) -> frozenset[str]:
     """
     graph = run_passes(traced.graph, settings)
     where = layout(graph)
-    groups = {member: group for group in (*where.groups.values(), *where.joined.values()) for member in group.members}
+    groups = {member: group for group in where.groups.values() for member in group.members}
     found: dict[str, set[bool]] = {}
     for node, name in traced.names.items():
         tensor = traced.plan.tensors.get((name, "activation"))

@@ -52,7 +52,7 @@ class ModuleTarget(Target):
         self._rectified: frozenset[str] = frozenset()
         self._rounded: dict[str, Rounded] = {}
 
-    def prepare(self, config: Config) -> None:
+    def prepare(self, config: Config, refused: Collection[str] = ()) -> None:
         """Refuse what only a trace can do."""
         listed = {kind.switch: name for name, kind in SWITCHES.items() if config.form == "hierarchical"}
         for name, what in NEEDS_TRACE.items():

@@ -3,11 +3,10 @@
 The shell, Python and quantization in place run these steps. Writing, testing and exporting come after them.
 """
 
-import dataclasses
 import logging
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,11 +18,12 @@ from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Settings
 from quantizer.distributed import ALONE
-from quantizer.engine import calibrate, shards
+from quantizer.engine import absorption, calibrate, shards
 from quantizer.engine.checkpoint import other_run, telling_damage
 from quantizer.engine.events import Snapshot
 from quantizer.engine.finetune import finetune_weights
 from quantizer.engine.job import Job
+from quantizer.engine.joins import decide_joins
 from quantizer.engine.run_algorithms import report, run_algorithms
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.engine.stored_checks import checked_statistics
@@ -44,7 +44,7 @@ class Step:
 
 def run_passes(job: Job) -> None:
     """Bring the graph into the form that is planned."""
-    job.target.prepare(job.config)
+    job.target.prepare(job.config, absorption.refused(job.absorption or {}))
 
 
 def make_plan(job: Job) -> None:
@@ -64,6 +64,23 @@ def make_plan(job: Job) -> None:
     for level, text in job.target.remarks(job.config, job.plan):
         job.events.message(level, text)
     job.confirm(job)
+
+
+def check_absorption(job: Job) -> None:
+    """Decide on the first batches which layers absorb high biases, and plan again if any may not.
+
+    Of several ranks the first decides. Without data batch norms are believed.
+    """
+    record = absorption.NOTHING
+    if job.ranks.is_first and not job.batches.stands_in:
+        record = absorption.decide(job.target.original, job.config.settings, job.read())
+    job.absorption = job.ranks.broadcast(record, "the check of absorbed biases")
+    refused = absorption.refused(job.absorption)
+    if refused:
+        for sentence in absorption.refusals(job.absorption):
+            job.events.message(logging.INFO, sentence)
+        job.target.prepare(job.config, refused)
+        job.plan = job.target.plan(job.config)
 
 
 def plan_again(job: Job) -> None:
@@ -144,10 +161,14 @@ def find_scales(job: Job) -> None:
     """Scales and zero points, of what was observed or what algorithms have found."""
     if job.algorithms_need_data and not job.calibration.batches and job.batches.fingerprint is not None:
         job.calibration.batches = job.batches.fingerprint["batches"]
-    job.solution = calibrate.solution(job.calibration)
+    decide_joins(job)
+    absorbed = job.absorption or absorption.NOTHING
+    job.solution = replace(calibrate.solution(job.calibration), joins=job.joins, absorption=absorbed)
     if job.adjustment:
+        job.solution = job.target.solved(job.solution, job.adjustment)
+    if job.adjustment and job.config.algorithms:
         algorithms = report(job.config.algorithms, job.adjustment)
-        job.solution = dataclasses.replace(job.target.solved(job.solution, job.adjustment), algorithms=algorithms)
+        job.solution = replace(job.solution, algorithms=algorithms)
 
 
 def align_to_dpu(job: Job) -> None:
@@ -169,9 +190,9 @@ def aligned(found: Solution, graph: Graph, settings: Settings) -> tuple[Solution
     for move in moves:
         key = (move.layer, move.role)
         scale = torch.full_like(found.tensors[key].scale, 2.0 ** -positions[key])
-        tensors[key] = dataclasses.replace(found.tensors[key], scale=scale)
+        tensors[key] = replace(found.tensors[key], scale=scale)
         notes[key] = (*notes.get(key, ()), f"position {move.before} -> {move.after}: {move.why}")
-    return dataclasses.replace(found, tensors=tensors, notes=notes), moves
+    return replace(found, tensors=tensors, notes=notes), moves
 
 
 def correct_biases(job: Job) -> None:
@@ -191,7 +212,7 @@ def correct_biases(job: Job) -> None:
     largest = max(sizes, key=sizes.__getitem__)
     text = f"biases of {len(found)} layers corrected, by at most {sizes[largest]:.3g} in {largest}"
     job.events.message(logging.INFO, text)
-    job.solution = dataclasses.replace(job.solution, corrections=found)
+    job.solution = replace(job.solution, corrections=found)
 
 
 def finetune(job: Job) -> None:
@@ -212,6 +233,7 @@ def finish(job: Job) -> None:
 STEPS: tuple[Step, ...] = (
     Step(run_passes),
     Step(make_plan),
+    Step(check_absorption, when=lambda job: job.config.settings.include_cle and job.absorption is None),
     Step(run_algorithms, when=lambda job: bool(job.config.algorithms)),
     Step(plan_again, when=lambda job: bool(job.config.algorithms)),
     Step(start_observers),

@@ -15,8 +15,10 @@ from torch import Tensor
 from quantizer.atomic import replace_file
 from quantizer.errors import ResultError
 from quantizer.memory import in_words
+from quantizer.nn.deferred_file import STORED, deferred_file
 from quantizer.numerics.deferred import DeferredTensor, bytes_of
-from quantizer.sources.deferred_file import STORED, deferred_file
+from quantizer.opened_files import OpenFile
+from quantizer.plain_files import require_plain
 
 
 def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> str:
@@ -101,70 +103,103 @@ def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | No
 _NAMES = {dtype: name for name, dtype in STORED.items()}
 
 
-def read_json(path: Path) -> Any:
+def read_json(place: Path | OpenFile) -> Any:
     """The parsed file.
 
     Raises:
         ResultError: missing or not JSON.
     """
-    return _parsed(path, _json, "JSON")
+    return _parsed(place, _json, "JSON")
 
 
-def _json(path: Path) -> Any:
+def _json(place: Path | OpenFile) -> Any:
     """No result has NaN or infinity in it, what is not finite is null; nor halves of characters, but for those that
     stand for bytes of a file's name.
     """
-    text = path.read_bytes().decode()
+    text = _content(place).decode()
     value = json.loads(text, parse_constant=_refuse)
     if "\\ud" in text.lower():  # written as escapes, which alone can be halves
         json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape")
     return value
 
 
+def _content(place: Path | OpenFile) -> bytes:
+    return place.read_bytes() if isinstance(place, Path) else place.content()
+
+
 def _refuse(constant: str) -> Any:
     raise ValueError(f"it holds {constant}")
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(place: Path | OpenFile) -> dict[str, Tensor]:
     """The tensors of a safetensors file.
 
     Raises:
         ResultError: missing or damaged.
     """
-    tensors: dict[str, Tensor] = _parsed(path, lambda file: load(file.read_bytes()), "safetensors")
+    tensors: dict[str, Tensor] = _parsed(place, lambda file: load(_content(file)), "safetensors")
     return tensors
 
 
-def deferred_tensors(path: Path) -> dict[str, DeferredTensor]:
+def deferred_tensors(place: Path | OpenFile) -> dict[str, DeferredTensor]:
     """The tensors of a safetensors file, each read when it is needed.
 
     Raises:
         ResultError: missing or damaged.
     """
-    tensors: dict[str, DeferredTensor] = _parsed(path, deferred_file, "safetensors")
+    tensors: dict[str, DeferredTensor] = _parsed(place, deferred_file, "safetensors")
     return tensors
 
 
 def sha256(path: Path) -> str:
-    """Of a file of any size."""
+    """Return the digest of a file of any size.
+
+    Raises:
+        ResultError: it cannot be read.
+    """
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(CHUNK):
-            digest.update(part)
+    try:
+        require_plain(path)
+        with path.open("rb") as file:
+            while part := file.read(CHUNK):
+                digest.update(part)
+    except OSError as error:
+        raise cannot_read(path, error) from error
     return digest.hexdigest()
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return what a file holds.
+
+    Raises:
+        ResultError: it cannot be read.
+    """
+    try:
+        require_plain(path)
+        return path.read_bytes()
+    except OSError as error:
+        raise cannot_read(path, error) from error
+
+
+def cannot_read(path: Path, error: OSError) -> ResultError:
+    """Return what to say of a file that the system refuses to read."""
+    return ResultError(f"cannot read {path}: {error.strerror or error}", help="run --quant_mode calib again")
 
 
 CHUNK = 1 << 20
 
 
-def _parsed(path: Path, parse: Callable[[Path], Any], kind: str) -> Any:
+def _parsed(place: Path | OpenFile, parse: Callable[[Any], Any], kind: str) -> Any:
+    path = place if isinstance(place, Path) else place.path
     try:
-        return parse(path)
+        if isinstance(place, Path):
+            require_plain(place)
+        return parse(place)
     except FileNotFoundError:
-        raise ResultError(
-            f"{path} does not exist", help="run --quant_mode calib first, with the same --output_dir"
-        ) from None
+        help_ = "run --quant_mode calib first, with the same --output_dir"
+        raise ResultError(f"{path} does not exist", help=help_) from None
+    except OSError as error:
+        raise cannot_read(path, error) from error
     except Exception as error:  # of whatever class the parser has
-        raise ResultError(
-            f"{path} is not a readable {kind} file: {error}", help="run --quant_mode calib again"
-        ) from error
+        help_ = "run --quant_mode calib again"
+        raise ResultError(f"{path} is not a readable {kind} file: {error}", help=help_) from error

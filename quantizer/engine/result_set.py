@@ -1,28 +1,47 @@
 """The result folder as a whole: its lock, and a set of files that takes the place of another.
 
 The new set is written aside, complete, then moved; a later start ends what a stop has left undone. So at every moment
-there is the old set or the new one, though the disk be full.
+there is the old set or the new one, though the disk be full. Readers take either (`opened_files`) and move nothing.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import platform
+import re
 import shutil
+import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from quantizer.atomic import remove_left_over
-from quantizer.engine.result_files import cannot_write, read_json, write_json
+from quantizer.engine.result_files import cannot_write, write_json
 from quantizer.errors import ResultError
+from quantizer.graph.emit import is_emitted
+from quantizer.opened_files import ASIDE, MOVES, OpenedFiles, planned_moves
 
-ASIDE = ".quantizer-new"
-"""The folder beside the files, for those that are to replace them."""
-MOVES = "moves.json"
-"""The last file written there; from then on the new set is the one that counts."""
+SUFFIXES = (".json", ".py", ".safetensors", ".csv", ".html", ".log")
+"""Those of the files in a result folder."""
 OWNER = 100
 """Bytes that a lock may have, which say whose it is."""
+EXPORT = "export"
+"""The only folder inside a result folder that is written to."""
+OURS = re.compile(
+    r"(weights|bias_corr|qparams|rescaled|statistics|model)"
+    r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
+    r"|(quant_info|checksums|plan|config\.resolved|algorithms|quantizer)\.json"
+    r"|(report|analysis|exact|export/verify)\.json|report\.html|layers\.csv"
+)
+"""Names of files in a set that replaces another, or that go with one; code of a network has its model's name."""
+CODE = re.compile(r"\w+\.py")
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+"""What the system says of a disk, a folder and a file that may be read alone."""
+
+
+class ReadOnlyError(ResultError):
+    """The folder may be read but not written."""
 
 
 @contextmanager
@@ -40,6 +59,8 @@ def replaced_set(folder: Path, gone: Collection[str] = ()) -> Iterator[Path]:
         aside.mkdir(parents=True)
         yield aside
         names = sorted(path.name for path in aside.iterdir())
+        for name in names:
+            _require_ours(folder, name)
         write_json(aside / MOVES, {"files": names, "gone": sorted({*gone} - {*names})})
     except BaseException as error:
         _forget(folder)
@@ -50,36 +71,53 @@ def replaced_set(folder: Path, gone: Collection[str] = ()) -> Iterator[Path]:
 
 
 def settle(folder: Path) -> None:
-    """End a replacement that was stopped once its new set was complete; one that is not, another run may still write.
+    """Finish a replacement that was stopped after its new set was complete. An incomplete one is left alone.
+
+    For writers, who hold the lock. Nothing is moved before all names and places are checked.
 
     Raises:
-        ResultError: the folder holds something else under that name.
+        ResultError: the folder holds something else under that name, or the list has what no writer puts there.
     """
     aside = folder / ASIDE
     if aside.is_symlink() or (aside.exists() and not aside.is_dir()):
         raise ResultError(f"{aside} is no folder of quantizer", help="remove it")
-    if not (aside / MOVES).is_file():
+    moves = aside / MOVES
+    if moves.is_symlink():
+        raise ResultError(f"{moves} is a link", help=f"remove {aside}")
+    if not moves.is_file():
         return
-    moves = read_json(aside / MOVES)
-    names = {kind: _names(moves, kind, aside) for kind in ("gone", "files")}
-    for path in (folder / name for name in names["gone"]):
-        if not path.parent.is_symlink():
-            path.unlink(missing_ok=True)
-    for name in names["files"]:
-        with contextlib.suppress(FileNotFoundError):  # it is where it should be
-            os.replace(aside / name, folder / name)
-    _forget(folder)
+    try:
+        incoming, outgoing = planned_moves(moves.read_bytes(), folder)
+        for name in (*incoming, *outgoing):
+            _require_ours(folder, name)
+        for name in outgoing:
+            (folder / name).unlink(missing_ok=True)
+        for name in incoming:
+            with contextlib.suppress(FileNotFoundError):  # it is where it should be
+                os.replace(aside / name, folder / name)
+        _forget(folder)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
 
 
-def finish(folder: Path) -> None:
-    """The same of a result folder that nobody writes to, for those who are about to read it.
+def _require_ours(folder: Path, name: str) -> None:
+    """Refuse to move or remove a file that no writer of sets moves or removes, or that is in another folder.
 
     Raises:
-        ResultError: someone does, or the folder holds something else under that name.
+        ResultError: naming the file.
     """
-    if (folder / ASIDE / MOVES).is_file():
-        with locked(folder):
-            pass  # who takes the lock cleans up
+    target, source = folder / name, folder / ASIDE / name
+    inside = [path for path in (target.parent, source.parent) if path != folder]
+    for path in (*inside, target, source):
+        if path.is_symlink():
+            raise ResultError(f"{path} is a link", help="remove the link")
+    if CODE.fullmatch(name):
+        is_ours = not target.is_file() or is_emitted(target.read_text("utf-8", "replace"))
+    else:
+        is_ours = OURS.fullmatch(name) is not None
+    if not is_ours or target.is_dir() or source.is_dir():
+        help_ = f"move it to another folder; if there is none of this name, remove {folder / ASIDE}"
+        raise ResultError(f"{target} is not a file that quantizer writes", help=help_)
 
 
 def _forget(folder: Path) -> None:
@@ -88,40 +126,46 @@ def _forget(folder: Path) -> None:
     shutil.rmtree(folder / ASIDE, ignore_errors=True)
 
 
-def _names(moves: object, kind: str, aside: Path) -> list[str]:
-    """Names of files in the folder, or in one inside it.
-
-    Raises:
-        ResultError: `moves` is nothing that was written here.
-    """
-    found = moves.get(kind) if isinstance(moves, dict) else None
-    if not isinstance(found, list) or not all(isinstance(name, str) and _is_plain(name) for name in found):
-        raise ResultError(f"{aside / MOVES} is damaged", help=f"remove {aside}")
-    return found
-
-
-def _is_plain(name: str) -> bool:
-    parts = name.split("/")
-    return len(parts) <= 2 and all(part and part == os.path.basename(part) and part[0] != "." for part in parts)
-
-
 def _clean(folder: Path) -> None:
     """Remove what stopped runs have left: temporary files, and a replacement that was not complete."""
     settle(folder)
     _forget(folder)
-    for place in (folder, folder / "export"):
+    for place in (folder, folder / EXPORT):
         remove_left_over(place)
 
 
 def _refuse_links(folder: Path) -> None:
-    """Refuse a folder with links among its files: what is written to them would be written elsewhere.
+    """Refuse a folder with links among the files that we write: what is written to them would be written elsewhere.
 
     Raises:
         ResultError: naming the first.
     """
-    links = sorted(path.name for path in folder.iterdir() if path.is_symlink())
+    inner = [folder / EXPORT, *_folders_in(folder / EXPORT)]
+    places = [folder, *(place for place in inner if place.is_dir() and not place.is_symlink())]
+    links = [path for place in places for path in place.iterdir() if path.is_symlink()]
     if links:
-        raise ResultError(f"{folder / links[0]} is a link, and would be written through", help="remove the link")
+        raise ResultError(f"{min(links)} is a link, and would be written through", help="remove the link")
+
+
+def _folders_in(folder: Path) -> Iterator[Path]:
+    """All folders below this one; links to folders are not followed."""
+    for place, names, _ in os.walk(folder):
+        yield from (Path(place, name) for name in names)
+
+
+def _refuse_folders(folder: Path) -> None:
+    """Refuse a folder that holds a folder in place of a file, which could not be replaced at the end of a run.
+
+    Raises:
+        ResultError: naming the first.
+    """
+    names = (path.name for path in folder.iterdir() if path.is_dir() and path.suffix in SUFFIXES)
+    first = min(names, default=None)
+    if first is not None:
+        raise ResultError(f"{folder / first} is a folder in place of a file", help="move it elsewhere")
+    export = folder / "export"
+    if export.exists() and not export.is_dir():
+        raise ResultError(f"{export} is no folder, and exports are written there", help="move it elsewhere")
 
 
 @contextmanager
@@ -135,11 +179,12 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_links(folder)
-        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        _refuse_folders(folder)
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
-        raise ResultError(
-            f"cannot use {folder} for results: {error.strerror}", help="choose another --output_dir"
-        ) from error
+        kind = ReadOnlyError if error.errno in READ_ONLY else ResultError
+        text = f"cannot use {folder} for results: {error.strerror}"
+        raise kind(text, help="choose another --output_dir") from error
     try:
         _take(handle, folder)
         try:
@@ -151,8 +196,24 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+@contextmanager
+def locked_as_opened(opened: OpenedFiles) -> Iterator[None]:
+    """Hold the lock of the folder that these files were opened in, to write about them.
+
+    Raises:
+        ResultError: as `locked` says, or another run has replaced the files since they were opened.
+    """
+    with locked(opened.folder):
+        if not opened.is_current():
+            text = f"{opened.folder} holds other results than when this command began"
+            raise ResultError(text, help="run the command again")
+        yield
+
+
 def _take(handle: int, folder: Path) -> None:
     """Lock the open file, if it is still the folder's: its last owner may have removed it in the meantime."""
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        raise ResultError(f"{folder / '.lock'} is no file, so it cannot be locked", help="remove it")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         owned = os.fstat(handle).st_ino == (folder / ".lock").stat().st_ino
@@ -162,5 +223,7 @@ def _take(handle: int, folder: Path) -> None:
         owner = os.pread(handle, OWNER, 0).decode(errors="replace")
         said = f", {owner}" if owner.isprintable() and owner else ""
         raise ResultError(f"{folder} is in use by another run{said}", help="wait for it or choose another --output_dir")
-    os.ftruncate(handle, 0)
-    os.write(handle, f"process {os.getpid()} on {platform.node()}".encode()[:OWNER])
+    # A full disk has no room for the text, which is for people alone: the lock holds without it.
+    with contextlib.suppress(OSError):
+        os.ftruncate(handle, 0)
+        os.write(handle, f"process {os.getpid()} on {platform.node()}".encode()[:OWNER])

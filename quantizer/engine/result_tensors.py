@@ -1,7 +1,6 @@
 """A solution as the result folder has it: files of tensors, and what a header says of them."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from quantizer.nn.network import Network
 from quantizer.numerics.codes import pack, packed_shape
 from quantizer.numerics.deferred import DeferredTensor
 from quantizer.numerics.two_level import pack_scales
+from quantizer.opened_files import OpenedFiles
 
 RESCALED = "rescaled.safetensors"
 """Float parameters that are as good as the model's, by `<module>.<parameter>`, where `WEIGHTS` has codes or others."""
@@ -57,7 +57,8 @@ def _packed(codes: Tensor, spec: QuantizationSpec) -> Tensor:
 def header_of(network: Network, found: Solution) -> dict[str, Any]:
     """The header's entries on what algorithms and finetuning replaced."""
     modules = network.module_names
-    return {
+    checked = {"absorption": found.absorption} if found.absorption else {}
+    return checked | {
         "replaced": {
             name: {
                 "module": modules[name],
@@ -74,13 +75,13 @@ def header_of(network: Network, found: Solution) -> dict[str, Any]:
     }
 
 
-def solution_of(folder: Path, header: Mapping[str, Any], entries: Mapping[str, Any]) -> Solution:
+def solution_of(opened: OpenedFiles, header: Mapping[str, Any], entries: Mapping[str, Any]) -> Solution:
     """The inverse of `tensors_of` and `header_of`, its tensors deferred; `entries` are those of quant_info.json.
 
     Raises:
         KeyError, TypeError, ValueError: something is not there.
     """
-    files = {name: deferred_shards(folder / name, header["files"]) for name in TENSORS}
+    files = {name: deferred_shards(name, opened) for name in TENSORS}
     stored = files[WEIGHTS]
 
     def replaced(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -102,4 +103,5 @@ def solution_of(folder: Path, header: Mapping[str, Any], entries: Mapping[str, A
         corrections=files[CORRECTIONS],
         insertions=tuple(insertions),
         rescaled=replaced("rescaled", {**stored, **files[RESCALED]}),
+        absorption=header.get("absorption", {}),
     )

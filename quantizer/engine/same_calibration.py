@@ -7,9 +7,11 @@ from typing import Any
 from quantizer.config.algorithm_words import written
 from quantizer.config.model import Config, Settings
 from quantizer.engine import fingerprint
-from quantizer.engine.results import QuantInfo
+from quantizer.engine.results import QuantInfo, stored_joins
 from quantizer.errors import ResultError
 from quantizer.graph.ir import Graph
+from quantizer.plan.joins import decided
+from quantizer.plan.model import Plan
 
 
 def check_model(info: QuantInfo, original: Graph) -> None:
@@ -32,17 +34,19 @@ def check_model(info: QuantInfo, original: Graph) -> None:
         )
 
 
-def check_plan(info: QuantInfo, config: Config, planned: Mapping[tuple[str, str], Any]) -> None:
-    """Refuse a config that would have planned something else; `planned` is its plan's tensors.
+def check_plan(info: QuantInfo, config: Config, plan: Plan) -> Plan:
+    """Return the plan with its joins decided as in the calibration; refuse one of another config.
 
     Raises:
         ResultError: naming the first setting or layer that differs.
     """
-    for what in _differences(info, config, planned):
+    plan = decided(plan, stored_joins(info.header))
+    for what in _differences(info, config, plan.tensors):
         raise ResultError(
             f"the config is not the calibrated one: {what}",
             help="calibrate with this config first, or leave out --config_file",
         )
+    return plan
 
 
 def _differences(info: QuantInfo, config: Config, planned: Mapping[tuple[str, str], Any]) -> Iterator[str]:

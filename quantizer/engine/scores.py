@@ -2,38 +2,52 @@
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from quantizer.config.wording import quoted
 from quantizer.distributed import ALONE, Ranks
 from quantizer.engine import evaluate, low_sqnr
 from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.evaluate import Comparison
 from quantizer.engine.events import Events, Stage
-from quantizer.errors import ModelError
+from quantizer.engine.pass_loss import PassLoss, pass_loss
+from quantizer.errors import DataError, ModelError
 from quantizer.nn.network import Network
 from quantizer.sources.data import Batches
+from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.models import Evaluate
-from quantizer.sources.user_code import user_errors
+from quantizer.sources.user_code import user_errors, was_called
 
 logger = logging.getLogger(__name__)
+
+DROP, RATIO = "_drop", "_ratio"
+"""What the names of a metric's loss of quality end in: its difference, and of perplexity its factor."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a test found: the comparison tensor by tensor, and `pairs`, each metric of both networks."""
+    """What a test found: the comparison tensor by tensor, and `pairs`, each metric of both networks.
+
+    `directions` says which metrics are better when they are lower, as far as the user declares it; `passes` what passes
+    cost the outputs, if they change the function of the model; `quantization_db` is the SQNR of the outputs against the
+    float network that was quantized, which then is another than the model.
+    """
 
     comparison: Comparison
     pairs: Mapping[str, Mapping[str, float]]
+    directions: Directions = BY_NAME
+    passes: PassLoss | None = None
+    quantization_db: float = math.inf
 
     @property
     def metrics(self) -> dict[str, float]:
         """All figures by the names that gates have for them."""
-        return self.comparison.metrics() | paired(self.pairs)
+        return self.comparison.metrics() | paired(self.pairs, self.directions)
 
     @property
     def fault(self) -> str | None:
@@ -50,15 +64,22 @@ class Scores:
         return None if self.metrics else "the model returns no tensors, and there is no evaluate(): nothing is compared"
 
 
-def paired(pairs: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of both networks, `{"top1": {"float": …, "quantized": …}}`, by single names."""
-    found: dict[str, float] = {}
+def paired(pairs: Mapping[str, Mapping[str, float]], directions: Directions = BY_NAME) -> dict[str, float]:
+    """Return the metrics of both networks, `{"top1": {"float": …, "quantized": …}}`, by single names.
+
+    `X_drop` is what X has lost in quality, whichever way X is good; there is none if that is unknown.
+    """
+    metrics: dict[str, float] = {}
     for name, pair in pairs.items():
         before, after = pair["float"], pair["quantized"]
-        found |= {f"{name}_float": before, name: after, f"{name}_drop": before - after}
+        metrics[f"{name}_float"] = before
+        metrics[name] = after
+        loss = directions.loss(name, before, after)
+        if loss is not None:
+            metrics[f"{name}{DROP}"] = loss
         if name == "perplexity" and before:  # it multiplies where other metrics lose
-            found["perplexity_ratio"] = after / before
-    return found
+            metrics[f"{name}{RATIO}"] = after / before
+    return metrics
 
 
 def score(
@@ -90,22 +111,51 @@ def score(
     if function is not None:
         before = measure(module, batches, device, events, "evaluate float", function)
         check(before.keys())
+        _warn_of_unknown(function.directions, before)
     reference = Network(calibrated.float_graph)
+    user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
     with Stage(events, "test", batches.total) as stage:
         on_device = stage.counted(batch.to(device) for batch in batches)
-        compared = evaluate.compare(reference, quantized, on_device, ranks)
+        compared = evaluate.compare(reference, quantized, on_device, ranks, user)
     batches.require_same(ranks)
-    if (
-        explained
-        and ranks.is_first
-        and (said := low_sqnr.remark(compared, reference, quantized, (b.to(device) for b in batches)))
-    ):
-        logger.warning("%s", said)
+    passes = pass_loss(calibrated, quantized, batches.first().to(device)) if ranks.is_first else None
+    if explained and ranks.is_first:
+        on_device = (batch.to(device) for batch in batches)
+        remark = low_sqnr.remark_on_passes(passes)
+        remark = remark or low_sqnr.remark(compared, reference, quantized, on_device)
+        if remark:
+            logger.warning("%s", remark)
+    noise = compared.output if user is None else compared.quantization
     if function is None:
-        return Scores(compared, compared.pairs())
+        return Scores(compared, compared.pairs(), BY_NAME, passes, noise.sqnr_db)
     after = measure(quantized, batches, device, events, "evaluate quantized", function)
     pairs = {name: {"float": value, "quantized": after[name]} for name, value in before.items() if name in after}
-    return Scores(compared, pairs)
+    return Scores(compared, pairs, function.directions, passes, noise.sqnr_db)
+
+
+def _warn_of_unknown(directions: Directions, metrics: Mapping[str, float]) -> None:
+    """Warn of names that a file declares and no metric has, as a misspelt one."""
+    unknown = sorted(directions.declared - metrics.keys())
+    if unknown:
+        names = ", ".join(map(quoted, unknown))
+        logger.warning("evaluate() gives no metric %s, whose direction is declared", names)
+
+
+def _evaluated(function: Evaluate, model: Callable[..., Any], data: Iterable[Any]) -> dict[str, float]:
+    """Return what the user's `evaluate(model, data)` does.
+
+    Raises:
+        DataError: it fails.
+        ModelError: the model fails when it is called there.
+    """
+    try:
+        with user_errors("evaluate()", DataError):
+            return function(model, data)
+    except DataError as error:
+        cause = error.__cause__
+        if cause is None or not was_called(model, cause):
+            raise
+        raise ModelError(error.message, help=error.help) from cause
 
 
 def measure(
@@ -120,6 +170,6 @@ def measure(
     with Stage(events, label, batches.total) as stage, torch.no_grad():
         counted = stage.counted(batch.to(device) for batch in batches)
         if function is not None:
-            return function(model, (batch.raw for batch in counted))
+            return _evaluated(function, model, (batch.raw for batch in counted))
         with user_errors(f"running the {label} model", ModelError):
             return evaluate.measure(model, counted)

@@ -22,7 +22,7 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.deferred import beside, loaded
 from quantizer.numerics.qparams import QParams
-from quantizer.plan.model import Key
+from quantizer.plan.model import JoinDecision, Key
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Solution:
     `corrections` is added to a layer's bias after quantization, [channels] in the dtype of its weight; `notes` say why
     a scale is not the observed one. What algorithms did before: `insertions`, layers that the graph of the network has;
     `rescaled`, parameters of the float network, with them as good as the model; `algorithms` is algorithms.json.
+    `absorption` is what data have decided on the absorption of high biases, as `engine.absorption` records it.
+    `joins` says by layer how the parts of joins were decided to be quantized.
     """
 
     tensors: Mapping[Key, QuantizedTensor]
@@ -42,6 +44,8 @@ class Solution:
     insertions: tuple[Insertion, ...] = ()
     rescaled: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     algorithms: Mapping[str, Any] = field(default_factory=dict)
+    absorption: Mapping[str, Any] = field(default_factory=dict)
+    joins: Mapping[str, JoinDecision] = field(default_factory=dict)
 
     @property
     def specs(self) -> dict[Key, QuantizationSpec]:

@@ -21,6 +21,7 @@ from quantizer.config.wording import shortened
 from quantizer.engine.result_files import read_json
 from quantizer.errors import ResultError
 from quantizer.numerics.formats import FLOAT_FORMATS
+from quantizer.opened_files import OpenFile
 
 AGAIN = "run --quant_mode calib again"
 LARGEST = 1 << 31
@@ -56,13 +57,13 @@ def check_content(content: Any, path: Path) -> None:
                 raise damaged(path, f"tensors/{layer}/{role}", why)
 
 
-def checked_json(path: Path) -> Any:
+def checked_json(file: OpenFile) -> Any:
     """A JSON file of a result folder, checked against its schema if there is one for its name.
 
     Raises:
         ResultError: it is missing or damaged; the place in it is named.
     """
-    content, schema = read_json(path), "result_files.schema.json"
+    path, content, schema = file.path, read_json(file), "result_files.schema.json"
     if path.name in load_resource("schemas", schema)["definitions"]:
         _check_schema(content, path, schema, path.name)
     return content

@@ -35,8 +35,12 @@ class Target(Protocol):
 
     original: Graph
 
-    def prepare(self, config: Config) -> None:
+    def prepare(self, config: Config, refused: Collection[str] = ()) -> None:
         """Bring the graph into the form that is planned.
+
+        Args:
+            config: says which passes run.
+            refused: layers whose high biases stay, as calibration data have decided.
 
         Raises:
             UsageError: the config asks for what this kind of target cannot do.
@@ -81,8 +85,8 @@ class TracedTarget(Target):
     def __init__(self, original: Graph) -> None:
         self.original = self.graph = original
 
-    def prepare(self, config: Config) -> None:
-        self.graph = run_passes(self.original, config.settings)
+    def prepare(self, config: Config, refused: Collection[str] = ()) -> None:
+        self.graph = run_passes(self.original, config.settings, refused=refused)
 
     def plan(self, config: Config) -> Plan:
         return resolve(config, self.graph, self.original)

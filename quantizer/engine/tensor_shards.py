@@ -1,6 +1,6 @@
 """Tensors in one safetensors file or in several of bounded size, named and indexed as transformers does it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from quantizer.engine.result_files import deferred_tensors, write_json, write_tensors
 from quantizer.nn.stored import shard_name, shards_of
 from quantizer.numerics.deferred import DeferredTensor
+from quantizer.opened_files import OpenedFiles
 
 SHARD = 5 * 10**9
 """Bytes of a shard at most; a tensor is never cut."""
@@ -43,16 +44,22 @@ def left_files(path: Path) -> list[str]:
     return [path.name, *shards, _index(path).name]
 
 
-def deferred_shards(path: Path, files: Mapping[str, str]) -> dict[str, DeferredTensor]:
-    """What `write_shards` wrote to `path`, each tensor read when it is needed; `files` is what it returned, or more.
+def shard_files(name: str, files: Collection[str]) -> list[str]:
+    """Those of `files` that `write_shards` wrote of the tensors of `name`."""
+    index = _index(Path(name)).name
+    return [*shards_of(name, files), *(file for file in files if file == index)]
+
+
+def deferred_shards(name: str, opened: OpenedFiles) -> dict[str, DeferredTensor]:
+    """What `write_shards` wrote to a file of this name, each tensor read when it is needed.
 
     Raises:
-        ResultError: a file is missing or damaged.
+        ResultError: a file is damaged.
     """
-    found: dict[str, DeferredTensor] = {}
-    for name in shards_of(path.name, files):
-        found |= deferred_tensors(path.with_name(name))
-    return found
+    tensors: dict[str, DeferredTensor] = {}
+    for shard in shards_of(name, opened.names):
+        tensors |= deferred_tensors(opened[shard])
+    return tensors
 
 
 def _index(path: Path) -> Path:

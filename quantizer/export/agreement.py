@@ -13,6 +13,7 @@ from torch import Tensor
 from quantizer.config.wording import shortened
 from quantizer.engine.exact import LayerCodes
 from quantizer.engine.noise import Noise
+from quantizer.export.speed import Speed
 
 WITHIN = 0.999
 """The share of values that may be a step off at most: kernels of integers round ties and biases otherwise."""
@@ -63,8 +64,8 @@ class Verification:
     row of classes for each; `float_sqnr_db` is of the file against the float network, where that decides.
     `default_session` has the figures of a runtime as its users start it, where those beside it are of one without
     optimizations: also its `kernels`, the codes of its `layers`, each made of the same codes as in test mode, and its
-    `speed`, as a multiple of that of the float network. `remarks` say how a file is read; `engines` are others that
-    are installed and may read it.
+    `speed` against the float network, None if it was not measured. `remarks` say how a file is read;
+    `engines` are others that are installed and may read it.
     """
 
     compared: str
@@ -78,7 +79,7 @@ class Verification:
     default_session: Verification | None = None
     kernels: Kernels | None = None
     layers: tuple[LayerCodes, ...] = ()
-    speed: float | None = None
+    speed: Speed | None = None
     remarks: tuple[str, ...] = ()
     engines: tuple[EngineCheck, ...] = ()
 
@@ -105,7 +106,7 @@ class Verification:
         """Sentences on the kernels and the layers."""
         found = [] if self.kernels is None else self.kernels.lines
         if found and self.speed is not None:
-            found[0] += f"; {self.speed:.1f}x the speed of float"
+            found[0] += f"; {self.speed.text}"
         if codes := sum(row.codes for row in self.layers):
             equal = 1 - sum(row.differing for row in self.layers) / codes
             found.append(f"layer by layer, {equal:.4%} of {codes} codes are equal")

@@ -54,7 +54,7 @@ class Deployment:
         choices: Mapping[str, str],
     ) -> Deployment:
         """What is given to exporters of a calibrated model, verified on all batches."""
-        first, opset = next(iter(batches)).to("cpu"), calibrated.settings.onnx_opset_version
+        first, opset = next(iter(batches)).to("cpu").stable(), calibrated.settings.onnx_opset_version
         graph, floating = (each.on(torch.device("cpu")) for each in (calibrated.graph, calibrated.float_graph))
         call = first.args, first.kwargs
         return cls(graph, calibrated.solution, *call, opset, batches, sqnr_db, model, choices, floating)

@@ -54,6 +54,7 @@ def export(deployment: Deployment, path: Path) -> Verification:
     check("onnx", deployment.graph, deployment.solution.specs, deployment.opset)
     is_fast = deployment.choice("onnx_profile") == "fast"
     solution = as_run(deployment.graph, deployment.solution).by_rows()
+    tested = replace(deployment, solution=solution)  # the file is compared with this, whatever is restated for it
     deployment = replace(deployment, solution=quantized_apart(deployment.graph, solution, any_rounding=is_fast))
     wide = in_float32(deployment)
     encoded = half_even(wide.encoded) if is_fast else wide.encoded
@@ -71,8 +72,8 @@ def export(deployment: Deployment, path: Path) -> Verification:
     _clean(model, deployment.graph)
     with stored(model, path) as source:
         file = OnnxFile(path.name, source, model, floating)
-        with onnx_openvino.started(file, deployment) as openvino:
-            found = verify_sessions(file, deployment)
+        with onnx_openvino.started(file, tested) as openvino:
+            found = verify_sessions(file, tested)
             engines = () if openvino is None else (openvino.result(),)
     return replace(found, remarks=processors(wide.graph, solution), engines=engines)
 

@@ -13,7 +13,8 @@ from quantizer.config.roles import base_role
 from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.plan.groups import layout
+from quantizer.numerics.deferred import loaded
+from quantizer.plan.groups import PART_SCALE, Join, Layout, layout
 from quantizer.plan.model import Key
 
 Specs = Mapping[Key, QuantizationSpec]
@@ -74,20 +75,39 @@ def restated(graph: Graph, solution: Solution, weights: str, *, packed: bool = F
 
 
 def quantized_apart(graph: Graph, solution: Solution, *, any_rounding: bool = False) -> Solution:
-    """The solution with values that a concatenation alone reads quantized before it, too: to the same codes.
+    """The solution with values that a join alone reads quantized before it, too: to the same codes.
 
     So kernels of integers can make them. Where rounding takes operators in float, it would cost more than that brings,
     without `any_rounding`.
     """
-    tensors = dict(solution.tensors)
-    for name in layout(graph).joined:
-        keys = [(each, "activation") for each in _down(name, graph)]
-        found = next((solution.tensors[key] for key in keys if key in solution.tensors), None)
-        if found is None or not is_narrow(found.spec) or found.spec.is_dynamic:
+    tensors, where = dict(solution.tensors), layout(graph)
+    for join in where.joins.values():
+        whole = solution.tensors.get((join.group.point, "activation"))
+        if whole is None or not is_narrow(whole.spec) or whole.spec.is_dynamic:
             continue
-        if any_rounding or found.spec.round_mode == "half_even":
-            tensors[name, "activation"] = found
+        if any_rounding or whole.spec.round_mode == "half_even":
+            factors = _part_factors(graph, where, join)
+            for part in join.alone:
+                factor = next((factors[name] for name in part.members if name in factors), None)
+                if factor is not None:
+                    alike = replace(whole, scale=whole.scale / factor)
+                    tensors.setdefault((part.point, "activation"), alike)
     return replace(solution, tensors=tensors)
+
+
+def _part_factors(graph: Graph, where: Layout, join: Join) -> dict[str, float]:
+    """What the parts of a join are multiplied with before they are quantized, by the layer that made them."""
+    scaling = graph.by_name[join.group.point]
+    if scaling.op != PART_SCALE:
+        return {name: 1.0 for part in join.alone for name in part.members}
+    (value,) = scaling.refs()
+    factors = loaded(graph.weight(scaling)).tolist()
+    by_source: dict[str, float] = {}
+    first = 0
+    for source, length in where.origins[value].parts:
+        by_source[source] = factors[first]
+        first += length
+    return by_source
 
 
 def processors(graph: Graph, solution: Solution) -> tuple[str, ...]:
@@ -177,7 +197,7 @@ def _down(layer: str, graph: Graph) -> Iterable[str]:
         if others or not reader:
             return
         row = graph.by_name[reader].row
-        is_joined = is_joined or row.kind == "concat"
-        if not (row.kind == "concat" or row.keeps_scale or (row.kind == "fusable" and not is_joined)):
+        is_joined = is_joined or row.kind == "join"
+        if not (row.kind == "join" or row.keeps_scale or (row.kind == "fusable" and not is_joined)):
             return
         layer = reader

@@ -57,7 +57,9 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
         sessions = {label: _session(file, label, optimized) for label in (PLAIN, DEFAULT)}
         multiplications = kernels(file.model, optimized, deployment.graph, deployment.solution)
     agreements = {label: Agreement("outputs", deployment.steps) for label in sessions}
-    network, layers, ratio = deployment.network(), _Layers.of(file, deployment), None
+    network, layers = deployment.network(), _Layers.of(file, deployment)
+    measured = None
+    is_timed = file.floating is None
     for args, kwargs in deployment.calls():
         feed = _feed(sessions[DEFAULT], args, kwargs)
         with torch.no_grad():
@@ -70,16 +72,17 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
             with _failures_named(DEFAULT, file.name):
                 codes = layers.codes(feed)
             layers.check.add(args, kwargs, codes)
-        if ratio is None and file.floating is not None:
+        if file.floating is not None and not is_timed:
             with _failures_named("ONNX Runtime, without quantization,", file.name):
-                ratio = speed(sessions[DEFAULT], file.floating, feed)
+                measured = speed(sessions[DEFAULT], file.floating, feed)
+            is_timed = True
     verified = {}
     for label, session in sessions.items():
         remedy = _INT8_HELP if label == DEFAULT and deployment.choice("onnx_weights") == "int8" else _HELP
         refusal, run = f"{file.name} is not written: {label}", partial(_outputs, session)
         verified[label] = accepted(agreements[label].result(), deployment, run, refusal, remedy)
     rows = () if layers is None else tuple(layers.check.rows.values())
-    default = replace(verified[DEFAULT], kernels=multiplications, layers=rows, speed=ratio)
+    default = replace(verified[DEFAULT], kernels=multiplications, layers=rows, speed=measured)
     return replace(verified[PLAIN], default_session=default)
 
 

@@ -17,10 +17,10 @@ from quantizer.engine.solution import quantized_network
 from quantizer.errors import ResultError
 from quantizer.export.agreement import Verification, verify
 from quantizer.export.deployment import Deployment
+from quantizer.nn.deferred_file import metadata
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import decode
 from quantizer.numerics.deferred import DeferredTensor, loaded
-from quantizer.sources.deferred_file import metadata
 
 FORMAT = 2
 CORRECTION = ".bias_correction"

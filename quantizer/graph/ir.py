@@ -69,6 +69,19 @@ class Node:
         return owns_weight and isinstance(self.inputs.get("input"), Ref)
 
     @property
+    def is_join(self) -> bool:
+        """Whether the node puts values of several tensors into one; a write that adds to what is there computes."""
+        adds = self.attrs.get("accumulate") or self.attrs.get("reduce")
+        return self.row.kind == "join" and self.is_float and not adds
+
+    def joined(self) -> tuple[str, ...]:
+        """Return the names of the nodes whose values a join puts into its output."""
+        names: list[str] = []
+        for argument in self.row.joins:
+            names += references(self.inputs.get(argument))
+        return tuple(names)
+
+    @property
     def operands(self) -> dict[str, str]:
         """The nodes that a multiplying layer reads, by argument: its input, and what says which rows are whose."""
         names = {key: value.name for key, value in self.inputs.items() if isinstance(value, Ref)}
@@ -102,7 +115,8 @@ class Graph:
     """A traced model. `tensors` holds parameters, buffers and constants by path.
 
     `absorbed` says where folded layers went; `normal` has the mean and the standard deviation of each output channel
-    that folded batch norms promise, float64 [channels]; `changes` is what passes did to the parameters.
+    that folded batch norms promise, float64 [channels]; `changes` is what passes did to the parameters, and
+    `deviations` names the passes that have changed what the graph computes.
     `input_paths` are where each input stands in the call, as (args, kwargs) access paths; `lengths` are the sizes of
     inputs that each call chooses; `output` is the returned
     structure with `Ref`s for tensors, `rebuild` makes the model's own output type of it.
@@ -117,6 +131,7 @@ class Graph:
     absorbed: Mapping[str, str] = field(default_factory=dict)
     normal: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
+    deviations: tuple[str, ...] = ()
     rebuild: Callable[[Any], Any] | None = field(default=None, compare=False)
 
     @cached_property

@@ -5,12 +5,12 @@ from typing import Literal
 
 from quantizer.graph.axis_rules import AxisRule, Commutes
 
-Kind = Literal["mac", "compute", "fusable", "nonlinear", "concat", "passthrough", "structural", "float", "unknown"]
+Kind = Literal["mac", "compute", "fusable", "nonlinear", "join", "passthrough", "structural", "float", "unknown"]
 # mac          multiplies and accumulates; on integer hardware its inputs must be integers as well as its output
 # compute      makes new values; its output is quantized
 # fusable      an activation that hardware applies before writing the producer's output: one quantization for both
 # nonlinear    an activation of its own: quantized unless it is what the network returns
-# concat       joins tensors: they are quantized once, at its output
+# join         puts values of several tensors into one and computes nothing: each keeps its quantization
 # passthrough  moves or selects values, so that they keep the scale of its input
 # structural   inputs, parameters, constants, sizes and integers: nothing to quantize
 # float        known, and computed in float on purpose: few bits of what it makes say too little (roots, exponentials)
@@ -39,6 +39,7 @@ class Op:
         fresh: whether the output shares no memory with an input.
         any_layout: whether it computes on any order of memory alike, and makes images of the order of those it reads.
         shape_of: the argument of which it reads the shape alone.
+        joins: the arguments whose values a join puts into its output, later ones over earlier ones.
     """
 
     name: str
@@ -59,11 +60,17 @@ class Op:
     fresh: bool = False
     any_layout: bool = False
     shape_of: str | None = None
+    joins: tuple[str, ...] = ()
 
     @property
     def is_linear_or_convolution(self) -> bool:
         """Whether it multiplies channels with a weight that has its outputs and inputs as axes."""
         return self.spatial is not None
+
+    @property
+    def scales_channels(self) -> bool:
+        """Whether it multiplies each channel with a weight of its own."""
+        return self.kind == "mac" and self.channels is not None and self.spatial is None and not self.experts
 
     @property
     def looks_up(self) -> bool:

@@ -95,6 +95,11 @@ def _move(name: str, *types: str, axes: AxisRule = MOVED, **columns: Any) -> Op:
     return _row(name, "passthrough", *types, axes=axes, commutes=ALL, **columns)
 
 
+def _join(name: str, *joins: str, **columns: Any) -> Op:
+    """Puts the values of these arguments into one tensor."""
+    return _row(name, "join", f"torch.{name}", joins=joins, **columns)
+
+
 ALL, AFFINE, LINEAR, SCALING = Commutes.ALL, Commutes.AFFINE, Commutes.LINEAR, Commutes.SCALING
 _F = "torch.nn.functional."
 _ELEMENTWISE = (SAME, ALIKE, PRODUCT, QUOTIENT)
@@ -107,6 +112,8 @@ _SMOOTH = (
 )
 _NEAREST = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
 _CATS = ("cat", "concat", "concatenate")
+_STACKS = ("stack", "hstack", "vstack", "dstack", "column_stack")
+_WRITES = ("slice_scatter", "select_scatter", "diagonal_scatter")
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout")
 _ROWS = (
     _layer("conv1d", 1, "torch.nn.Conv1d", _F + "conv1d"),
@@ -182,10 +189,17 @@ _ROWS = (
     _activation("hardsigmoid", "nonlinear", "torch.nn.Hardsigmoid", _F + "hardsigmoid"),
     _row("softmax", "nonlinear", "torch.nn.Softmax", "torch.softmax", _F + "softmax"),
     _row("log_softmax", "nonlinear", "torch.nn.LogSoftmax", "torch.log_softmax", _F + "log_softmax"),
-    _row("cat", "concat", "torch.cat", axes=JOINED, commutes=ALL, any_layout=True, aten=_CATS),
-    *_rows("concat", "stack", "hstack", "vstack", "dstack", "column_stack", axes=JOINED, commutes=ALL),
-    *_rows("concat", "slice_scatter", "select_scatter", "diagonal_scatter", axes=WRITTEN, commutes=AFFINE),
-    *_rows("concat", "meshgrid", "broadcast_tensors"),  # of several tensors: each is quantized as it comes out
+    _join("cat", "tensors", axes=JOINED, commutes=ALL, any_layout=True, aten=_CATS),
+    *(_join(name, "tensors", axes=JOINED, commutes=ALL) for name in _STACKS),
+    *(_join(name, "input", "src", axes=WRITTEN, commutes=AFFINE) for name in _WRITES),
+    _join("where", "input", "other"),
+    _join("masked_fill", "input", "value"),
+    _join("masked_scatter", "input", "source"),
+    _join("scatter", "input", "src", "value"),
+    _join("index_put", "input", "values"),
+    _join("index_copy", "input", "source"),
+    _join("index_fill", "input", "value"),
+    *_rows("compute", "meshgrid", "broadcast_tensors"),  # of several tensors: each is quantized as it comes out
     _pool("max_pool1d", 1, "passthrough", AFFINE, "torch.nn.MaxPool1d"),
     _pool("max_pool2d", 2, "passthrough", AFFINE, "torch.nn.MaxPool2d", _F + "max_pool2d"),
     _pool("max_pool3d", 3, "passthrough", AFFINE, "torch.nn.MaxPool3d"),
@@ -225,8 +239,7 @@ _ROWS = (
     *(_move(f"atleast_{dims}d", f"torch.atleast_{dims}d", axes=RESHAPED) for dims in (1, 2, 3)),
     _row("neg", "compute", "torch.neg", axes=SAME, commutes=LINEAR),
     _row("abs", "compute", "torch.abs", axes=SAME, commutes=SCALING),
-    *_rows("compute", "where", "masked_fill", "lerp", "addcmul", "scatter", "scatter_add", "index_add", "index_put"),
-    *_rows("compute", "index_copy", "index_fill", "masked_scatter"),
+    *_rows("compute", "lerp", "addcmul", "scatter_add", "index_add"),
     *_rows("passthrough", "amax", "amin", axes=REDUCED, commutes=AFFINE, any_layout=True),
     *_rows("passthrough", "max", "min", any_layout=True),
     *_rows("passthrough", "sort", "topk", "median", "triu", "tril"),

@@ -54,7 +54,7 @@ def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] 
     try:
         program = program or _export(module, *example, batch=None if size is None else Dim("batch", min=1))
     except ModelError as error:
-        if size is None or isinstance(error, _DataDependentError):
+        if size is None or isinstance(error, _SameForAllExamplesError):
             raise
         example = _resized(given, size, UNUSUAL)
         program = _compared_with_others(module, example)
@@ -115,8 +115,8 @@ def _with_lengths(module: nn.Module, example: tuple[Any, ...]) -> ExportedProgra
     return found if is_open.issuperset(index for index, own in enumerate(axes) if own) else program
 
 
-class _DataDependentError(ModelError):
-    """Control flow that no other example would help."""
+class _SameForAllExamplesError(ModelError):
+    """What another example does not change: control flow that depends on values, or the end of the process."""
 
 
 def _resized(call: tuple[Any, ...], size: int | None, count: int) -> tuple[Any, ...]:
@@ -158,10 +158,14 @@ def _export(
         with quiet(), uncollected(), torch.no_grad(), marked(module), _left_as_it_was(module), without_stack_traces():
             program = torch.export.export(module, args, kwargs, dynamic_shapes=named)
             return functionalize(program, type(module).__name__)
-    except ModelError:
+    except (ModelError, KeyboardInterrupt):
         raise
     except Exception as error:
         raise _explain(module, error) from error
+    except BaseException as error:
+        # sys.exit() in forward(): the process goes on, so that it ends with a sentence.
+        text = f"{type(module).__name__} cannot be traced: its forward() raised {type(error).__name__}"
+        raise _SameForAllExamplesError(f"{text}{_where(error)}", help="return from forward() instead") from error
 
 
 @contextlib.contextmanager
@@ -234,7 +238,7 @@ def _explain(module: nn.Module, error: Exception) -> ModelError:
             line = f" at line {where.group(2)} of {where.group(1).rpartition('/')[2]}: {where.group(4).strip()}"
         chooses = hasattr(module, "set_experts_implementation") and "expert" in line  # transformers has two that trace
         remedy = "compute both branches and choose with torch.where, or keep that part outside the quantized model"
-        return _DataDependentError(
+        return _SameForAllExamplesError(
             f"{type(module).__name__} cannot be traced: its control flow depends on the values of a tensor{line}",
             help='call its set_experts_implementation("grouped_mm")' if chooses else remedy,
         )
@@ -250,7 +254,7 @@ def _explain(module: nn.Module, error: Exception) -> ModelError:
     )
 
 
-def _where(error: Exception) -> str:
+def _where(error: BaseException) -> str:
     """` at line 12 of net.py` for the innermost frame outside torch, if any."""
     inside = ("/torch/", "/quantizer/graph/", "contextlib")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in inside)]

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import a_kind
-from quantizer.errors import DataError, ModelError
+from quantizer.errors import DataError, ModelError, QuantizerError
 from quantizer.graph.ir import Graph
 from quantizer.nn.layer import Layer
 from quantizer.observers import ObservationError
@@ -204,6 +204,7 @@ class ModuleTree:
 
         Raises:
             DataError: the model cannot run on these arguments.
+            ModelError: it would end the process.
         """
         with ExitStack() as hooks, torch.no_grad():
             fused = torch.backends.mha.get_fastpath_enabled()
@@ -218,12 +219,17 @@ class ModuleTree:
                 hooks.callback(hook.remove)
             try:
                 return self.model(*args, **kwargs)
-            except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+            except (QuantizerError, ObservationError, MemoryError, KeyboardInterrupt):
+                raise
+            except Exception as error:
                 reason = str(error).strip().partition("\n")[0]
                 raise DataError(
                     f"the model cannot run on this batch: {type(error).__name__}: {reason}",
                     help="check shapes, dtypes and devices of the data; a dict gives keyword arguments",
                 ) from error
+            except BaseException as error:
+                text = f"forward() of {type(self.model).__name__} raised {type(error).__name__}"
+                raise ModelError(text, help="return from forward() instead") from error
 
     def _show_input(
         self, layer: str, watcher: Watcher, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,7 +1,7 @@
 """Fills a generated network from weights.safetensors and quant_info.json beside it. Reads data, never code."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_name
 from quantizer.errors import ResultError
+from quantizer.nn.deferred_file import deferred_file
 from quantizer.nn.image_layout import channels_first
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.nn.stored import load_tensors, shards_of
+from quantizer.nn.stored import shards_of
 from quantizer.numerics.codes import packed_shape, storage_dtype, unpack
 from quantizer.numerics.deferred import DeferredTensor
 from quantizer.numerics.two_level import unpack_scales
+from quantizer.opened_files import OpenedFiles, OpenFile, SetKind, json_digest, open_files
 
 WEIGHTS, CORRECTIONS = "weights.safetensors", "bias_corr.safetensors"
 GROUP_SCALES = "qparams.safetensors"
@@ -27,20 +29,26 @@ GROUP_SCALES = "qparams.safetensors"
 
 Scales are float32, or of fewer bits as `numerics.two_level` packs them, and then may have a `.global_scale`."""
 
+INFO = "quant_info.json"
+FILES_OF_TENSORS = (WEIGHTS, CORRECTIONS, GROUP_SCALES)
+"""The files that a generated network is filled from."""
+_KIND = SetKind(
+    INFO,
+    changed="was changed after calibration",
+    missing="run --quant_mode calib first",
+    again="run --quant_mode calib again",
+)
+
 
 def load(network: nn.Module, file: str) -> None:
     """Give a generated network its parameters and quantizers, as test mode runs it.
 
     Raises:
-        ResultError: the folder of `file` has no calibration.
+        ResultError: the folder of `file` has no calibration, or a file of it was changed.
     """
-    folder = Path(file).parent
-    try:
-        info = json.loads((folder / "quant_info.json").read_text(encoding="utf-8"))
-        known = (WEIGHTS, CORRECTIONS, GROUP_SCALES)
-        files = {name: _loaded(folder, shards_of(name, info["header"]["files"])) for name in known}
-    except FileNotFoundError as error:
-        raise ResultError(f"{error.filename or folder} does not exist", help="run --quant_mode calib first") from None
+    opened = open_files(Path(file).parent, _KIND, _digests)
+    info = _info(opened[INFO])
+    files = {name: _loaded(opened, name) for name in FILES_OF_TENSORS}
     weights, entries = files[WEIGHTS], [row for own in info["tensors"].values() for row in own.items()]
     stored = weights | files[GROUP_SCALES]
     found = [(entry, role, quantized_tensor(entry, role, stored)) for role, entry in entries]
@@ -60,8 +68,35 @@ def load(network: nn.Module, file: str) -> None:
     network.eval()
 
 
-def _loaded(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    return {key: tensor for name in names for key, tensor in load_tensors(folder / name).items()}
+def _info(file: OpenFile) -> dict[str, Any]:
+    """The content of quant_info.json.
+
+    Raises:
+        ResultError: it was changed after calibration.
+    """
+    try:
+        info: dict[str, Any] = json.loads(file.content())
+        is_whole = info["checksum"] == json_digest({"header": info["header"], "tensors": info["tensors"]})
+    except (ValueError, LookupError, TypeError):
+        is_whole = False
+    if not is_whole:
+        raise ResultError(f"{file.path} {_KIND.changed}", help=_KIND.again)
+    return info
+
+
+def _digests(index: OpenFile) -> dict[str, str]:
+    """The sha256 of each file of tensors that a network is filled from."""
+    files = _info(index)["header"]["files"]
+    return {shard: files[shard] for name in FILES_OF_TENSORS for shard in shards_of(name, files)}
+
+
+def _loaded(opened: OpenedFiles, name: str) -> dict[str, Tensor]:
+    """The tensors of `name`, which may lie in several files."""
+    tensors: dict[str, Tensor] = {}
+    for shard in shards_of(name, opened.names):
+        deferred = deferred_file(opened[shard])
+        tensors |= {key: tensor.load() for key, tensor in deferred.items()}
+    return tensors
 
 
 def _hand_out(network: nn.Module, args: Any, output: Any) -> Any:

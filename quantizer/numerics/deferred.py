@@ -254,7 +254,8 @@ _MMAP_THRESHOLD, _mapping = -3, list[int]()
 
 def bytes_of(tensor: Tensor) -> bytes:
     """What a tensor holds, as an object with these bytes; without a copy where they lie in order on the CPU."""
-    flat = loaded(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+    values = loaded(tensor.detach()).cpu().resolve_conj().resolve_neg()
+    flat = values.contiguous().reshape(-1).view(torch.uint8)
     if not flat.numel():
         return b""
     found: Any = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())  # its memory, without numpy

@@ -8,6 +8,7 @@ width is 1/2048 to 1/1024 of the largest magnitude, which is how far an edge rea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -68,6 +69,16 @@ class Histogram:
         exponent = torch.maximum(self.exponent, other.exponent)
         counts = self._counts_at(exponent) + other._counts_at(exponent)
         return Histogram(counts, exponent, torch.minimum(self.low, other.low), torch.maximum(self.high, other.high))
+
+    def scaled(self, factor: float) -> Histogram:
+        """Return the histogram of the values times a power of two.
+
+        >>> histogram = Histogram.of(torch.tensor([[-1.0, 3.0]]), torch.tensor([-1.0]), torch.tensor([3.0]))
+        >>> histogram.scaled(0.5).low.item(), histogram.scaled(0.5).width.item() / histogram.width.item()
+        (-0.5, 0.5)
+        """
+        exponent = self.exponent + int(math.log2(factor))
+        return Histogram(self.counts, exponent, self.low * factor, self.high * factor)
 
     def _counts_at(self, exponent: Tensor) -> Tensor:
         """The counts in bins of 2^exponent (R,), which are no narrower."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,6 +82,15 @@ class Memory(ABC):
 
         Raises:
             LookupError: that cannot be told; what is missing.
+        """
+
+    @abstractmethod
+    def put_together(self, parts: Sequence[tuple[Memory, float]]) -> None:
+        """Hold, if new, what there would be had this one seen the values of all parts in one tensor.
+
+        Args:
+            parts: memories of this spec that saw the same batches, and what their values are multiplied with, powers
+                of two.
         """
 
     @abstractmethod
@@ -165,6 +174,16 @@ class RangeMemory(Memory):
             raise LookupError(f"{needs}, and one histogram is kept")
         else:
             raise LookupError(f"{spec.method} needs a histogram of each batch, and the range of each is kept")
+
+    def put_together(self, parts: Sequence[tuple[Memory, float]]) -> None:
+        """The outermost ends that any part has, batch by batch."""
+        seen: list[Tensor] = []
+        for part, factor in parts:
+            assert isinstance(part, RangeMemory)
+            seen.append(part._seen * factor)
+        every = torch.stack(seen)
+        low, high = every.amin(0), every.amax(0)
+        self._hold(torch.stack([low[:, 0], high[:, 1], low[:, 2], high[:, 3]], 1))
 
     def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
         self._kept = keep(self._seen.clone())  # without the room for more
@@ -251,6 +270,14 @@ class PooledMemory(Memory):
         if kept is None or (other.spec.qscheme, self.spec.qscheme) != ("per_tensor", "per_tensor"):
             raise LookupError(f"{self.spec.method} needs a histogram, and only ranges are kept")
         self._pool, self._last, self._batches = kept._all(), None, kept._batches
+
+    def put_together(self, parts: Sequence[tuple[Memory, float]]) -> None:
+        """One histogram of all parts; those of scaled values have the same counts."""
+        for part, factor in parts:
+            assert isinstance(part, PooledMemory)
+            scaled = part._pooled().scaled(factor)
+            self._pool = scaled if self._pool is None else self._pool.merge(scaled)
+            self._batches = part._batches
 
     def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
         """Histograms stay where they are."""

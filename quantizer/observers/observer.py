@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,6 +161,24 @@ class Observer:
         other._memory.take_up(self._memory, beside._memory if beside else None)
         other._shape = self._shape
         return other
+
+    @classmethod
+    def of_parts(cls, spec: QuantizationSpec, parts: Sequence[tuple[Observer, float]]) -> Observer:
+        """Return what an observer with one scale would have seen of several tensors in one.
+
+        Args:
+            spec: of the parts, too.
+            parts: the tensors' observers, which saw the same batches, and what their values are multiplied with,
+                powers of two.
+
+        Raises:
+            ValueError: a part has another spec, or several scales.
+        """
+        if not spec.has_one_scale or any(part.spec != spec for part, _ in parts):
+            raise ValueError(f"Only what was observed alike, with one scale, can be put together as {spec}.")
+        together = cls(spec)
+        together._memory.put_together([(part._memory, factor) for part, factor in parts])
+        return together
 
     def __reduce__(self) -> tuple[Any, ...]:
         """How it is sent to another process: as its state."""

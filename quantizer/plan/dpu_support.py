@@ -11,7 +11,7 @@ from quantizer.graph.axis_rules import ALIKE, RESHAPED, SAME
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.targets import pair
 from quantizer.plan.dpu_limits import FUSED, LIMITS, OPERATORS, PYTORCH, Geometry
-from quantizer.plan.groups import Layout, layout, quantization_point
+from quantizer.plan.groups import EVERY_JOIN, Layout, layout, quantization_point
 from quantizer.plan.model import Plan
 
 RESTRICTIONS = "the DPU's restrictions on a configuration: 8 bits, symmetric, one power-of-two scale"
@@ -38,7 +38,7 @@ def _refused(why: str, source: str = PYTORCH) -> Verdict:
 
 def verdicts(plan: Plan) -> dict[str, Verdict]:
     """Each layer's verdict by name, in execution order."""
-    where, found = layout(plan.graph), dict[str, Verdict]()
+    where, found = layout(plan.graph, EVERY_JOIN), dict[str, Verdict]()
     for node in plan.graph.nodes:
         verdict = _verdict(plan.graph, node, found)
         if verdict.device == "DPU" and (why := _unquantized(plan, where, node)):

@@ -1,7 +1,9 @@
 """The plan: for each (layer, role) one spec and where its values came from; for the rest, why it stays float."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -15,6 +17,8 @@ from quantizer.graph.ir import Graph
 Key = tuple[str, str]
 """A layer and a role, which together name one tensor."""
 T = TypeVar("T")
+ENTRIES = ("input", "quant_stub")
+"""Operators whose output is what a config calls the network's input."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,59 @@ class TensorPlan:
 
 
 @dataclass(frozen=True)
+class JoinPlan:
+    """A join that products read, whose parts share one scale or keep their own: calibration decides.
+
+    The plan holds the tensors of both ways, of which those of one are left.
+
+    Attributes:
+        name: the layer that joins.
+        single: the tensor at the join; None where nothing is quantized there.
+        sources: the tensors of its parts.
+        alone: those of `sources` that nothing else reads.
+        observed: those of `sources` that are there for this decision alone.
+        inputs: the whole, quantized again for each layer that multiplies it.
+        divisible: those of `inputs` whose layer can multiply each part on its own scale.
+        scalable: the layers whose weights can take back what each part is multiplied with.
+        is_returned: whether the network returns some of it.
+        is_single: whether the config asks for one scale, or the device has no other way.
+        parts: by layer that multiplies the join with a weight, which of `sources` each run of its input channels comes
+            from, and the run's length; None for constants.
+    """
+
+    name: str
+    single: Key | None
+    sources: tuple[Key, ...]
+    alone: tuple[Key, ...]
+    observed: tuple[Key, ...]
+    inputs: tuple[Key, ...]
+    divisible: tuple[Key, ...]
+    scalable: tuple[str, ...]
+    is_returned: bool
+    is_single: bool = False
+    parts: Mapping[str, tuple[tuple[Key | None, int], ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class JoinDecision:
+    """How calibration has decided that a join is quantized.
+
+    Attributes:
+        scale: "one" for all parts, "own" for each, or "scaled": one for parts that are brought to one range first.
+        gains: by layer that multiplies the join, how much the error of each part weighs in its output.
+        lost_bits: by layer, how many bits its values would lose on the scale of the whole.
+        lost_db: how much larger the error of what multiplies the join is with one scale, at worst.
+        left: the tensors that were observed for this decision and are not quantized after it.
+    """
+
+    scale: str
+    gains: Mapping[str, Mapping[str, float]]
+    lost_bits: Mapping[str, float]
+    lost_db: float
+    left: tuple[Key, ...] = ()
+
+
+@dataclass(frozen=True)
 class RuleMatch:
     """How many layers a block of the config found; `took_effect` counts the tensors it sets a value for."""
 
@@ -64,7 +121,8 @@ class RuleMatch:
 @dataclass(frozen=True)
 class Plan:
     """All decisions for one graph and one config; `off` are the tensors set to float32, and where that is said,
-    `ungrouped` those that stay float as groups do not fit them, and why.
+    `ungrouped` those that stay float as groups do not fit them, and why; `joins` are open until calibration,
+    and `left` the tensors that it then does without.
     """
 
     graph: Graph
@@ -75,6 +133,17 @@ class Plan:
     settings: Settings = field(default_factory=Settings)
     off: Mapping[Key, str] = field(default_factory=dict)
     ungrouped: Mapping[Key, str] = field(default_factory=dict)
+    joins: tuple[JoinPlan, ...] = ()
+    left: Mapping[Key, TensorPlan] = field(default_factory=dict)
+
+    def without(self, dropped: Mapping[Key, str]) -> Plan:
+        """Return the plan without tensors of joins that are decided, and why each layer's output stays float."""
+        tensors = {key: tensor for key, tensor in self.tensors.items() if key not in dropped}
+        floats = dict(self.floats)
+        for (layer, role), why in dropped.items():
+            if role == "activation" or self.graph.by_name[layer].op in ENTRIES:
+                floats[layer] = why
+        return replace(self, tensors=tensors, floats=floats)
 
     def of_layer(self, layer: str) -> Mapping[str, TensorPlan]:
         """The layer's tensors by role."""

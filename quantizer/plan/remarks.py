@@ -18,6 +18,10 @@ def remarks(plan: Plan) -> Iterator[str]:
     for length in plan.graph.lengths:
         inputs = ", ".join(f"axis {axis} of input_{index}" for index, axis in length.axes)
         yield f"{length.name}: any size of {length} ({inputs}); shapes and figures are those of the first batch"
+    waiting = [join.name for join in plan.joins if not join.is_single]
+    if waiting:
+        text = "calibration decides whether what they join shares a scale or keeps its own"
+        yield f"{text}: {shortened(waiting, 3)}"
     if not plan.tensors:
         yield "warning: nothing is quantized: the config leaves all of the network float"
     elif (found := left_parameters(plan))[0] > MUCH:
@@ -41,7 +45,10 @@ def share_left(share: float) -> str:
 
 def left_parameters(plan: Plan) -> tuple[float, str]:
     """The share of the parameters' values that no tensor of the plan covers, and the path of the largest such one."""
-    used = {path: node for node in plan.graph.nodes if node.op != "constant" for path in node.params.values()}
+    own = [
+        node for node in plan.graph.nodes if node.op != "constant" and node.row.kind != "float"
+    ]  # no inserted factors
+    used = {path: node for node in own for path in node.params.values()}
     sizes = {path: plan.graph.tensors[path].numel() for path in used if plan.graph.tensors[path].is_floating_point()}
     names = [(plan.graph.by_name[layer], parameter_name(role)) for layer, role in plan.tensors if is_parameter(role)]
     covered = {node.params[name] for node, name in names}

@@ -16,16 +16,26 @@ from quantizer.plan import axes, checks
 from quantizer.plan.axes import Misfit, TensorView
 from quantizer.plan.floating import OUTSIDE, RESIDUAL
 from quantizer.plan.groups import Group, layout, quantization_point
+from quantizer.plan.joins import (
+    OWN,
+    decided_unseen,
+    input_role,
+    join_plans,
+    observed_at,
+    open_joins,
+    products_of,
+    single_joins,
+    unplanned_parts,
+    watched,
+)
 from quantizer.plan.kept_float import FIRST_LAST, kept_float, residual
 from quantizer.plan.match import RANKS, MatchedRule, match
-from quantizer.plan.model import Key, Plan, TensorPlan
+from quantizer.plan.model import ENTRIES, Key, Plan, TensorPlan
 from quantizer.plan.ungrouped import is_apart
 
 NO_RULES = "operator without quantization rules"
 EXCLUDED = "excluded"
 LEFT_FLOAT = "the config leaves it float"
-ENTRIES = ("input", "quant_stub")
-"""Operators whose output is what a config calls the network's input."""
 _FIELDS = tuple(f.name for f in dataclasses.fields(QuantizationSpec))
 _NO_VALUES = {"constant": "a constant", "module": "a module without weights that can be quantized"}
 _DERIVED = ("ch_axis", "finest_position")  # by default from the layer and from the device
@@ -49,11 +59,16 @@ class _Resolver:
     def __init__(self, config: Config, graph: Graph, original: Graph) -> None:
         self.config, self.graph = config, graph
         self.rules = [MatchedRule(rule, match(rule.selector, graph, original)) for rule in config.rules]
-        self.where, self.kept = layout(graph), kept_float(config, graph)
+        self.where = layout(graph, single_joins(config, graph, self.rules))
+        self.joins = open_joins(self.where)
+        self.products = products_of(self.joins.values())
+        self.watched = watched(self.joins.values())
+        self.kept = kept_float(config, graph)
         self.residual = residual(config, graph, self.rules)
         self.tensors: dict[Key, TensorPlan] = {}
         self.floats: dict[str, str] = {}
         self.off: dict[Key, str] = {}
+        self.stated: set[Key] = set()
         self.ungrouped: dict[Key, str] = {}
         self.findings: list[Diagnostic] = [*checks.unmatched(config.form, self.rules, original)]
         self.misfits: list[Misfit] = []
@@ -64,9 +79,13 @@ class _Resolver:
             self._plan_parameters(node)
             self._plan_activation(node)
             self._plan_inputs(node)
-        self._plan_joined()
+            self._plan_joined_inputs(node)
+        observed = unplanned_parts(self.where, self.graph, self.tensors, self.stated)
+        self.tensors |= observed
+        joins = join_plans(self.where, self.graph, self.tensors, stated=self.stated, observed=observed)
         for name, point in self.where.served.items():
-            if point in self.where.groups and point in self.floats:
+            is_planned = (name, "activation") in self.tensors
+            if point in self.where.groups and point in self.floats and not is_planned:
                 self.floats[name] = self.floats[point]
         self.findings += checks.ineffective(self.rules, self.floats)
         self.findings += checks.overridden(self.rules)
@@ -74,9 +93,18 @@ class _Resolver:
         self.findings += axes.misfits(self.misfits)
         rules = tuple(row.summary() for row in self.rules)
         findings = tuple(self.findings)
-        return Plan(
-            self.graph, self.tensors, rules, self.floats, findings, self.config.settings, self.off, self.ungrouped
+        plan = Plan(
+            graph=self.graph,
+            tensors=self.tensors,
+            rules=rules,
+            floats=self.floats,
+            diagnostics=findings,
+            settings=self.config.settings,
+            off=self.off,
+            ungrouped=self.ungrouped,
+            joins=tuple(joins),
         )
+        return decided_unseen(plan)
 
     def _plan_parameters(self, node: Node) -> None:
         """Weights and biases of the layers that have them; no single number, nor what only float operators read."""
@@ -93,7 +121,10 @@ class _Resolver:
 
     def _plan_activation(self, node: Node) -> None:
         """The layer's output, where its group is quantized."""
-        group = self.where.groups.get(node.name)
+        join = self.joins.get(node.name)
+        group = self.where.groups.get(node.name) or self.watched.get(node.name)
+        if join is not None:
+            group = join.group
         if group is None or self.kept.get(node.name) == OUTSIDE:
             self.floats[node.name] = OUTSIDE if self.kept.get(node.name) == OUTSIDE else self._why_float(node)
             return
@@ -110,18 +141,6 @@ class _Resolver:
             return
         excluded = reason is None and any(RANKS[r.found.rank] == "exclude" for r in self._rules_for(group.members))
         self.floats[node.name] = reason or (EXCLUDED if excluded else LEFT_FLOAT)
-
-    def _plan_joined(self) -> None:
-        """What a concatenation in float leaves to its sources, where the config speaks of layers with weights only."""
-        if self.config.form != "hierarchical":
-            return
-        for point, group in self.where.joined.items():
-            joint = quantization_point(self.graph, self.where, point)
-            if (joint, "activation") in self.tensors or self.kept.keys() & {*group.members}:
-                continue
-            if self._add(point, "activation", group, self._view(group)):
-                self.floats.pop(point, None)
-                self.where.served.pop(point)
 
     def _view(self, group: Group) -> TensorView:
         """What is quantized at the group's point; its features are those that the group's first layer makes."""
@@ -152,6 +171,8 @@ class _Resolver:
             return _NO_VALUES[node.op]
         if node.name in self.where.floats and node.is_float:
             return self.where.floats[node.name]
+        if node.is_join:
+            return OWN
         if node.row.kind == "float":
             return "computed in float"
         if node.dtype is not None and not node.is_float:
@@ -172,10 +193,29 @@ class _Resolver:
                 continue
             view = axes.activation_view(self.graph, node, name)
             merged = self._merge(rules, "input")
+            if any(RANKS[row.found.rank] not in ("all", "weighted") and row.speaks_of("input") for row in rules):
+                self.stated.add((node.name, role))
             if merged and self._is_quantized(name, axes.fitted(merged[0], view, role)):
                 _count(rules, "input")
             else:
                 self._add(node.name, role, Group(name, (node.name,)), view)
+
+    def _plan_joined_inputs(self, node: Node) -> None:
+        """What the layer multiplies of joins, quantized again as a whole, in case that parts keep their own scales."""
+        for join, product in self.products.get(node.name, ()):
+            if join.is_single:
+                continue
+            whole = self.tensors.get((join.group.point, "activation"))
+            role = input_role(self.graph, product)
+            if whole is None or role is None or (node.name, role) in self.tensors:
+                continue
+            self.tensors[node.name, role] = dataclasses.replace(
+                whole,
+                layer=node.name,
+                role=role,
+                source=observed_at(self.where, join, product.value),
+                members=(node.name,),
+            )
 
     def _is_quantized(self, name: str, spec: QuantizationSpec) -> bool:
         """Whether values come from a quantizer with this spec already; moved values keep but one scale for all."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.config.roles import is_parameter
-from quantizer.engine.result_files import deferred_tensors, read_json
-from quantizer.engine.results import ALGORITHMS, ANALYSIS, INFO, ORIGINS, STATISTICS
+from quantizer.engine.result_files import deferred_tensors
+from quantizer.engine.results import ALGORITHMS, ANALYSIS, STATISTICS, OpenedResults
 from quantizer.engine.stored_checks import checked_json
 from quantizer.errors import ResultError
 from quantizer.numerics.histogram import Histogram
@@ -35,23 +35,33 @@ STRIPES = 240
 """Channels, or runs of them, of which a strip shows the range."""
 
 
-_BESIDE = {"algorithms": ALGORITHMS, "analysis": ANALYSIS}
-"""Files that not every folder has, by the name of what they say."""
+COMMAND_ORDER = ("merge", "calib", "test")
+"""Commands that results come from, in the order in which they run."""
 
 
-def content(folder: Path, tested: Mapping[str, Any]) -> Json:
+def content(
+    opened: OpenedResults,
+    tested: Mapping[str, Any],
+    commands: Mapping[str, list[str]] | None = None,
+) -> Json:
     """Of a calibration, and of a test of it: what `tables.report` makes of one, or nothing.
 
     Raises:
         ResultError: a file is missing or damaged.
     """
-    info, plan = read_json(folder / INFO), checked_json(folder / ORIGINS[0])
-    found = {name: checked_json(folder / file) if (folder / file).exists() else None for name, file in _BESIDE.items()}
-    statistics = deferred_tensors(folder / STATISTICS)
+    info: Json = {"header": opened.header, "tensors": opened.entries}
+    files, analysis = opened.files, opened.about(ANALYSIS)
+    analysis.pop("calibration", None)
+    beside = {
+        "algorithms": checked_json(files[ALGORITHMS]) if ALGORITHMS in files else None,
+        "analysis": analysis or None,
+    }
+    statistics = deferred_tensors(files[STATISTICS])
     try:
-        return _content(info, plan, tested, statistics) | found
+        lines = _commands(opened.commands if commands is None else commands)
+        return _content(info, opened.plan, tested, statistics) | beside | {"commands": lines}
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
-        why = f"{folder} has no results that a report can be made of: {type(error).__name__}: {error}"
+        why = f"{opened.folder} has no results that a report can be made of: {type(error).__name__}: {error}"
         raise ResultError(why, help="run --quant_mode calib again") from error
 
 
@@ -65,10 +75,10 @@ def _content(info: Json, plan: Json, tested: Mapping[str, Any], statistics: Mapp
     return {
         "model": info["header"]["model"],
         "header": {name: info["header"][name] for name in _SHOWN if name in info["header"]},
-        "commands": _commands(info["header"], plan),
         "metrics": tested.get("metrics", {}),
         "pairs": tested.get("pairs", {}),
         "gates": tested.get("gates", {}),
+        "passes": tested.get("passes"),
         "stamp": tested.get("stamp", info["header"].get("stamp")),
         "weight_bytes": plan["weight_bytes"],
         "layers": sorted(rows, key=_damage),
@@ -89,12 +99,9 @@ def _damage(row: Json) -> float:
     return math.inf if row["local_sqnr_db"] is None else row["local_sqnr_db"]
 
 
-def _commands(header: Json, plan: Json) -> list[str]:
-    """What makes these results again, but for where files lie."""
-    config = f" --config_file {plan['config']['name']}" if plan.get("config") else ""
-    given = "".join(f" --{name} {header[name]}" for name in ("seed", "batch_size", "subset_len") if header.get(name))
-    modes = {"calib": config + given, "test": ""}
-    return [f"quantizer --quant_mode {mode}{more} --model MODEL" for mode, more in modes.items()]
+def _commands(commands: Mapping[str, list[str]]) -> list[str]:
+    """The commands that make these results again, in their order, for a shell."""
+    return [shlex.join(commands[mode]) for mode in COMMAND_ORDER if mode in commands]
 
 
 _SHOWN = ("quantizer", "torch", "threads", "batches", "data", "seed", "config")

@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.engine import results
-from quantizer.engine.result_files import read_json
-from quantizer.engine.results import INFO, ORIGINS
-from quantizer.engine.stored_checks import checked_json
+from quantizer.engine.results import REPORT
 from quantizer.plan.model import Plan
 from quantizer.plan.size import weight_bytes
-from quantizer.report.files import VALUES
 from quantizer.report.tables import finite
 from quantizer.report.view import Listing, View
 
@@ -56,18 +53,17 @@ def of_folder(place: Path) -> Side:
     Raises:
         ResultError: it is incomplete, or was changed.
     """
-    results.read_info(place)
-    info, plan = read_json(place / INFO), checked_json(place / ORIGINS[0])
-    tested = checked_json(place / VALUES) if (place / VALUES).exists() else {}
+    opened = results.read_info(place)
+    plan, tested = opened.plan, opened.about(REPORT)
     measured = {(row["layer"], row["tensor"]): row for row in tested.get("layers", ())}
     tensors = {
         (layer, role): {"spec": entry["spec"], "scale": entry.get("scale"), "zero_point": entry.get("zero_point")}
         | {name: measured.get((layer, role), {}).get(name) for name in SQNR}
-        for layer, roles in info["tensors"].items()
+        for layer, roles in opened.entries.items()
         for role, entry in roles.items()
     }
     figures = tested.get("metrics", {}) | {"weight_bytes": plan["weight_bytes"]["quantized"]}
-    return Side(info["header"]["model"], tensors, figures, plan["paths"])
+    return Side(opened.header["model"], tensors, figures, plan["paths"])
 
 
 def of_plan(plan: Plan, paths: Mapping[str, str]) -> Side:

@@ -8,6 +8,7 @@ from typing import Any
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.evaluate import Comparison, LayerNoise
+from quantizer.engine.pass_loss import PassLoss
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Plan
 from quantizer.report.view import Listing, View
@@ -29,11 +30,14 @@ def report(
     pairs: Mapping[str, Mapping[str, float]],
     rows: list[dict[str, Any]],
     stamp: str | None,
+    passes: PassLoss | None = None,
 ) -> dict[str, Any]:
     """What test mode found, infinite figures as null. `stamp` marks results that say nothing of real data."""
     found: dict[str, Any] = {"metrics": {key: finite(value) for key, value in metrics.items()}}
     if pairs:
         found["pairs"] = {name: {kind: finite(value) for kind, value in pair.items()} for name, pair in pairs.items()}
+    if passes is not None:
+        found["passes"] = passes.to_json()
     found["layers"] = [{key: finite(value) for key, value in row.items()} for row in rows]
     return found | {"stamp": stamp} if stamp else found
 

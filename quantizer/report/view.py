@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+
+from quantizer.printable import one_line
 
 Row = tuple[str, ...]
 _EXACT_NAME = re.compile(r"\w+::[\w/\[\].]+")
@@ -48,6 +50,11 @@ class Listing:
         return [tuple(row[at] for at in chosen) for row in self.rows]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = replace(self, rows=[tuple(map(one_line, row)) for row in self.rows], note=one_line(self.note))
+        yield from shown._laid_out(options)
+
+    def _laid_out(self, options: ConsoleOptions) -> RenderResult:
+        """The table of texts that are safe to show."""
         cells = {title: [row[at] for row in self.rows] for at, title in enumerate(self.titles)}
         natural = {title: max(map(len, (title, *texts))) for title, texts in cells.items()}
         layouts = self.layouts or (self.titles,)

@@ -86,7 +86,7 @@ class Batches:
             DataError: there is none, or it cannot be used.
         """
         if self._first is None:
-            self._first = next(iter(self))
+            self._first = next(iter(self)).stable()
         return self._first
 
     def require_same(self, ranks: Ranks) -> None:

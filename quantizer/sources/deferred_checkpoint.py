@@ -2,13 +2,14 @@
 
 import importlib
 import json
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from torch import nn
 
+from quantizer.errors import ModelError
 from quantizer.graph.parameters import replace_parameters
+from quantizer.nn.deferred_file import deferred_file
 from quantizer.numerics.deferred import DeferredTensor, map_large_blocks
-from quantizer.sources.deferred_file import deferred_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -46,13 +47,40 @@ def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
 def _stored(folder: Path) -> dict[str, DeferredTensor]:
     """All tensors of the folder's files, by name; none where there are no safetensors."""
     if (folder / INDEX).is_file():
-        files = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
+        files = indexed_files(folder / INDEX)
     else:
         files = [WEIGHTS] if (folder / WEIGHTS).is_file() else []
     found: dict[str, DeferredTensor] = {}
     for name in files:
         found |= deferred_file(folder / name)
     return found
+
+
+def indexed_files(index: Path) -> list[str]:
+    """Return the names of the files that an index of weights names, all inside its folder.
+
+    Raises:
+        ModelError: one is elsewhere, or the file is no index.
+    """
+    content = json.loads(index.read_text("utf-8"))
+    places = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ModelError(f"{index} is damaged: its weight_map does not name files")
+    for name in places.values():
+        require_inside(index, name)
+    return sorted(set(places.values()))
+
+
+def require_inside(source: Path, name: str) -> None:
+    """Refuse a file that is named by another one and not in the same folder, or in one below it.
+
+    Raises:
+        ModelError: naming both.
+    """
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts:
+        help_ = "read as data, a folder may name its own files only: put the weights into it"
+        raise ModelError(f"{source} names a file outside its folder: {name!r:.200}", help=help_)
 
 
 def _fits(module: nn.Module, stored: dict[str, DeferredTensor]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quantizer.config.wording import shortened
 from quantizer.errors import DataError, ModelError, pip_line
-from quantizer.sources.deferred_checkpoint import deferred_model
+from quantizer.sources.deferred_checkpoint import INDEX, deferred_model, indexed_files, require_inside
 from quantizer.sources.text import longest_window
 from quantizer.sources.user_code import user_errors
 
@@ -38,6 +38,7 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
         config = json.loads((folder / CONFIG).read_text("utf-8"))
         if not isinstance(config, dict):
             raise ModelError(f"{folder / CONFIG} is not a JSON object")
+        _require_own_files(folder, config)
         architecture = _class_of(config, folder, trust=trust)
         logger.info("loading %s from %s", architecture, folder)
         module = None if trust else deferred_model(folder, architecture)
@@ -49,6 +50,20 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
         help_ = "they would be drawn at random: save the whole model, or name the class that was saved in config.json"
         raise ModelError(said, help=help_)
     return module
+
+
+def _require_own_files(folder: Path, config: dict[str, Any]) -> None:
+    """Refuse a folder that names weights outside itself, whoever is to read them.
+
+    Raises:
+        ModelError: naming the file that does so.
+    """
+    explicit = str(config.get("transformers_weights") or "")
+    require_inside(folder / CONFIG, explicit)
+    indexes = [name for name in (INDEX, explicit) if name.endswith(".index.json")]
+    for name in indexes:
+        if (folder / name).is_file():
+            indexed_files(folder / name)
 
 
 def _class_of(config: dict[str, Any], folder: Path, *, trust: bool) -> str:

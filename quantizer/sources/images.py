@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quantizer.config.typed_fields import fits
 from quantizer.errors import DataError, UsageError, pip_line
+from quantizer.plain_files import read_start, require_plain
 from quantizer.sources.batches import Batch, naming
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
@@ -22,6 +23,8 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "GIF", "TIFF")
 """What is read, whatever a file is called: Pillow would start Ghostscript for an EPS."""
 MOST_PIXELS = 200_000_000
+LONGEST_SETTINGS = 1_000_000
+"""Bytes of a file for `--preprocess`."""
 EXAMPLE = '{"resize": 256, "crop": 224, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}'
 
 
@@ -76,10 +79,11 @@ def parse_preprocess(text: str) -> Preprocess:
     if not text.lstrip().startswith("{"):
         place = text
         try:
-            text = Path(text).read_text("utf-8")
+            text = read_start(text, LONGEST_SETTINGS).decode()
         except (OSError, UnicodeDecodeError) as cause:
             remedy = f"give a file or: {EXAMPLE}"
-            raise UsageError(f"--preprocess {place} cannot be read: {cause}", help=remedy) from cause
+            reason = getattr(cause, "strerror", None) or cause
+            raise UsageError(f"--preprocess {place} cannot be read: {reason}", help=remedy) from cause
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as cause:
@@ -151,10 +155,12 @@ def _decode(path: Path, preprocess: Preprocess) -> Tensor:
     pillow = _pillow()
     before, pillow.MAX_IMAGE_PIXELS = pillow.MAX_IMAGE_PIXELS, None  # `max_pixels` is the limit
     try:
+        require_plain(path)
         with naming(f"{path} "), pillow.open(path, formats=FORMATS) as image:
             return preprocess(image)
     except (OSError, ValueError, SyntaxError) as cause:
-        raise DataError(f"{path} cannot be read as an image: {cause}") from cause
+        reason = getattr(cause, "strerror", None) or cause
+        raise DataError(f"{path} cannot be read as an image: {reason}") from cause
     finally:
         pillow.MAX_IMAGE_PIXELS = before
 

@@ -16,15 +16,34 @@ from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, ModelError
 from quantizer.nn.inplace import check_float
 from quantizer.sources.batches import Batch
+from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.hugging_face import CONFIG, example_input, for_windows, load_hugging_face
 from quantizer.sources.tokenizer import Encode, as_encode, has_tokenizer, load_tokenizer
-from quantizer.sources.user_code import UserModule, import_user_module, split_spec, user_errors
+from quantizer.sources.user_code import UserModule, import_user_module, split_spec, user_errors, user_exits
 from quantizer.sources.weights import WEIGHT_SUFFIXES, check_finite, load_weights
 
 logger = logging.getLogger(__name__)
 
 FORMS = "give FILE.py, FILE.py:factory, package.module:factory, an exported .pt2 or a Hugging Face folder"
-Evaluate = Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]]
+Measure = Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]]
+"""A function that goes through the data with a model, and gives metrics by name."""
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """The user's `evaluate(model, data)`, called as that is.
+
+    Args:
+        function: it.
+        directions: which of its metrics are better when they are lower, as far as its file says.
+    """
+
+    function: Measure
+    directions: Directions = BY_NAME
+
+    def __call__(self, model: Callable[..., Any], data: Iterable[Any]) -> dict[str, float]:
+        """Return the metrics of a model on the data."""
+        return self.function(model, data)
 
 
 @dataclass(frozen=True)
@@ -32,7 +51,8 @@ class LoadedModel:
     """A float model ready to be traced, and what its file offers under the conventional names.
 
     `name` is the class name of `module`. `calibration_data` and `evaluation_data` (by default the same) return what
-    `load_batches` takes; `evaluate(model, data)` returns metrics by name. `tokenizer` loads the function from text to
+    `load_batches` takes; `evaluate(model, data)` returns metrics by name, of which `directions` says what the file
+    declares. `tokenizer` loads the function from text to
     token ids. `example(seq_len)` is an item as data give it, for its shape alone.
     """
 
@@ -41,6 +61,7 @@ class LoadedModel:
     calibration_data: Callable[[], Any] | None = None
     evaluation_data: Callable[[], Any] | None = None
     evaluate: Evaluate | None = None
+    directions: Directions = BY_NAME
     tokenizer: Callable[[], Encode] | None = None
     example: Callable[[int], Any] | None = None
 
@@ -94,22 +115,29 @@ def try_first_batch(module: nn.Module, batch: Batch) -> None:
 
     Raises:
         DataError: it cannot run at all, so the batch and the model do not fit.
+        ModelError: it would end the process.
     """
     inputs = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for _, tensor in batch.tensors()]
     what = f"running the model on the first batch ({', '.join(inputs)})"
-    with torch.random.fork_rng(), torch.no_grad(), user_errors(what, DataError):
+    with torch.random.fork_rng(), torch.no_grad(), user_errors(what, DataError, ended=ModelError):
         module(*batch.args, **batch.kwargs)
 
 
-def load_evaluate(spec: str) -> Evaluate:
-    """The function `evaluate(model, data)` of `--evaluate FILE.py`, or the one that `FILE.py:function` names.
+def load_evaluate(spec: str, beside: Directions = BY_NAME) -> Evaluate:
+    """Return the function `evaluate(model, data)` of `--evaluate FILE.py`, or the one that `FILE.py:function` names.
+
+    Args:
+        spec: the file, or the file and the function.
+        beside: what the model's file declares of metrics of which this one declares nothing.
 
     Raises (also when the function is called):
-        ModelError: there is none, it raises, or it does not return a dict of numbers.
+        DataError: there is none, it raises, it does not return a dict of numbers, or what the file declares of its
+            metrics is no set of names.
     """
     location, name = split_spec(spec)
-    user = import_user_module(location, ModelError)
-    return _checked_evaluate(user, user.get("evaluate" if name is None else name))
+    user = import_user_module(location, DataError)
+    function = _checked_evaluate(user, user.get("evaluate" if name is None else name))
+    return Evaluate(function, Directions.declared_by(user).beside(beside))
 
 
 def _from_python(spec: str) -> LoadedModel:
@@ -122,12 +150,14 @@ def _from_python(spec: str) -> LoadedModel:
         for_windows(module)
     evaluate, calibration_data = user.find("evaluate"), _data(user, "calibration_data")
     example, tokenizer = _data(user, "example_input"), _data(user, "tokenizer")
+    directions = Directions.declared_by(user)
     return LoadedModel(
         module=module,
         name=type(module).__name__,
         calibration_data=calibration_data,
         evaluation_data=_data(user, "evaluation_data") or calibration_data,
-        evaluate=_checked_evaluate(user, evaluate) if evaluate is not None else None,
+        evaluate=Evaluate(_checked_evaluate(user, evaluate), directions) if evaluate is not None else None,
+        directions=directions,
         tokenizer=(lambda: as_encode(tokenizer(), f"tokenizer() of {user.label}")) if tokenizer is not None else None,
         example=(lambda seq_len: example()) if example is not None else None,
     )
@@ -165,17 +195,17 @@ def _data(user: UserModule, name: str) -> Callable[[], Any] | None:
     return (lambda: user.call(source, DataError)) if callable(source) else (lambda: source)
 
 
-def _checked_evaluate(user: UserModule, function: Any) -> Evaluate:
+def _checked_evaluate(user: UserModule, function: Any) -> Measure:
     if not callable(function):
-        raise ModelError(f"evaluate of {user.label} is {a_kind(function)}, not a function of (model, data)")
+        raise user.error(f"evaluate of {user.label} is {a_kind(function)}, not a function of (model, data)")
 
     def evaluate(model: Callable[..., Any], data: Iterable[Any]) -> dict[str, float]:
-        metrics = user.call(function, ModelError, model, data)
+        metrics = user.call(function, DataError, model, data)
         try:
             return {str(name): float(value) for name, value in metrics.items()}
         except (AttributeError, TypeError, ValueError) as cause:
             what = f"evaluate() of {user.label} returned {metrics!r:.80}, not a dict of numbers"
-            raise ModelError(what, help='return for example {"top1": 0.97}') from cause
+            raise DataError(what, help='return for example {"top1": 0.97}') from cause
 
     return evaluate
 
@@ -191,7 +221,10 @@ def _from_pt2(path: Path, trust: bool) -> nn.Module:
     try:
         import torch.ao.quantization.fx._decomposed  # registers operators that programs may call
 
-        return torch.export.load(path).module()
+        with user_exits(f"loading {path}", ModelError):
+            return torch.export.load(path).module()
+    except ModelError:
+        raise
     except Exception as cause:
         raise ModelError(f"{path} cannot be read as an exported program: {cause}") from cause
 

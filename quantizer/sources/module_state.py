@@ -45,7 +45,8 @@ class ModuleState:
         """Make everything what it was."""
         with torch.no_grad():
             for value, before in self._values:
-                value.copy_(before)
+                if not value.is_inference():  # which nobody changes
+                    value.copy_(before)
         for part, name, held in self._held:
             _refill(vars(part)[name], held)
         for _, part in _parts(self._module):

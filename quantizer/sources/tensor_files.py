@@ -26,13 +26,16 @@ from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, QuantizerError
 from quantizer.memory import in_words
 from quantizer.nn.stored import load_tensors
+from quantizer.plain_files import require_plain
 from quantizer.sources.arguments import UNKNOWN, Arguments
-from quantizer.sources.batches import Batch
+from quantizer.sources.batches import PLAIN, Batch
+from quantizer.sources.tensor_kinds import oddity
 
 MOST_UNPACKED = 10**9
 """The bytes that a smaller file may unpack to: one of a few may ask for any number."""
 LONGEST_HEADER = 10_000
 """Of a NumPy array, as numpy has it; parsing one takes two hundred times its length of memory."""
+LARGEST_SIZE = 1 << 63
 INPUT_NAMES = ("x", "input", "images", "data")
 Named = dict[str, Tensor]
 
@@ -91,6 +94,7 @@ def read_file(path: Path, error: type[QuantizerError], max_unpacked: int | None 
 
 
 def _check_is_data(path: Path) -> None:
+    require_plain(path)
     with path.open("rb") as file:
         start = file.read(256)
     if not start:
@@ -196,10 +200,12 @@ def _npy_header(file: IO[bytes]) -> tuple[torch.dtype, bool, tuple[int, ...]]:
         if length > LONGEST_HEADER:
             raise _UnreadableError(f"its NumPy header has {length} bytes, more than {LONGEST_HEADER}", None)
         header = ast.literal_eval(file.read(length).decode("utf-8").strip())
-        descr, fortran_order, shape = str(header["descr"]), bool(header["fortran_order"]), tuple(header["shape"])
+        descr, fortran_order, shape = str(header["descr"]), header["fortran_order"], tuple(header["shape"])
     except (struct.error, ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as cause:
         raise _UnreadableError("its NumPy header is damaged", None) from cause
-    if not all(isinstance(size, int) and size >= 0 for size in shape):
+    # True is an int, too, but no size.
+    are_sizes = all(type(size) is int and 0 <= size < LARGEST_SIZE for size in shape)
+    if not are_sizes or not isinstance(fortran_order, bool):
         raise _UnreadableError("its NumPy header is damaged", None)
     if descr not in _NPY_DTYPES:
         raise _UnreadableError(f"its dtype {descr!r} has no tensor", f"save it as one of {', '.join(_NPY_DTYPES)}")
@@ -240,6 +246,9 @@ def _named_tensors(path: Path, given: Arguments, max_unpacked: int | None) -> Na
     named = {"x": content} if isinstance(content, Tensor) else content
     if not isinstance(named, Mapping) or not all(isinstance(tensor, Tensor) for tensor in named.values()):
         raise DataError(f"{path} holds {a_kind(content)}, not a tensor or a dict of tensors")
+    for name, tensor in named.items():
+        if (reason := oddity(tensor)) is not None:
+            raise DataError(f"{path} cannot be computed with: {name} {reason}", help=PLAIN)
     if not set(named) - set(given.labels):
         raise DataError(
             f"{path} holds no input tensor", help=f"name it {', '.join(INPUT_NAMES[:-1])} or {INPUT_NAMES[-1]}"

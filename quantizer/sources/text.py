@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.errors import DataError, UsageError
+from quantizer.plain_files import require_plain
 from quantizer.sources.batches import Batch
 from quantizer.sources.tokenizer import Encode
 
@@ -135,6 +136,7 @@ def _as_batch(ids: Tensor, target: Tensor | None, module: nn.Module | None) -> B
 
 def _read(path: Path) -> str:
     try:
+        require_plain(path)
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError as cause:
         raise DataError(

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from quantizer.errors import QuantizerError
+from quantizer.errors import GateError, QuantizerError
 
 logger = logging.getLogger(__name__)
 
@@ -107,17 +107,52 @@ def split_spec(spec: str) -> tuple[str, str | None]:
 
 
 @contextmanager
-def user_errors(what: str, error: type[QuantizerError]) -> Iterator[None]:
-    """Turn what the user's code raises into `error`: "`what` raised ValueError: …" and the user's own frames."""
+def user_errors(what: str, error: type[QuantizerError], ended: type[QuantizerError] | None = None) -> Iterator[None]:
+    """Turn what the user's code raises into `error`: "`what` raised ValueError: …" and the user's own frames.
+
+    Args:
+        what: was run.
+        error: for all but the errors of quantizer itself and Ctrl-C.
+        ended: instead of `error` for what would end the process, as `sys.exit()` does.
+    """
+    with user_exits(what, ended or error):
+        try:
+            yield
+        except QuantizerError as cause:
+            # 0 and 1 say that all went well and that a gate failed: no code of the user's decides that.
+            if cause.exit_code in (0, GateError.exit_code):
+                raise raised(what, cause, error) from cause
+            raise
+        except Exception as cause:
+            raise raised(what, cause, error) from cause
+
+
+@contextmanager
+def user_exits(what: str, error: type[QuantizerError]) -> Iterator[None]:
+    """Turn what would end the process into `error`: `sys.exit()`, GeneratorExit, the user's own BaseException.
+
+    Other exceptions pass, and so does Ctrl-C. The body must not yield: who closes a generator raises GeneratorExit
+    in it.
+    """
     try:
         yield
-    except QuantizerError:
+    except (Exception, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as cause:
-        kind, text = type(cause).__name__, " ".join(str(cause).split())
-        raise error(
-            f"{what} raised {kind}: {text}" if text else f"{what} raised {kind}", help=_frames(cause)
-        ) from cause
+    except BaseException as cause:
+        raise raised(what, cause, error) from cause
+
+
+def raised(what: str, cause: BaseException, error: type[QuantizerError]) -> QuantizerError:
+    """Return the sentence that `what` raised `cause`, with the user's own frames, as an `error`."""
+    kind = type(cause).__name__
+    text = " ".join(str(cause).split())
+    return error(f"{what} raised {kind}: {text}" if text else f"{what} raised {kind}", help=_frames(cause))
+
+
+def was_called(model: Any, cause: BaseException) -> bool:
+    """Return whether an exception was raised in a call of the model, and not beside it."""
+    frames = (frame for frame, _ in traceback.walk_tb(cause.__traceback__))
+    return any(frame.f_locals.get("self") is model for frame in frames)
 
 
 def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:
@@ -179,9 +214,9 @@ def _forget_namesakes(folder: Path) -> None:
             del sys.modules[file.stem]
 
 
-def _frames(cause: BaseException) -> str:
+def _frames(cause: BaseException) -> list[str]:
     """Where in the user's code: `file.py:12 in build: the line`, outermost first, at most five."""
     others = (*_INSTALLED, _OURS, "<frozen")
     frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if not frame.filename.startswith(others)]
     lines = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-5:]]
-    return "\n".join(lines) or "no frame of your code is involved"
+    return lines or ["no frame of your code is involved"]

@@ -1,6 +1,7 @@
 """Batches that come from the user's own code: what a factory gives, a loader, a list."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,25 @@ def user_batches(
     seed_everything(seed)  # a loader that shuffles or crops gives the same batches in every pass
     with user_errors(label, DataError):
         items = _iterator(source, label, tell)
+    yield from batches_of(items, label, given)
+
+
+_OF_LISTS: tuple[type[Any], ...] = (type(iter([])), type(iter(())))
+
+
+def batches_of(items: Iterator[Any], label: str, given: Arguments) -> Iterator[Batch]:
+    """Yield the items of the user's iterator as batches.
+
+    Args:
+        items: the user's.
+        label: names them in errors.
+        given: what `forward` takes.
+
+    Raises:
+        DataError: the user's code fails, or an item is no batch; the batch is named.
+    """
+    # Between two items of a list no code of the user's runs, which could write into the last one.
+    are_stable = isinstance(items, _OF_LISTS)
     for index in range(1 << 62):
         place = f"batch {index} of {label}"
         with user_errors(f"loading {place}", DataError):
@@ -59,7 +79,7 @@ def user_batches(
             return
         with naming(f"{place} "):
             batch = as_batch(item, given)
-        yield batch
+        yield replace(batch, is_stable=are_stable)
 
 
 def _iterator(source: Any, label: str, tell: Callable[[object], None]) -> Iterator[Any]:

@@ -11,8 +11,9 @@ from torch.nn.parameter import is_lazy
 
 from quantizer.config.wording import a_kind, shortened
 from quantizer.errors import ModelError
-from quantizer.sources.batches import not_finite
+from quantizer.sources.batches import PLAIN, not_finite
 from quantizer.sources.tensor_files import read_file
+from quantizer.sources.tensor_kinds import oddity
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ def load_weights(module: nn.Module, path: str, max_unpacked: int | None = None) 
 
 def check_finite(module: nn.Module, besides: Container[str] = ()) -> None:
     """Raise `ModelError` naming the first parameter with NaN or Inf, or buffer with NaN (masks may hold -inf), but for
-    those that are looked at elsewhere."""
+    those that are looked at elsewhere; or the first that cannot be computed with."""
+    check_kinds(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor) or name in besides:
             continue  # a lazy one has no values before the first batch
@@ -48,6 +50,17 @@ def check_finite(module: nn.Module, besides: Container[str] = ()) -> None:
         if bad:
             fault = "NaN or Inf" if is_parameter else "NaN"
             raise ModelError(f"the weights hold {fault}: {bad} of {tensor.numel()} values of {name}")
+
+
+def check_kinds(module: nn.Module) -> None:
+    """Look for parameters and buffers that are sparse, quantized or without values.
+
+    Raises:
+        ModelError: naming the first.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not is_lazy(tensor) and (reason := oddity(tensor)) is not None:
+            raise ModelError(f"the model cannot be computed with: {name} {reason}", help=PLAIN)
 
 
 def _state_dict(content: Any, path: str) -> dict[str, Tensor]:
@@ -73,10 +86,8 @@ def _describe(content: Any) -> str:
 
 def _misfit(given: Tensor, wanted: Tensor) -> str | None:
     """Why values cannot be copied as they are: integers would become floats, complex numbers lose a part."""
-    if given.is_meta:
-        return "without values"
-    if given.layout != torch.strided or given.is_quantized:
-        return "sparse" if given.layout != torch.strided else "quantized"
+    if (reason := oddity(given)) is not None:
+        return reason.removeprefix("is ")
     kinds = [(each.is_floating_point(), each.is_complex()) for each in (given, wanted)]
     return None if kinds[0] == kinds[1] else f"{given.dtype}, the model has {wanted.dtype}"
 
@@ -105,4 +116,4 @@ def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> Non
         lines.append(
             'the file comes from DataParallel: strip "module." from the names, or save model.module.state_dict()'
         )
-    raise ModelError(f"the weights of {path} do not fit the model", help="\n".join(lines))
+    raise ModelError(f"the weights of {path} do not fit the model", help=lines)

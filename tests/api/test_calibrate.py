@@ -107,10 +107,16 @@ def test_shell_and_python_write_the_same_bytes(
     assert at_the_shell(tmp_path / "shell", model=str(source), config=str(path)) == 0
     found = quantizer.calibrate(network, path, data)
     found.save(tmp_path / "python")
-    assert not differing(tmp_path / "shell", tmp_path / "python")
+    reports = {"report.json", "report.html"}
+    assert differing(tmp_path / "shell", tmp_path / "python") == reports
     loaded = quantizer.load(tmp_path / "shell", network, data)
     loaded.save(tmp_path / "copied")
-    assert not differing(tmp_path / "shell", tmp_path / "copied")
+    assert differing(tmp_path / "shell", tmp_path / "copied") == reports
+    assert not differing(tmp_path / "python", tmp_path / "copied")
+    values = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("shell", "python")]
+    assert [len(report.pop("checksum")) for report in values] == [64, 64]
+    assert [len(report.pop("commands")) for report in values] == [1, 0], "a command, and none, has made them"
+    assert values[0] == values[1]
     assert check_at_the_shell(tmp_path / "copied", model=str(source)) == 0
     images = data[0][0]
     for again in (loaded, quantizer.load(tmp_path / "shell", network)):
@@ -139,7 +145,9 @@ def test_it_tests_with_the_users_metric_and_gates(network: nn.Module, data: Any)
         return {"mean": float(torch.cat([model(images) for images, _ in batches]).mean())}
 
     tested = found.test(data[1:], evaluate)
-    assert {"mean", "mean_float", "mean_drop", "sqnr_db"} <= tested.metrics.keys()
+    assert {"mean", "mean_float", "sqnr_db"} <= tested.metrics.keys()
+    with pytest.raises(UsageError, match="whether less or more of 'mean' is better is not known"):
+        tested.require(mean_drop=0.1)
     assert tested.metrics["mean"] != tested.metrics["mean_float"]
     assert {"top1", "top1_float"} <= found.test().metrics.keys()
     assert tested.require(sqnr_db=5.0) is tested

@@ -493,7 +493,7 @@ def test_calibration_leaves_the_buffers_that_forward_changes() -> None:
             "the dataloader gave no batches\nhelp: give quantize_model a dataloader",
         ),
         (mlp, 5, QuantizationConfig(input_tensors=spec()), DataError, "dataloader is an int"),
-        (mlp, ["x"], QuantizationConfig(input_tensors=spec()), DataError, "batch 0 is a str"),
+        (mlp, ["x"], QuantizationConfig(input_tensors=spec()), DataError, "batch 0 of the dataloader is a str"),
         (mlp, [X, X[:, :3]], QuantizationConfig(input_tensors=spec()), DataError, "batch 1: the model cannot run"),
         (
             mlp,

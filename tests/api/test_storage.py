@@ -149,7 +149,8 @@ def test_a_float_model_is_not_saved(tmp_path: Path) -> None:
         ("quantizer.json", "{", "not a readable JSON file"),
         ("quantizer.json", json.dumps({"format": 99}), "not of a model that this version saved"),
         ("model.safetensors", "x", r"model\.safetensors is damaged: checksum mismatch"),
-        ("model.safetensors", None, "does not exist"),
+        ("model.safetensors", None, r"model\.safetensors is missing"),
+        ("quantizer.json", None, r"quantizer\.json does not exist"),
     ],
 )
 def test_damaged_files_are_told(name: str, content: str | None, message: str, tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ WORDS = {
     "median",
     "min",
     "minimum",
+    "neg",
     "norm",
     "pad",
     "std",

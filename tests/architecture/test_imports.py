@@ -11,7 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "quantizer"
 LAYERS = (
-    ("atomic", "errors", "memory", "seeding"),
+    ("printable",),
+    ("atomic", "errors", "memory", "plain_files", "seeding"),
+    ("opened_files",),
     ("config", "numerics", "distributed"),
     ("observers", "graph"),
     ("nn", "plan"),

@@ -199,8 +199,7 @@ def test_stopped_then_resumed_equals_undisturbed(
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoints, "advanced", stopped)
         if how == "killed":
-            with pytest.raises(SystemExit):
-                calibrate(tmp_path / "out", model=model, config=path)
+            assert calibrate(tmp_path / "out", model=model, config=path) == 3
         else:
             assert calibrate(tmp_path / "out", model=model, config=path) == 130
             assert f"gptq stopped after {after} of 13 groups; --resume goes on" in capsys.readouterr().err

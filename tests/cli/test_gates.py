@@ -19,6 +19,8 @@ def evaluate(model, data):
     calls = Path(__file__).with_suffix(".calls")
     calls.write_text(calls.read_text() + "x" if calls.exists() else "x")
     return {"rows": sum(len(batch[0]) for batch in data)}
+
+HIGHER_IS_BETTER = {"rows"}
 """
 
 
@@ -89,8 +91,8 @@ def test_a_model_that_returns_integers_is_measured_by_them(
     assert metrics.keys() == {"equal_outputs"}
     assert metrics["equal_outputs"] < 0.95
     for gate in ("sqnr_db>=20", "cosine>=0.9", "top1_agreement>=0.1"):
-        assert check(tmp_path / "out", "--gate", gate, model=path) == 1
-        assert f"not met: {gate} (not measured)" in capsys.readouterr().err
+        assert check(tmp_path / "out", "--gate", gate, model=path) == 2
+        assert f"--gate '{gate}' is not measured: the model" in capsys.readouterr().err
     assert check(tmp_path / "out", "--gate", "equal_outputs>=0.95", model=path) == 1
     assert check(tmp_path / "out", "--gate", "equal_outputs>=0.1", model=path) == 0
 

@@ -20,6 +20,7 @@ def rest():
     return calibration_data()[3:]
 """
 Capture = pytest.CaptureFixture[str]
+REPORT = {"report.html", "report.json"}
 
 
 @pytest.fixture
@@ -46,16 +47,17 @@ def header(folder: Path) -> dict[str, Any]:
 def test_it_is_one_run_over_all_batches(kind: str, net: str, tmp_path: Path, capsys: Capture) -> None:
     folders = parts(net, config_file(tmp_path, kind), tmp_path)
     capsys.readouterr()
-    assert run_command(["merge", *folders, "-o", str(tmp_path / "c"), "-q"]) == 0
+    merge = ["merge", "--model", net, "-q", "-o"]
+    assert run_command([*merge, str(tmp_path / "c"), *folders]) == 0
     assert "calibrated on 7 batches" in capsys.readouterr().out
-    assert differing(tmp_path / "whole", tmp_path / "c") == {"quant_info.json", "report.html", "report.json"}
+    assert differing(tmp_path / "whole", tmp_path / "c") == {"quant_info.json", "checksums.json"} | REPORT
     assert header(tmp_path / "whole") == header(tmp_path / "c")
     whole, merged = (json.loads((tmp_path / name / "quant_info.json").read_text()) for name in ("whole", "c"))
     assert whole["tensors"] == merged["tensors"]
     assert merged["header"]["data"]["digest"] != whole["header"]["data"]["digest"]
     test = ["--quant_mode", "test", "--model", net, "--output_dir", str(tmp_path / "c"), "-q"]
     assert run_command(test) == 0
-    assert run_command(["merge", str(tmp_path / "c"), *folders[:1], "-o", str(tmp_path / "more"), "-q"]) == 0
+    assert run_command([*merge, str(tmp_path / "more"), str(tmp_path / "c"), *folders[:1]]) == 0
     assert header(tmp_path / "more")["data"]["batches"] == 10
 
 
@@ -85,6 +87,17 @@ def test_calibrations_of_other_models_or_configs_are_refused(net: str, tmp_path:
     assert run_command(calib(net, config_file(tmp_path, "maxmin"), other, "-q")) == 0
     assert run_command(["merge", str(one), str(other)]) == 5
     assert f"{other} cannot be merged with {one}: the weight " in capsys.readouterr().err
-    assert run_command(["merge", str(one), str(one), "-o", str(tmp_path / "c")]) == 5
+    assert run_command(["merge", str(one), str(one), "--model", net, "-o", str(tmp_path / "c")]) == 5
     assert "the weights are not those that were calibrated" in capsys.readouterr().err
     assert run_command(["merge", str(one)]) == 2
+
+
+def test_no_code_runs_because_a_folder_names_it(net: str, tmp_path: Path, capsys: Capture) -> None:
+    folder, ran = tmp_path / "one", tmp_path / "ran"
+    assert run_command(calib(net, config_file(tmp_path, "maxmin"), folder, "-q")) == 0
+    Path(net).write_text(f"{Path(net).read_text()}\nopen({str(ran)!r}, 'w')\n")
+    capsys.readouterr()
+    assert run_command(["merge", str(folder), str(folder), "-o", str(tmp_path / "c")]) == 2
+    assert "Missing option '--model'" in capsys.readouterr().err
+    assert not ran.exists()
+    assert not (tmp_path / "c").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,6 +67,21 @@ def shuffled_by_rank():
     import os
     data = calibration_data()
     return data[::-1] if os.environ.get("RANK") == "1" else data
+
+def other_weights_by_rank():
+    import os
+    net = model()
+    if os.environ.get("RANK") == "1":
+        with torch.no_grad():
+            net.head.bias[2] += 1e-7
+    return net
+
+def another_layer_by_rank():
+    import os
+    net = model()
+    if os.environ.get("RANK") == "1":
+        net.blocks[1].down = nn.Sequential(nn.Linear(12, 6), nn.Tanh())
+    return net
 
 def evaluate(model, data):
     with torch.no_grad():
@@ -374,3 +390,80 @@ def test_a_stopped_run_goes_on_with_another_number_of_ranks(
     found = run_ranks(after, [*stopped, "--resume"], tmp_path / "ranks")
     assert [rank.code for rank in found] == [0] * after, found[0].err
     assert differing(tmp_path / "whole", tmp_path / "q") == set()
+
+
+def other_version(rank: int) -> None:
+    if rank == 1:
+        torch.__version__ = "9.0.0"
+
+
+def other_seed(rank: int) -> None:
+    os.environ["QUANTIZER_SEED"] = str(rank)
+
+
+def other_config(rank: int) -> None:
+    """A file of the same name, as another machine may have one."""
+    if rank == 1:
+        path = Path("config.json")
+        path.write_text(path.read_text().replace('"maxmin"', '"mse"'))
+
+
+def own_folder(rank: int) -> None:
+    """Each rank finds files of its own under the same names."""
+    place = Path(str(rank))
+    shutil.copytree("given", place)
+    os.chdir(place)
+
+
+DIFFERENT: dict[str, tuple[str, Callable[[int], None], str]] = {
+    "weights": ("other_weights_by_rank", lambda rank: None, "weight head.bias"),
+    "graph": ("another_layer_by_rank", lambda rank: None, "layer Net::Net/ModuleList[blocks]/Block[1]/"),
+    "version": ("model", other_version, f"torch is 9.0.0, not {torch.__version__}"),
+    "option": ("model", other_seed, "--seed is 1, not 0"),
+    "config": ("model", other_config, "config overall_quantize_config"),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_ranks_that_would_not_compute_the_same_are_refused(
+    kind: str, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factory, change, what = DIFFERENT[kind]
+    (tmp_path / "given").mkdir()
+    shutil.copy(config_file(tmp_path, "maxmin"), tmp_path / "given" / "config.json")
+    monkeypatch.chdir(tmp_path)
+
+    def before(rank: int) -> None:
+        own_folder(rank)
+        change(rank)
+
+    command = calib(f"{net}:{factory}", "config.json", tmp_path / "q", "-q")
+    ranks = run_ranks(3, command, tmp_path / "ranks", before=before)
+    assert [rank.code for rank in ranks] == [40] * 3, ranks[0].err
+    assert f"error: rank 1 differs from rank 0: {what}" in ranks[0].err
+    assert {rank.err for rank in ranks[1:]} == {""}
+    assert not (tmp_path / "q" / "quant_info.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["weights", "results"])
+def test_test_mode_refuses_ranks_that_would_not_measure_the_same(
+    kind: str, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "given").mkdir()
+    for method, name in (("maxmin", "given/q"), ("mse", "other")):
+        assert run_command(calib(net, config_file(tmp_path, method), tmp_path / name, "-q")) == 0
+
+    def before(rank: int) -> None:
+        own_folder(rank)
+        if kind == "results" and rank == 1:
+            shutil.rmtree("q")
+            shutil.copytree(tmp_path / "other", "q")
+
+    changed = {"weights": ("other_weights_by_rank", "weight head.bias"), "results": ("model", "results is ")}
+    factory, what = changed[kind]
+    command = ["--quant_mode", "test", "--model", f"{net}:{factory}", "--output_dir", "q"]
+    ranks = run_ranks(2, command, tmp_path / "ranks", before=before)
+    assert [rank.code for rank in ranks] == [40, 40], ranks[0].err
+    assert f"error: rank 1 differs from rank 0: {what}" in ranks[0].err
+    assert json.loads((tmp_path / "0" / "q" / "report.json").read_text())["metrics"] == {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ import pytest
 import torch
 from runs import calibrate, check
 
+import quantizer
 from quantizer import Config, ModelQuantizer, atomic
+from quantizer.cli.main import run_command
 from quantizer.engine.result_set import ASIDE, MOVES, locked
 from quantizer.engine.results import read_info, write_info
 from quantizer.errors import ResultError
@@ -23,11 +27,21 @@ from quantizer.errors import ResultError
 Toy = Callable[..., str]
 
 
+@pytest.fixture(scope="module")
+def calibrated_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of a calibration of the model that `toy` writes."""
+    place = tmp_path_factory.mktemp("toy")
+    functions = "def model():\n    torch.manual_seed(0)\n    return torch.nn.Linear(3, 2)\n"
+    functions += "def calibration_data():\n    return [torch.ones(4, 3)] * 4\n"
+    (place / "toy.py").write_text(f"import torch\n{functions}")
+    assert calibrate(place / "out", model=str(place / "toy.py"), config=None) == 0
+    return place / "out"
+
+
 @pytest.fixture
-def folder(toy: Toy, tmp_path: Path) -> Path:
-    """Results of a calibration of `toy.py`."""
-    assert calibrate(tmp_path / "out", model=toy(), config=None) == 0
-    return tmp_path / "out"
+def folder(calibrated_toy: Path, tmp_path: Path) -> Path:
+    """A copy that the test may change."""
+    return Path(shutil.copytree(calibrated_toy, tmp_path / "out"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -107,7 +121,7 @@ def test_files_that_have_another_name_elsewhere_are_replaced_and_not_written_to(
     """Hard links, which nobody can tell from files."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    names = sorted(path.name for path in folder.iterdir())
+    names = sorted(path.name for path in folder.iterdir() if path.name != "Linear.py")
     assert {"weights.safetensors", "quant_info.json", "run.log"} <= set(names)
     for name in names:
         (folder / name).unlink()
@@ -173,7 +187,12 @@ def test_the_code_of_another_model_goes_with_its_results(folder: Path, toy: Toy)
 
 
 @pytest.mark.parametrize(
-    "moves", ['{"gone": ["../thesis.tex"], "files": []}', '{"gone": [".profile"], "files": []}', "[]"]
+    "moves",
+    [
+        *('{"gone": ["../thesis.tex"], "files": []}', '{"gone": [".profile"], "files": []}', "[]", "{}", "{"),
+        *('{"gone": "abc", "files": []}', '{"gone": [1], "files": []}', '{"gone": ["a/b/c"], "files": []}'),
+        *('{"gone": [], "files": ["/etc/passwd"]}', '{"gone": [], "files": ["a\\u0000"]}', "[" * 100_000),
+    ],
 )
 def test_a_replacement_that_nobody_began_is_refused(
     moves: str, folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]
@@ -184,6 +203,132 @@ def test_a_replacement_that_nobody_began_is_refused(
     assert check(folder, model=toy()) == 5
     assert "moves.json is damaged" in capsys.readouterr().err
     assert (folder.parent / "thesis.tex").read_text() == "years of work"
+
+
+def crafted(folder: Path, **moves: list[str]) -> None:
+    """Have a folder ask whoever opens it next to move files."""
+    (folder / ASIDE).mkdir(parents=True)
+    (folder / ASIDE / MOVES).write_text(json.dumps({"files": [], "gone": []} | moves))
+
+
+OPENERS: dict[str, Callable[[Path, str], int]] = {
+    "test": lambda folder, net: check(folder, model=net),
+    "calib": lambda folder, net: calibrate(folder, "--overwrite", model=net, config=None),
+    "report": lambda folder, net: run_command(["report", str(folder)]),
+    "retune": lambda folder, net: run_command(["retune", str(folder), "--method", "percentile"]),
+    "diff": lambda folder, net: run_command(["diff", str(folder), str(folder)]),
+    "merge": lambda folder, net: run_command(["merge", str(folder), str(folder), "--model", net, "-o", str(folder)]),
+    "load": lambda folder, net: bool(quantizer.load(folder, torch.nn.Linear(3, 2)).test([torch.ones(4, 3)])) - 1,
+    "ModelQuantizer.load": lambda folder, net: ModelQuantizer.load(torch.nn.Sequential(torch.nn.Linear(3, 2)), folder),
+    "ModelQuantizer.save": lambda folder, net: ModelQuantizer.save(quantized(), folder),
+}
+"""Whoever opens a folder; each ends with an exit code, or with an exception."""
+LINKED = ("export", ASIDE, f"{ASIDE}/export", f"{ASIDE}/verify.json", "export/verify.json")
+
+
+def quantized() -> torch.nn.Module:
+    weight = {"dtype": "int8", "qscheme": "per_tensor"}
+    config = Config.from_dict({"global_quant_config": {"weight": weight}})
+    return ModelQuantizer(config).quantize_model(torch.nn.Sequential(torch.nn.Linear(3, 2)))
+
+
+@pytest.mark.parametrize("link", LINKED)
+@pytest.mark.parametrize("opener", OPENERS)
+def test_nothing_outside_is_touched_through_links_whoever_opens_a_folder(
+    opener: str, link: str, folder: Path, toy: Toy, tmp_path: Path
+) -> None:
+    """Moves would go through `export`, which leads elsewhere, as might the folder with the files to move."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("verify.json", "weights.safetensors", "model.safetensors", MOVES):
+        (elsewhere / name).write_text("mine")
+    if link == ASIDE:
+        (elsewhere / MOVES).write_text('{"files": ["weights.safetensors"], "gone": ["report.json"]}')
+    if opener.startswith("ModelQuantizer"):
+        shutil.rmtree(folder)
+        ModelQuantizer.save(quantized(), folder)
+    if link != ASIDE:
+        crafted(folder, files=["export/verify.json"], gone=["export/verify.json"])
+        for inner in (folder / ASIDE / "export", folder / "export"):
+            inner.mkdir(exist_ok=True)
+            (inner / "verify.json").write_text("{}")
+    if link == f"{ASIDE}/verify.json":
+        (folder / ASIDE / MOVES).write_text('{"files": ["verify.json"], "gone": []}')
+    place = folder / link
+    if place.is_dir():
+        shutil.rmtree(place)
+    place.unlink(missing_ok=True)
+    place.symlink_to(elsewhere if place.suffix != ".json" else elsewhere / "verify.json")
+    before = {path.name: path.read_text() for path in elsewhere.iterdir()}
+    with contextlib.suppress(ResultError):
+        OPENERS[opener](folder, toy())
+    assert {path.name: path.read_text() for path in elsewhere.iterdir()} == before
+    assert place.is_symlink() or not place.exists()
+
+
+@pytest.mark.parametrize("kind", ["files", "gone"])
+@pytest.mark.parametrize("name", ["thesis.tex", "notes.py", "export/notes.json", "weights.safetensors.bak", "folder"])
+@pytest.mark.parametrize("opener", OPENERS)
+def test_only_files_that_quantizer_writes_are_moved_or_removed(
+    opener: str, name: str, kind: str, folder: Path, toy: Toy
+) -> None:
+    (folder / "export").mkdir()
+    if name == "folder":
+        (folder / name / "inner").mkdir(parents=True)
+    else:
+        (folder / name).write_text("years of work")
+    crafted(folder, **{kind: [name]})
+    (folder / ASIDE / "export").mkdir()
+    (folder / ASIDE / name).write_text("theirs")
+    with contextlib.suppress(ResultError):
+        OPENERS[opener](folder, toy())
+    assert (folder / name / "inner").is_dir() if name == "folder" else (folder / name).read_text() == "years of work"
+
+
+def test_folders_are_not_moved(folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    crafted(folder, files=["report.json"])
+    (folder / ASIDE / "report.json").mkdir()
+    assert check(folder, model=toy()) == 5
+    assert "report.json is no file" in capsys.readouterr().err
+    with pytest.raises(ResultError, match=r"report\.json is not a file that quantizer writes"), locked(folder):
+        pass
+
+
+def test_checkpoints_from_python_are_not_written_through_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantizer.engine.checkpoint.EVERY_S", 0.0)
+    precious, folder = tmp_path / "precious", tmp_path / "out"
+    precious.write_text("mine")
+    folder.mkdir()
+    (folder / "checkpoint.calibration.json").symlink_to(precious)
+    with pytest.raises(ResultError, match=r"checkpoint\.calibration\.json is a link"):
+        quantizer.calibrate(torch.nn.Linear(3, 2), None, [torch.ones(4, 3)] * 2, folder=folder)
+    assert precious.read_text() == "mine"
+    with locked(folder.parent / "used"), pytest.raises(ResultError, match="in use by another run"):
+        quantizer.calibrate(torch.nn.Linear(3, 2), None, [torch.ones(4, 3)] * 2, folder=folder.parent / "used")
+
+
+def test_code_of_the_user_is_not_replaced(folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model's own file may have the name of its class."""
+    (folder / "Linear.py").write_text("class Linear: ...")
+    assert calibrate(folder, "--overwrite", model=toy(), config=None) == 5
+    assert "Linear.py is not a file that quantizer wrote" in capsys.readouterr().err
+    assert (folder / "Linear.py").read_text() == "class Linear: ..."
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+@pytest.mark.parametrize("name", ["quant_info.json", "weights.safetensors", "checksums.json", "report.json"])
+def test_what_is_no_file_is_not_read(kind: str, name: str, folder: Path) -> None:
+    content = (folder / name).read_bytes()
+    (folder / name).unlink()
+    if kind == "link":
+        (folder.parent / name).write_bytes(content)
+        (folder / name).symlink_to(folder.parent / name)
+    elif kind == "folder":
+        (folder / name).mkdir()
+    else:
+        os.mkfifo(folder / name)
+    with pytest.raises(ResultError, match=f"{name} is (a link|no file)"):
+        read_info(folder)
 
 
 def test_reading_leaves_what_another_run_is_writing(folder: Path) -> None:
@@ -198,9 +343,9 @@ def test_reading_waits_for_no_run_that_is_about_to_replace_them(folder: Path, to
     with locked(folder):
         (folder / ASIDE).mkdir()
         (folder / ASIDE / MOVES).write_text('{"files": [], "gone": []}')
-        with pytest.raises(ResultError, match="in use by another run"):
-            read_info(folder)
-    assert read_info(folder).header["model"] == "Linear"
+        assert read_info(folder).header["model"] == "Linear"
+        assert (folder / ASIDE / MOVES).exists(), "who holds the lock moves files, nobody else"
+    assert check(folder, model=toy()) == 0
     assert not (folder / ASIDE).exists()
 
 

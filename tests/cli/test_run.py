@@ -57,6 +57,7 @@ def test_the_two_commands_of_the_readme(tmp_path: Path, capsys: pytest.CaptureFi
     assert "note QZ404" in calibration.err
     assert {path.name for path in folder.iterdir()} == {
         "ResNet.py",
+        "checksums.json",
         "config.resolved.json",
         "plan.json",
         "quant_info.json",

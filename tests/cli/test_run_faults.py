@@ -157,9 +157,12 @@ def test_a_selector_that_matches_nothing(tmp_path: Path, capsys: Capture) -> Non
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda f: (f / "quant_info.json").unlink(), "does not exist"),
-        (lambda f: (f / "quant_info.json").write_text("{"), "not a readable JSON file"),
-        (lambda f: (f / "quant_info.json").write_text("{}"), "calibration did not finish"),
+        (lambda f: (f / "checksums.json").unlink(), "checksums.json does not exist"),
+        (lambda f: (f / "checksums.json").write_text("{"), "not a readable JSON file"),
+        (lambda f: (f / "checksums.json").write_text("{}"), "is no list of files"),
+        (lambda f: (f / "checksums.json").write_text('{"files": {"../a": "", "quant_info.json": ""}}'), "no digest"),
+        (lambda f: (f / "quant_info.json").unlink(), "quant_info.json is missing"),
+        (lambda f: (f / "quant_info.json").write_text("{}"), "was changed after calibration"),
         (lambda f: (f / "weights.safetensors").unlink(), "weights.safetensors is missing"),
         (lambda f: (f / "weights.safetensors").write_bytes(b"x"), "was changed after calibration"),
         (lambda f: (f / "ResNet.py").write_text("print()"), "was changed after calibration"),

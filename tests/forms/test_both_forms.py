@@ -133,7 +133,7 @@ def test_both_forms_leave_equal_results(kind: str, tmp_path: Path) -> None:
         assert (content == files["hierarchical"][name]) or name in ABOUT_THE_FILE, name
 
 
-ABOUT_THE_FILE = ("plan.json", "config.resolved.json", "report.html", "report.json")
+ABOUT_THE_FILE = ("plan.json", "config.resolved.json", "checksums.json", "report.html", "report.json")
 ABOUT_THE_RUN = ("run.json", "run.log")
 
 

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantizer.engine.results import ORIGINS
+from quantizer.opened_files import json_digest
+
 HOSTILE: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 7, 0.5, -0.0, 1e308, -1e308, 2**31, -(2**63), 10**40, 1e-320),
     *("", "x", "../../x", "int", "float32", "module_0", "module_99", "\ud800", "a" * 300, "per_channel", "e8m0"),
@@ -81,7 +84,20 @@ def sealed(folder: Path) -> None:
     if isinstance(files, dict):
         for name in files:
             if "/" not in name and len(name) < 200 and "\ud800" not in name and (folder / name).is_file():
-                files[name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+                files[name] = _digest(folder / name)
     content = {key: info.get(key) for key in ("header", "tensors")}
-    info["checksum"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps(info))
+    path.write_text(json.dumps(info | {"checksum": json_digest(content)}))
+    index = folder / "checksums.json"
+    listed = json.loads(index.read_text())
+    named = files if isinstance(files, dict) else {}
+    names = (*ORIGINS, path.name)
+    listed["files"] = {**listed["files"], **named, **{name: _digest(folder / name) for name in names}}
+    index.write_text(json.dumps(listed))
+    report = folder / "report.json"
+    told = json.loads(report.read_text())
+    told = {key: value for key, value in told.items() if key != "checksum"} | {"calibration": _digest(path)}
+    report.write_text(json.dumps(told | {"checksum": json_digest(told)}))
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

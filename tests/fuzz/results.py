@@ -77,7 +77,7 @@ def commands(place: Path, folder: Path) -> dict[str, list[str]]:
             str(folder),
             str(folder),
             *model,
-            "--output_dir",
+            "--output",
             str(place / "merged"),
             "-q",
             "--overwrite",
@@ -110,7 +110,7 @@ def one(seed: int, folders: dict[str, Path], place: Path) -> tuple[str, int, str
         file.write_text(json.dumps(value))
     else:
         done = edit_tensors(file, draw)
-    with contextlib.suppress(AttributeError, TypeError, json.JSONDecodeError):
+    with contextlib.suppress(AttributeError, TypeError, LookupError, json.JSONDecodeError):
         sealed(copy)
     command = draw.choice(["test", "test", "test", "report", "retune", "merge", "diff"])
     code, said = quietly(commands(place, copy)[command])

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from quantizer import memory
 from quantizer.engine.result_files import write_tensors
 from quantizer.errors import DataError
+from quantizer.nn.deferred_file import STORED, deferred_file
 from quantizer.numerics.deferred import DeferredTensor, beside, give_back, loaded
-from quantizer.sources.deferred_file import STORED, deferred_file
 
 
 class Counted:

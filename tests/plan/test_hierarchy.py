@@ -102,7 +102,7 @@ def test_the_output_of_a_layer_is_quantized_after_its_relu() -> None:
 
 def test_outputs_that_a_concatenation_joins_are_quantized_one_by_one() -> None:
     plan = planned(hierarchy({"weights": INT8, "activation": INT8}), "branches")
-    joined = [node for node in plan.graph.nodes if node.row.kind == "concat"]
+    joined = [node for node in plan.graph.nodes if node.is_join]
     assert joined and not any((node.name, "activation") in plan.tensors for node in joined)
     for node in plan.graph.nodes:
         if node.row.weight:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import quantizer
 from configs import document
 from quantizer.cli.main import run_command
+from quantizer.engine.results import open_results
 from quantizer.report import tables
 from quantizer.report.files import report_of
 from quantizer.report.page.page import SECTIONS, page
@@ -176,7 +177,7 @@ def test_each_dead_channel_counts_and_each_reader_of_a_value_shows_it(tmp_path: 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 12.5])
 def test_metrics_that_are_not_finite_are_shown(folder: Path, value: float) -> None:
     tested = tables.report({"perplexity": value}, {"perplexity": {"float": 9.0, "quantized": value}}, [], None)
-    texts = Texts(report_of(folder, tested)[1]).texts
+    texts = Texts(report_of(open_results(folder), tested)[1]).texts
     assert f"9 → {'12.5' if value == 12.5 else 'not finite'}" in texts
 
 

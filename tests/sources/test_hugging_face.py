@@ -90,6 +90,51 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
         load_model(str(place))
 
 
+OUTSIDE = ("../other/model.safetensors", "{elsewhere}/model.safetensors", "sub/../../other/model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["index", "config", "index of config"])
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_folder_names_its_own_files_only(kind: str, name: str, trust: bool, tmp_path: Path) -> None:
+    place, other = (saved(tmp_path / each, llama()) for each in ("model", "other"))
+    name = name.format(elsewhere=other)
+    weights = load_file(place / "model.safetensors")
+    index = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, name)})
+    config = json.loads((place / "config.json").read_text())
+    if kind == "index":
+        (place / "model.safetensors").unlink()
+        (place / "model.safetensors.index.json").write_text(index)
+    elif kind == "config":
+        config["transformers_weights"] = name
+    else:
+        config["transformers_weights"] = "own.safetensors.index.json"
+        (place / "own.safetensors.index.json").write_text(index)
+    (place / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="names a file outside its folder") as caught:
+        load_model(str(place), trust=trust)
+    assert name in caught.value.message
+
+
+@pytest.mark.parametrize("index", ['{"weight_map": []}', '{"weight_map": {"a": 1}}', "[]", "{}"])
+def test_an_index_that_names_no_files_is_a_sentence(index: str, tmp_path: Path) -> None:
+    place = saved(tmp_path / "model", llama())
+    (place / "model.safetensors").unlink()
+    (place / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match="its weight_map does not name files"):
+        load_model(str(place))
+
+
+def test_an_index_may_name_files_in_folders_below(tmp_path: Path) -> None:
+    place = saved(tmp_path / "model", llama())
+    (place / "below").mkdir()
+    (place / "model.safetensors").rename(place / "below" / "part.safetensors")
+    weights = load_file(place / "below" / "part.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "below/part.safetensors")}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert load_model(str(place)).name == "LlamaForCausalLM"
+
+
 def test_a_model_of_transformers_from_a_factory_needs_no_switch(tmp_path: Path) -> None:
     """Its cache of keys is on by default, and no trace could keep it."""
     (tmp_path / "net.py").write_text("from llamas import llama, tokens as calibration_data\n\nmodel = llama\n")

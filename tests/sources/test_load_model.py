@@ -182,7 +182,7 @@ def test_data_and_metrics_that_fail_say_whose_fault_it_is(folder: Path) -> None:
     assert loaded.calibration_data and loaded.evaluate
     with pytest.raises(DataError, match=r"calibration_data\(\) of net.py raised OSError: disk on fire"):
         loaded.calibration_data()
-    with pytest.raises(ModelError, match=r"evaluate\(\) of net.py returned 0.5, not a dict of numbers"):
+    with pytest.raises(DataError, match=r"evaluate\(\) of net.py returned 0.5, not a dict of numbers"):
         loaded.evaluate(loaded.module, [])
 
 

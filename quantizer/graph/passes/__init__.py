@@ -5,31 +5,35 @@ it never sees a scale.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from quantizer.config.model import Settings
 from quantizer.graph.ir import Graph
 
-Pass = Callable[[Graph], Graph]
+Pass = Callable[..., Graph]
+"""From a graph to a graph; one that a check on data limits also takes the layers that it must leave alone."""
+CHECKED = "absorb_high_biases"
+"""The pass that calibration checks on data, layer by layer."""
 
 
 @dataclass(frozen=True)
 class PassRow:
     """One pass: its module, the setting and the device that switch it on (None: always), and what it keeps.
 
-    `changes` says what it does to the float function: "nothing", "on purpose" (the config asks for it), or "device"
-    (what the device computes instead; the float network that test mode compares with is left alone). Outputs differ by
-    less than `tolerance` of the largest where it changes nothing; `values` says whether the graph that it makes depends
-    on those of tensors. `summary` is a sentence on its `Graph.changes`,
+    `changes` says what it does to the float function: "nothing", "tails" (nothing but for values that batch norms have
+    hardly seen), "on purpose" (the config asks for it), or "device" (what the device computes instead; the float
+    network that test mode compares layers with is left alone). Outputs differ by
+    less than `tolerance` of the largest where it changes nothing or tails; `values` says whether the graph that it
+    makes depends on those of tensors. `summary` is a sentence on its `Graph.changes`,
     with their count and the largest amount.
     """
 
     module: str
     setting: str | None = None
     device: str | None = None
-    changes: Literal["nothing", "on purpose", "device"] = "nothing"
+    changes: Literal["nothing", "tails", "on purpose", "device"] = "nothing"
     tolerance: float = 1e-5
     values: bool = False
     summary: str = ""
@@ -51,9 +55,10 @@ PASSES: dict[str, PassRow] = {
         summary="pairs of layers equalized: {count}; largest factor 2^{amount:.1f}",
     ),
     # Outputs differ where a value lies more than three standard deviations below its mean.
-    "absorb_high_biases": PassRow(
+    CHECKED: PassRow(
         "equalization",
         "include_cle",
+        changes="tails",
         tolerance=0.05,
         values=True,
         summary="layers whose high biases the next one absorbs: {count}; most channels {amount:.0f}",
@@ -64,12 +69,38 @@ PASSES: dict[str, PassRow] = {
 }
 
 
-def run_passes(graph: Graph, settings: Settings, *, device: bool = True) -> Graph:
-    """The graph after every pass that the settings ask for; without `device`, as the float network."""
+def run_passes(graph: Graph, settings: Settings, *, device: bool = True, refused: Collection[str] = ()) -> Graph:
+    """Return the graph after every pass that the settings ask for.
+
+    Args:
+        graph: as traced.
+        settings: say which passes run.
+        device: whether those that compute as a device does run; without them it is the float network.
+        refused: layers that the pass `CHECKED` leaves alone.
+    """
+    for name in _wanted(settings, device=device):
+        changed = load_pass(name)(graph, refused) if name == CHECKED else load_pass(name)(graph)
+        is_another = changed.nodes != graph.nodes or changed.changes != graph.changes
+        if PASSES[name].changes != "nothing" and is_another:
+            changed = changed.replaced(deviations=(*changed.deviations, name))
+        graph = changed
+    return graph
+
+
+def graph_before(checked: str, graph: Graph, settings: Settings) -> Graph | None:
+    """Return the float network as a pass finds it, or None if the settings do not ask for that pass."""
+    for name in _wanted(settings, device=False):
+        if name == checked:
+            return graph
+        graph = load_pass(name)(graph)
+    return None
+
+
+def _wanted(settings: Settings, *, device: bool) -> Iterator[str]:
+    """The passes that run, in their order."""
     for name, row in PASSES.items():
         if _is_wanted(row, settings) and (device or row.changes != "device"):
-            graph = load_pass(name)(graph)
-    return graph
+            yield name
 
 
 def for_device(settings: Settings) -> bool:

@@ -9,6 +9,7 @@ Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bi
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -149,28 +150,69 @@ def _exponent(factors: Tensor) -> float:
     return float(factors.log2().abs().max())
 
 
-def absorb_high_biases(graph: Graph) -> Graph:
-    """The graph with high biases moved to the layers after them, where that is exact up to the values below c."""
-    normal, changes, biases = dict(graph.normal), list[Change](), dict[str, Tensor]()
+@dataclass(frozen=True, eq=False)
+class Absorption:
+    """A shift of a layer's bias that the next layer can take up.
+
+    Args:
+        pair: both layers.
+        high: what each output channel of the first is lowered by, float64 [channels], some of it above 0.
+    """
+
+    pair: Pair
+    high: Tensor
+
+    @property
+    def high_inputs(self) -> Tensor:
+        """Return by how much each input channel of the second layer is lowered, float64 [channels]."""
+        return self.high[list(self.pair.channels)]
+
+
+def find_absorptions(graph: Graph) -> Iterator[Absorption]:
+    """Yield all shifts that are exact up to the values below them, in execution order."""
     for pair in find_pairs(graph):
-        first, second = pair.first, pair.second
-        if first.name not in normal or not _shifts(pair):
+        if pair.first.name not in graph.normal or not _shifts(pair):
             continue
-        mean, std = normal[first.name]
-        bottom, top = (mean - STDS * std).clamp(min=0), mean + STDS * std
+        mean, std = graph.normal[pair.first.name]
+        bottom = (mean - STDS * std).clamp(min=0)
+        top = mean + STDS * std
         # A shift takes no more of a channel than lowers the range of all channels together.
         high = torch.minimum(bottom, (top - (top - bottom).max()).clamp(min=0))
         if high.any():
-            normal[first.name] = mean - high, std
-            biases[first.name] = biases.get(first.name, _bias(graph, first)) - high
-            taps = by_channel(second, graph.weight(second)).sum(3, dtype=torch.float64)
-            response = taps @ high[list(pair.channels)].reshape(len(taps), -1, 1)
-            biases[second.name] = biases.get(second.name, _bias(graph, second)) + response.flatten()
-            changes.append(Change("absorb_high_biases", (first.name, second.name), int(high.count_nonzero())))
+            yield Absorption(pair, high)
+
+
+def absorb_high_biases(graph: Graph, refused: Collection[str] = ()) -> Graph:
+    """Return the graph with high biases moved to the layers after them.
+
+    Args:
+        graph: after the fold of batch norms, which say where values lie.
+        refused: first layers whose biases stay, as a check on data has decided.
+    """
+    normal = dict(graph.normal)
+    biases: dict[str, Tensor] = {}
+    changes = []
+    for absorption in find_absorptions(graph):
+        first, second = absorption.pair.first, absorption.pair.second
+        if first.name in refused:
+            continue
+        high = absorption.high
+        mean, std = normal[first.name]
+        normal[first.name] = mean - high, std
+        biases[first.name] = biases.get(first.name, _bias(graph, first)) - high
+        taps = by_channel(second, graph.weight(second)).sum(3, dtype=torch.float64)
+        response = taps @ absorption.high_inputs.reshape(len(taps), -1, 1)
+        biases[second.name] = biases.get(second.name, _bias(graph, second)) + response.flatten()
+        count = int(high.count_nonzero())
+        changes.append(Change("absorb_high_biases", (first.name, second.name), count))
     if not changes:
         return graph
-    rounded = {name: {"bias": bias.to(graph.weight(graph.by_name[name]).dtype)} for name, bias in biases.items()}
-    return with_weights(graph, rounded).replaced(normal=normal, changes=(*graph.changes, *changes))
+    rounded = {}
+    for name, bias in biases.items():
+        dtype = graph.weight(graph.by_name[name]).dtype
+        rounded[name] = {"bias": bias.to(dtype)}
+    changed = with_weights(graph, rounded)
+    return changed.replaced(normal=normal, changes=(*graph.changes, *changes))
 
 
 def _shifts(pair: Pair) -> bool:

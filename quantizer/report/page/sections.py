@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+from quantizer.engine.pass_loss import sentence
 from quantizer.report.page import figures
 from quantizer.report.page.charts import number
 from quantizer.report.page.html import Child, Markup, element, fragment
@@ -25,6 +26,11 @@ from quantizer.report.page.parts import (
     table,
 )
 
+NO_COMMANDS = "No command is known that makes these results: Python has written them, or run.json is of others."
+ABOUT_COMMANDS = (
+    "The config is the one shown above. Options that change no result are left out, as --output_dir is. Paths are "
+    "relative to the folder where the command ran; files elsewhere are named without their folder."
+)
 UNSTABLE = 40
 """Tensors whose curves over batches are drawn: those that are the last to become stable."""
 SATURATED = 0.01
@@ -40,6 +46,8 @@ def verdict(content: Json) -> Markup:
         said.append(f"output SQNR {ratio:.1f} dB")
     if (worst := most_damaged(rows)) is not None:
         said.append(f"worst: {of(content, worst)}, {worst['local_sqnr_db']:.1f} dB")
+    if content.get("passes"):
+        said.append(sentence(content["passes"]))
     said += [f"gate {text} {'met' if holds else 'not met'}" for text, holds in content["gates"].items()]
     if content["stamp"]:
         said.append(content["stamp"])
@@ -250,7 +258,10 @@ def config(content: Json) -> Markup | None:
 
 def reproduce(content: Json) -> Markup | None:
     """Commands, versions and digests."""
-    commands = element("pre", "\n".join(content["commands"]))
+    commands: Child = element("p", NO_COMMANDS, class_="dim")
+    if content["commands"]:
+        said = element("p", ABOUT_COMMANDS, class_="dim")
+        commands = fragment(element("pre", "\n".join(content["commands"])), said)
     rows = [
         element("tr", element("td", name), element("td", plain(value))) for name, value in content["header"].items()
     ]

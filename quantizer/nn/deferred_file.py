@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from quantizer.numerics.deferred import DeferredTensor, read_tensor
+from quantizer.opened_files import OpenFile
 
 STORED: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -34,16 +35,18 @@ STORED: dict[str, torch.dtype] = {
 """The dtypes of safetensors files by their names there."""
 
 
-def deferred_file(path: Path) -> dict[str, DeferredTensor]:
+def deferred_file(path: Path | OpenFile) -> dict[str, DeferredTensor]:
     """The tensors of a safetensors file, each read when it is needed, and no more of the file than that: a map of all
-    of it would count as memory, against `ulimit -v` at once.
+    of it would count as memory, against `ulimit -v` at once. The file stays open, so another one that takes its place
+    changes nothing.
 
     Raises:
         OSError: it cannot be read.
         SafetensorError: it is none, or truncated.
         KeyError: it has a dtype that torch has not.
     """
-    header, length, size = _header(path)
+    file = OpenFile.at(path) if isinstance(path, Path) else path
+    header, length, size = _header(file)
     try:
         rows = [(*_span(row), name, str(row["dtype"])) for name, row in header.items() if name != _METADATA]
     except (ValueError, KeyError, TypeError) as error:
@@ -54,7 +57,7 @@ def deferred_file(path: Path) -> dict[str, DeferredTensor]:
         if begin != end or stop - begin != shape.numel() * dtype.itemsize or 8 + length + stop > size:
             raise SafetensorError(f"{name} is not where its header says")
         end = stop
-        found[name] = DeferredTensor(shape, dtype, partial(_read, path, 8 + length + begin, shape, dtype))
+        found[name] = DeferredTensor(shape, dtype, partial(_read, file, 8 + length + begin, shape, dtype))
     return found
 
 
@@ -65,24 +68,23 @@ def metadata(path: Path) -> Mapping[str, str]:
         OSError: it cannot be read.
         SafetensorError: it is none, or truncated.
     """
-    found: Mapping[str, str] = _header(path)[0].get(_METADATA) or {}
+    found: Mapping[str, str] = _header(OpenFile.at(path))[0].get(_METADATA) or {}
     return found
 
 
 _METADATA = "__metadata__"
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int, int]:
+def _header(file: OpenFile) -> tuple[dict[str, Any], int, int]:
     """A file's header, its length, and that of the file."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= size - 8:
-            raise SafetensorError("the length of its header is beyond its end")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise SafetensorError(f"its header is damaged: {error}") from error
+    size = file.size
+    length = int.from_bytes(os.pread(file.descriptor, 8, 0), "little")
+    if not 2 <= length <= size - 8:
+        raise SafetensorError("the length of its header is beyond its end")
+    try:
+        header = json.loads(os.pread(file.descriptor, length, 8))
+    except ValueError as error:
+        raise SafetensorError(f"its header is damaged: {error}") from error
     if not isinstance(header, dict):
         raise SafetensorError("its header is damaged: it is no object")
     return header, length, size
@@ -96,6 +98,5 @@ def _span(row: Mapping[str, Any]) -> tuple[int, int, torch.Size]:
     return begin, stop, torch.Size(row["shape"])
 
 
-def _read(path: Path, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    with path.open("rb", buffering=0) as file:
-        return read_tensor(file.fileno(), start, shape, dtype)
+def _read(file: OpenFile, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return read_tensor(file.descriptor, start, shape, dtype)

@@ -1,0 +1,163 @@
+"""Decides after calibration which joins have one scale for all their parts, and which leave each part its own."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from quantizer.algorithms.adjustment import Adjustment
+from quantizer.config.wording import shortened
+from quantizer.engine import scaled_joins
+from quantizer.engine.calibrate import Calibration
+from quantizer.engine.job import Job
+from quantizer.graph.edits import by_channel
+from quantizer.graph.ir import Graph
+from quantizer.numerics.deferred import loaded
+from quantizer.observers import Observer
+from quantizer.plan import joins
+from quantizer.plan.joins import CLOSE_DB
+from quantizer.plan.model import JoinDecision, JoinPlan, Key, Plan
+
+FEW_BITS = 4.0
+"""A part of a join that has fewer than this is told."""
+_FAR = {
+    "own": "each part keeps its own",
+    "scaled": "parts are multiplied with powers of two, which the weights that read them take back",
+}
+
+
+def decide_joins(job: Job) -> None:
+    """Decide on all joins of the job's plan, and bring to one range what would lose too much on one scale."""
+    waiting = job.plan
+    first = _decisions(job.calibration)
+    scaled = _scale_parts(job, first)
+    decisions = _decisions(job.calibration)
+    for name in scaled:
+        left = decisions[name].left if name in decisions else ()
+        decisions[name] = replace(first[name], scale="scaled", left=left)
+    job.plan = joins.decided(job.calibration.plan, decisions)
+    job.calibration = replace(job.calibration, plan=job.plan)
+    job.joins = decisions
+    for level, text in remarks(waiting, decisions):
+        job.events.message(level, text)
+
+
+def decided(calibration: Calibration) -> Calibration:
+    """Return the calibration with the joins of its plan decided, as far as that changes no weights."""
+    return replace(calibration, plan=joins.decided(calibration.plan, _decisions(calibration)))
+
+
+def _decisions(calibration: Calibration) -> dict[str, JoinDecision]:
+    """How each open join is quantized. What was observed of tensors that are not stays, for whoever decides anew."""
+    decisions: dict[str, JoinDecision] = {}
+    for join in calibration.plan.joins:
+        lost = lost_bits(join, calibration.observers)
+        decisions[join.name] = joins.decide(join, lost, _gains(join, calibration.plan.graph))
+    return decisions
+
+
+def _scale_parts(job: Job, decisions: Mapping[str, JoinDecision]) -> list[str]:
+    """Scale the parts of joins that have lost too much, as far as it can be done; return these joins."""
+    far = [join for join in job.plan.joins if decisions[join.name].lost_db > CLOSE_DB and not join.is_single]
+    rounded = {} if job.adjustment is None else job.adjustment.rounded
+    found = scaled_joins.scalings(job.calibration, far, rounded)
+    if not found:
+        return []
+    more = scaled_joins.adjustment(job.plan.graph, found)
+    job.target.adjust(more)
+    plan = job.target.plan(job.config)
+    job.calibration = scaled_joins.taken_over(job.calibration, plan, found, more.insertions)
+    job.adjustment = scaled_joins.merged(job.adjustment or Adjustment(), more)
+    return list(dict.fromkeys(scaling.join for scaling in found))
+
+
+def remarks(plan: Plan, decisions: Mapping[str, JoinDecision]) -> Iterator[tuple[int, str]]:
+    """Yield what the user should hear of joins, with levels of `logging`.
+
+    Args:
+        plan: with the joins open.
+        decisions: on these.
+    """
+    for scale, text in _FAR.items():
+        names: list[str] = []
+        for name, decision in decisions.items():
+            if decision.scale == scale and decision.lost_db > CLOSE_DB:
+                names.append(name)
+        if names:
+            why = "what is joined has ranges too different for one scale"
+            yield logging.INFO, f"{why}, so {text}: {shortened(names, 3)}"
+    for join in plan.joins:
+        decision = decisions[join.name]
+        if not join.is_single or join.single is None or not decision.lost_bits:
+            continue
+        smallest = max(decision.lost_bits, key=decision.lost_bits.__getitem__)
+        bits = plan.tensors[join.single].spec.bit_width
+        left = bits - decision.lost_bits[smallest]
+        if left < FEW_BITS:
+            yield logging.WARNING, _few_bits(plan, join, smallest, f"{max(0.0, left):.1f} of {bits} bits")
+
+
+def _few_bits(plan: Plan, join: JoinPlan, smallest: str, bits: str) -> str:
+    """A sentence on a part that one scale leaves few bits to, and what to do about it."""
+    if plan.settings.target_device == "DPU":
+        remedy = "return its parts one by one, or bring them to one range before they are joined"
+    else:
+        remedy = f"remove the entry for {join.name}, and each part keeps its own scale"
+    return f"{join.name} has one scale for all that it joins, which leaves {bits} to {smallest}: {remedy}"
+
+
+def lost_bits(join: JoinPlan, observers: Mapping[Key, Observer]) -> dict[str, float]:
+    """Return the base-2 logarithm of how much wider the range of the whole is, by the layer that makes a part.
+
+    Formats with an exponent lose nothing, and neither do parts that are all zero.
+    """
+    whole = observers[join.single or join.inputs[0]]
+    lost: dict[str, float] = {}
+    for key in join.sources:
+        part = observers.get(key)
+        if part is None or whole.spec.dtype != "int" or part.spec.dtype != "int":
+            continue
+        is_zero = not bool((part.low != 0).any() or (part.high != 0).any())
+        if not is_zero:
+            lost[key[0]] = round(max(0.0, math.log2(_width(whole) / _width(part))), 3)
+    return lost
+
+
+def _width(observer: Observer) -> float:
+    """How wide the range of all codes is, of the widest channel."""
+    return float(observer.qparams().scale.max()) * 2.0**observer.spec.bit_width
+
+
+def _gains(join: JoinPlan, graph: Graph) -> dict[str, dict[str, float]]:
+    """How much the squared error of each part weighs in each product: as the squared weights that it meets.
+
+    Where there is no such weight, all parts count alike.
+    """
+    alike = {key[0]: 1.0 for key in join.sources}
+    gains: dict[str, dict[str, float]] = {}
+    for layer, _ in join.inputs or ((join.name, ""),):
+        gains[layer] = _weight_gains(join, graph, layer) if layer in join.parts else alike
+    return gains
+
+
+def _weight_gains(join: JoinPlan, graph: Graph, layer: str) -> dict[str, float]:
+    """The sums of squares of a layer's weights for the input channels of each part."""
+    node, runs = graph.by_name[layer], join.parts[layer]
+    weight = loaded(graph.weight(node)).double()
+    if node.row.scales_channels:
+        squares = weight.square()
+    else:
+        squares = by_channel(node, weight).square().sum((1, 3)).flatten()
+    count = sum(length for _, length in runs)
+    if len(squares) != count:
+        squares = squares.mean().expand(count)  # parts are rows, which all meet the same weights
+    gains: dict[str, float] = {}
+    first = 0
+    for key, length in runs:
+        if key is not None:
+            total = float(squares[first : first + length].sum())
+            gains[key[0]] = round(gains.get(key[0], 0.0) + total, 9)
+        first += length
+    return gains

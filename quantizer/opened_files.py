@@ -1,0 +1,331 @@
+"""Opens the files of a folder as one set: a reader sees what one writer left, whatever is written meanwhile.
+
+Moves nothing and takes no lock; `engine.result_set` writes such sets. Imports no torch.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import stat
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantizer.errors import ResultError
+
+ASIDE = ".quantizer-new"
+"""The folder beside the files, for those that are to replace them."""
+MOVES = "moves.json"
+"""The last file written there; from then on the files aside are the ones that count."""
+PART = 1 << 20
+ATTEMPTS = 100
+"""A writer moves its files within milliseconds; who meets so many writers gives up."""
+
+
+class OpenFile:
+    """A regular file, open for as long as somebody holds this object; no link is followed to it.
+
+    Attributes:
+        path: where it was found, for messages.
+        descriptor: of the operating system, to read from at offsets.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path, self.descriptor = path, descriptor
+        weakref.finalize(self, os.close, descriptor).atexit = False
+
+    @classmethod
+    def at(cls, path: Path) -> "OpenFile":
+        """Open a file of the user's, where a link is as good as what it leads to.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        return cls(path, os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+
+    @property
+    def size(self) -> int:
+        """Its length in bytes."""
+        return os.fstat(self.descriptor).st_size
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """What no other file has, as long as this one is open."""
+        status = os.fstat(self.descriptor)
+        return status.st_dev, status.st_ino
+
+    def parts(self) -> Iterator[bytes]:
+        """Yield the content, part by part."""
+        position = 0
+        while part := os.pread(self.descriptor, PART, position):
+            position += len(part)
+            yield part
+
+    def content(self) -> bytes:
+        """Return the whole content."""
+        return b"".join(self.parts())
+
+    def digest(self) -> str:
+        """Return the sha256 of the content."""
+        digest = hashlib.sha256()
+        for part in self.parts():
+            digest.update(part)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class SetKind:
+    """What is said of sets of one kind.
+
+    Attributes:
+        index: the file that says which others there are.
+        main: the file that users know such a folder by; the index, if it is empty.
+        changed: what is said of a file that is not as the index has it.
+        missing: what to do about a folder without such a set.
+        again: what to do about a set that is damaged.
+    """
+
+    index: str
+    changed: str
+    missing: str
+    again: str
+    main: str = ""
+
+
+class OpenedFiles:
+    """The files of one set, open. Whatever takes their place in the folder, these stay the ones that are read.
+
+    Attributes:
+        folder: where they were found.
+        kind: which of them is the index.
+        identity: the sha256 of the index, which names all of them by their own.
+    """
+
+    def __init__(self, folder: Path, kind: SetKind, files: Mapping[str, OpenFile], identity: str) -> None:
+        self.folder, self.kind, self.identity = folder, kind, identity
+        self._files = files
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __getitem__(self, name: str) -> OpenFile:
+        """Return an open file.
+
+        Raises:
+            ResultError: the set has none of this name.
+        """
+        if name not in self._files:
+            raise ResultError(f"{self.folder / name} is missing")
+        return self._files[name]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all files."""
+        return sorted(self._files)
+
+    def is_current(self) -> bool:
+        """Whether the folder still holds this set.
+
+        Raises:
+            ResultError: what it holds cannot be told.
+        """
+        with _opened_folder(self.folder, self.kind) as places:
+            index = places.open(self.kind.index)
+        return index is not None and index.digest() == self.identity
+
+
+def open_files(
+    folder: Path,
+    kind: SetKind,
+    digests: Callable[[OpenFile], Mapping[str, str]],
+    optional: Collection[str] = (),
+) -> OpenedFiles:
+    """Open the index, the files that it names and the optional ones, then compare all that it names with it.
+
+    A writer that replaces the set meanwhile is noticed, and the new set is opened. A set that was complete when its
+    writer was stopped is read where it lies.
+
+    Args:
+        folder: where the files are; it may be a link itself, no file in it may.
+        kind: which file is the index, and what to say of damage.
+        digests: reads from the index the sha256 of each file to open.
+        optional: files that are opened where they are there; nothing vouches for their content.
+
+    Raises:
+        ResultError: the set is missing or damaged, holds a link, or is replaced again and again.
+    """
+    before: object = None
+    for _ in range(ATTEMPTS):
+        with _opened_folder(folder, kind) as places:
+            index = places.open(kind.index)
+            listed: Mapping[str, str] = {}
+            if index is not None:
+                listed = _checked_names(digests(index), index.path, kind)
+            files = {name: places.open(name) for name in (*listed, *optional)}
+            seen: list[object] = [places.state, index and index.identity]
+            seen += [file and file.identity for file in files.values()]
+            fault = _fault(folder, kind, listed, files) if index else _missing(places, kind)
+        with _opened_folder(folder, kind) as places:
+            again = places.open(kind.index)
+            is_same = [places.state, again and again.identity] == seen[:2]
+        if is_same and index is not None and fault is None:
+            present = {name: file for name, file in files.items() if file is not None}
+            return OpenedFiles(folder, kind, {kind.index: index, **present}, index.digest())
+        if fault is not None and seen == before:
+            raise fault
+        before = seen
+    raise ResultError(f"{folder} is written again and again by other runs", help="wait for them")
+
+
+def _missing(places: "_Places", kind: SetKind) -> ResultError:
+    """Return what to say of a folder without an index."""
+    main = kind.main or kind.index
+    if places.open(main) is None:
+        return ResultError(f"{places.folder / main} does not exist", help=kind.missing)
+    return ResultError(f"{places.folder / kind.index} does not exist", help=kind.again)
+
+
+def _checked_names(listed: Mapping[str, str], path: Path, kind: SetKind) -> Mapping[str, str]:
+    """Refuse an index that names what is not in its folder."""
+    for name in listed:
+        if not _is_plain(name) or "/" in name:
+            raise ResultError(f"{path} is damaged: it names {name!r:.80}", help=kind.again)
+    return listed
+
+
+def _fault(
+    folder: Path,
+    kind: SetKind,
+    listed: Mapping[str, str],
+    files: Mapping[str, OpenFile | None],
+) -> ResultError | None:
+    """Return what is wrong with the first file that is not as the index has it."""
+    for name, digest in listed.items():
+        file = files[name]
+        if file is None:
+            return ResultError(f"{folder / name} is missing", help=kind.again)
+        if file.digest() != digest:
+            return ResultError(f"{folder / name} {kind.changed}", help=kind.again)
+    return None
+
+
+@dataclass(frozen=True)
+class _Places:
+    """A folder as it is at one moment: which of its files lie aside, to replace others.
+
+    Attributes:
+        state: changes whenever another set begins to count.
+    """
+
+    folder: Path
+    descriptor: int
+    aside: int | None
+    moves: OpenFile | None
+    incoming: Collection[str]
+    outgoing: Collection[str]
+
+    @property
+    def state(self) -> tuple[int, int] | None:
+        return self.moves.identity if self.moves else None
+
+    def open(self, name: str) -> OpenFile | None:
+        """Open the file that counts under this name; None where there is none.
+
+        Raises:
+            ResultError: it is a link, or no file, or may not be read.
+        """
+        if self.aside is not None and name in self.incoming:
+            file = _opened(self.folder / ASIDE / name, name, self.aside)
+            if file is not None:
+                return file
+        if name in self.outgoing:
+            return None
+        return _opened(self.folder / name, name, self.descriptor)
+
+
+@contextmanager
+def _opened_folder(folder: Path, kind: SetKind) -> Iterator[_Places]:
+    """Look at a folder, and at the replacement in it, if one is complete."""
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            path = folder / (kind.main or kind.index)
+            raise ResultError(f"{path} does not exist", help=kind.missing) from None
+        except OSError as error:
+            raise ResultError(f"cannot read {folder}: {error.strerror or error}") from error
+        stack.callback(os.close, descriptor)
+        aside, moves = None, None
+        with contextlib.suppress(FileNotFoundError):
+            aside = _opened_aside(folder, descriptor)
+            stack.callback(os.close, aside)
+            moves = _opened(folder / ASIDE / MOVES, MOVES, aside)
+        if moves is None:
+            yield _Places(folder, descriptor, None, None, (), ())
+        else:
+            planned = planned_moves(moves.content(), folder)
+            yield _Places(folder, descriptor, aside, moves, *planned)
+
+
+def _opened_aside(folder: Path, descriptor: int) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(ASIDE, flags, dir_fd=descriptor)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ResultError(f"{folder / ASIDE} is no folder of quantizer", help="remove it") from error
+
+
+def _opened(path: Path, name: str, folder: int) -> OpenFile | None:
+    """Open a file of an open folder; None where there is none."""
+    # A pipe would keep the opener waiting for a writer.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        file = OpenFile(path, os.open(name, flags, dir_fd=folder))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            help_ = "put the file itself in its place"
+            raise ResultError(f"{path} is a link, which is not followed", help=help_) from error
+        raise ResultError(f"cannot read {path}: {error.strerror or error}") from error
+    if not stat.S_ISREG(os.fstat(file.descriptor).st_mode):
+        raise ResultError(f"{path} is no file", help="remove it")
+    return file
+
+
+def planned_moves(content: bytes, folder: Path) -> tuple[list[str], list[str]]:
+    """Return the names of the files that a replacement brings, and of those that go.
+
+    Raises:
+        ResultError: the content is nothing that a writer of sets left.
+    """
+    try:
+        moves = json.loads(content)
+        incoming, outgoing = moves["files"], moves["gone"]
+        is_sound = all(_is_plain(name) for name in (*incoming, *outgoing))
+    except (ValueError, LookupError, TypeError, RecursionError):
+        is_sound = False
+    if not is_sound or not isinstance(incoming, list) or not isinstance(outgoing, list):
+        help_ = f"remove {folder / ASIDE}"
+        raise ResultError(f"{folder / ASIDE / MOVES} is damaged", help=help_)
+    return incoming, outgoing
+
+
+def _is_plain(name: Any) -> bool:
+    """Whether this is the name of a file in the folder, or in a folder inside it."""
+    if not isinstance(name, str) or not name.isprintable():
+        return False
+    parts = name.split("/")
+    return len(parts) <= 2 and all(part and part[0] != "." for part in parts)
+
+
+def json_digest(value: Any) -> str:
+    """Return the sha256 of a JSON value, whatever its layout in a file."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,63 @@
+"""What measured times say of a file's speed: the median of rounds with its spread, or that it cannot be told."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from quantizer.export.agreement import Kernels, Verification
+from quantizer.export.speed import BUSY, Speed
+
+SECOND = [1.0] * 9
+
+
+def told(ours: list[float], floats: list[float]) -> str:
+    """What is printed behind the kernels of a file whose rounds took so long."""
+    verification = Verification("outputs", 0.0, 0.0, 1.0, kernels=Kernels(("conv",), {}))
+    line = replace(verification, speed=Speed.of(ours, floats)).lines[0]
+    return line.removeprefix("1 of 1 multiplications in int8").removeprefix("; ")
+
+
+@pytest.mark.parametrize(
+    ("floats", "said"),
+    [
+        ([1.8, 1.75, 1.85, 1.8, 1.79, 1.81, 1.9, 1.7, 1.8], "1.8x the speed of float (1.8 to 1.8 in 9 rounds)"),
+        ([1.5, 1.6, 1.7, 1.8, 1.7, 1.6, 1.5, 1.7, 1.6], "1.6x the speed of float (1.6 to 1.7 in 9 rounds)"),
+        ([0.65] * 9, "0.65x the speed of float (0.65 to 0.65 in 9 rounds)"),
+        ([0.98, 1.02, 1.0], "1.0x the speed of float (1.0 to 1.0 in 3 rounds)"),
+        # One round in which something else ran does not count.
+        ([1.8] * 8 + [40.0], "1.8x the speed of float (1.8 to 1.8 in 9 rounds)"),
+        ([0.02] * 9, "50 times slower than float (50.0 to 50.0 in 9 rounds)"),
+        ([0.004] * 9, "250 times slower than float (250.0 to 250.0 in 9 rounds)"),
+        # Rounds that disagree say nothing.
+        ([0.9, 3.1, 1.0, 2.5, 1.8, 0.7, 4.0, 1.2, 2.2], BUSY),
+        ([0.0001, 100.0, 0.5, 1.5, 90.0, 0.0002, 1.0, 80.0, 2.0], BUSY),
+        # No kernel is a hundred times as fast: the float network was held up in every round.
+        ([102.0] * 9, BUSY),
+        ([1.8, 1.8], ""),
+        ([], ""),
+        # A clock that stood still has measured nothing.
+        ([0.0] * 9, ""),
+        ([0.0, 1.8, 1.8, 1.8], "1.8x the speed of float (1.8 to 1.8 in 3 rounds)"),
+    ],
+)
+def test_times_of_rounds_as_a_sentence(floats: list[float], said: str) -> None:
+    ours = SECOND[: len(floats)]
+    assert told(ours, floats) == said
+    slower = [10 * seconds for seconds in floats]
+    assert told([10 * seconds for seconds in ours], slower) == said, "a machine ten times slower says the same"
+
+
+def test_no_factor_is_printed_that_says_nothing() -> None:
+    for exponent in range(-40, 41):
+        factor = 2 ** (exponent / 4)
+        line = told(SECOND, [factor, 1.05 * factor, factor * 0.96] * 3)
+        assert not re.search(r"\b0\.0+x|\b\d{3,}(\.\d+)?x", line), line
+
+
+def test_a_round_compares_times_of_that_round() -> None:
+    """A machine that slows down by half on the way is no reason to doubt."""
+    ours = [1.0, 1.2, 1.5, 1.8, 2.0]
+    assert told(ours, [2 * seconds for seconds in ours]) == "2.0x the speed of float (2.0 to 2.0 in 5 rounds)"
