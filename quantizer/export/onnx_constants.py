@@ -1,5 +1,6 @@
-"""Quantized values that follow from constants alone (rows of a table at fixed positions, masks): computed when the file
-is written. ONNX Runtime would compute them when it loads the file; OpenVINO fails on some.
+"""Computes quantized values that follow from constants alone (rows of a table at fixed positions) for the file.
+
+ONNX Runtime would compute them when it loads the file; OpenVINO fails on some.
 """
 
 import onnxruntime

@@ -46,7 +46,7 @@ def installed() -> str | None:
 def started(file: OnnxFile, deployment: Deployment) -> Iterator[OpenVinoCheck | None]:
     """Begin to run a file on the deployment's call, beside whatever runs meanwhile.
 
-    Gives None where OpenVINO is not installed, or the file is too large to be held twice.
+    Yields None where OpenVINO is not installed, or the file is too large to be held twice.
     """
     engine = installed()
     if engine is None or not isinstance(file.source, bytes):
@@ -54,10 +54,11 @@ def started(file: OnnxFile, deployment: Deployment) -> Iterator[OpenVinoCheck | 
         return
     with TemporaryDirectory() as folder:
         run = _Run.started(Path(folder), "model", file.source, _inputs(file, deployment))
-        try:
-            yield OpenVinoCheck(engine, file, deployment, run)
-        finally:
-            run.process.kill()
+        with run.process:
+            try:
+                yield OpenVinoCheck(engine, file, deployment, run)
+            finally:
+                run.process.kill()  # where nobody waited for it
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,9 @@ def _norm_of_statistics(
     use_input_stats: bool,
     *others: Any,
 ) -> Any:
-    """Write an instance norm by tracked statistics as the batch norm that it is, without reshapes: behind a convolution
-    in integers, OpenVINO reads those in another order of memory.
+    """Write an instance norm by tracked statistics as the batch norm that it is, without reshapes.
+
+    Behind a convolution in integers, OpenVINO reads those in another order of memory.
     """
     if use_input_stats:
         return NotImplemented
