@@ -1,6 +1,7 @@
 """Padding with zeros of values whose codes have a zero point, alone or in an average pool that counts it.
 
-OpenVINO pads the codes with 0, whatever that stands for. So codes are padded with the zero point here. Changes no value.
+OpenVINO pads the codes with 0, whatever that stands for. So codes are padded with the zero point here, which changes no
+value.
 """
 
 from collections.abc import Iterable, Mapping
