@@ -53,7 +53,7 @@ def started(file: OnnxFile, deployment: Deployment) -> Iterator[OpenVinoCheck | 
         yield None
         return
     with TemporaryDirectory() as folder:
-        run = _Run.started(Path(folder), "model", file.source, _inputs(file, deployment))
+        run = _Run.started(Path(folder) / "file", file.source, _inputs(file, deployment))
         with run.process:
             try:
                 yield OpenVinoCheck(engine, file, deployment, run)
@@ -97,7 +97,8 @@ class OpenVinoCheck:
         layers = LayerCheck(self.file.model, self.deployment)
         inputs = _inputs(self.file, self.deployment)
         try:
-            watched = _Run.started(self.run.folder, "watched", layers.model.SerializeToString(), inputs)
+            folder = self.run.folder.with_name("watched")
+            watched = _Run.started(folder, layers.model.SerializeToString(), inputs)
             layers.add(self.deployment.args, self.deployment.kwargs, watched.outputs())
         except VerificationError:
             return ""
@@ -109,19 +110,19 @@ class _Run:
     """A process that runs a model, with its files in `folder`."""
 
     folder: Path
-    name: str
     process: subprocess.Popen[bytes]
 
     @classmethod
-    def started(cls, folder: Path, name: str, model: bytes, inputs: Arrays) -> _Run:
-        """Begin to run a serialized model; `name` begins the names of its files."""
-        path, given, made = (folder / f"{name}{suffix}" for suffix in (".onnx", ".inputs.npz", ".outputs.npz"))
-        path.write_bytes(model)
+    def started(cls, folder: Path, model: bytes, inputs: Arrays) -> _Run:
+        """Begin to run a serialized model in a folder, which is made."""
+        folder.mkdir()
+        (folder / "model.onnx").write_bytes(model)
         arrays: dict[str, Any] = dict(inputs)
-        np.savez(given, **arrays)
-        command = [sys.executable, str(_PROCESS), str(path), str(given), str(made)]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        return cls(folder, name, process)
+        np.savez(folder / "inputs.npz", **arrays)
+        # As text, so that no module beside the program stands for one that OpenVINO imports.
+        command = [sys.executable, "-c", _PROCESS.read_text("utf-8")]
+        pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        return cls(folder, subprocess.Popen(command, cwd=folder, **pipes))
 
     def outputs(self) -> Arrays:
         """Wait for the outputs, by name.
@@ -139,7 +140,7 @@ class _Run:
         if self.process.returncode:
             lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
             raise VerificationError(lines[-1] if lines else "it fails without a message")
-        with np.load(self.folder / f"{self.name}.outputs.npz") as stored:
+        with np.load(self.folder / "outputs.npz") as stored:
             return dict(stored)
 
 
