@@ -75,7 +75,7 @@ def calibrate(
         ResultError: another run uses `folder`, or it has links among its files.
         UsageError: `memory` is no size, or `fast_finetune` or `dpu_accuracy` does not go with the config.
     """
-    check_float(model)
+    check_float(model, traced=True)
     read, budget = read_config(config), _budget(memory)
     rules, fast_finetune = as_asked(read.require(), dpu_accuracy, fast_finetune)
     cut = {"batch_size": batch_size, "subset_len": subset_len}
@@ -124,7 +124,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, data: Data | None = N
     Raises:
         ResultError: the folder is incomplete or damaged, or of another model.
     """
-    check_float(model)
+    check_float(model, traced=True)
     info = results.read_info(Path(folder))
     batches = _shape_alone(info) if data is None else _batches(model, data, seed=info.header["seed"])
     original, batch = _traced(model, batches)

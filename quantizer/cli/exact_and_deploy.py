@@ -126,6 +126,7 @@ def deploy(
             lines += map(table_view(options, given.graph).text, found.default_session.lines)
             if found.default_session.kernels:
                 metrics[INT8_SHARE] = found.default_session.kernels.share
+        lines += [check.line for check in found.engines if check.agrees]
     if files or folder.exists():
         write_json(folder / "verify.json", files)
     shown = [*outcome.shown, *lines, *(str(refusal).partition("\n")[0] for refusal in refusals[1:])]

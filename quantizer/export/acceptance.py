@@ -43,7 +43,7 @@ def accepted(
         VerificationError: the file does not compute what test mode does.
     """
     if worst_of(verification, deployment) is not None:
-        verification = _with_float_figures(verification, outputs, deployment)
+        verification = with_float_figures(verification, outputs, deployment)
     differing = worst_of(verification, deployment)
     if differing is None:
         return verification
@@ -118,7 +118,7 @@ def _part_in_words(part: PartAgreement) -> str:
 
 
 @torch.no_grad()
-def _with_float_figures(
+def with_float_figures(
     verification: Verification,
     outputs: Outputs,
     deployment: Deployment,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantizer.config.wording import shortened
@@ -61,7 +62,8 @@ class Verification:
     the file against the float network, where that decides.
     `default_session` has the figures of a runtime as its users start it, where those beside it are of one without
     optimizations: also its `kernels`, the codes of its `layers`, each made of the same codes as in test mode, and its
-    `speed` against the float network, None if it was not measured. `remarks` say how a file is read.
+    `speed` against the float network, None if it was not measured. `remarks` say how a file is read;
+    `engines` are others that are installed and may read it.
     """
 
     compared: str
@@ -79,6 +81,7 @@ class Verification:
     remarks: tuple[str, ...] = ()
     sqnr_db_pooled: float | None = None
     parts: tuple[PartAgreement, ...] = ()
+    engines: tuple[EngineCheck, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The figures it has but the speed, infinite ones left out: without a difference there is no ratio to it."""
@@ -89,6 +92,8 @@ class Verification:
             found["parts"] = [part.to_json() for part in self.parts]
         parts = {"default_session": self.default_session, "kernels": self.kernels}
         found |= {name: part.to_json() for name, part in parts.items() if part is not None}
+        if self.engines:
+            found["engines"] = [check.to_json() for check in self.engines]
         if self.layers:
             counted = [{name: value for name, value in vars(row).items() if value is not None} for row in self.layers]
             found |= {"layers": counted, "first_differing": self.first_differing and self.first_differing.layer}
@@ -131,6 +136,37 @@ class Verification:
         return ", ".join(words)
 
 
+@dataclass(frozen=True)
+class EngineCheck:
+    """How another engine reads a file: `figures` against test mode over one call, or its `failure` to run it.
+
+    `agrees` says whether they differ by no more than rounding; `layer` is the first that does, if that can be told.
+    """
+
+    engine: str
+    agrees: bool
+    figures: Verification | None = None
+    failure: str = ""
+    layer: str = ""
+
+    @property
+    def line(self) -> str:
+        """A sentence on it."""
+        if self.figures is None:
+            return f"{self.engine} cannot run it: {self.failure}"
+        if self.agrees:
+            return f"in {self.engine}, {self.figures.figures()}"
+        where = f"; the first layer that differs is {self.layer}" if self.layer else ""
+        return f"{self.engine} computes something else: {self.figures.figures()}{where}"
+
+    def to_json(self) -> dict[str, Any]:
+        """All that is known."""
+        figures = {} if self.figures is None else self.figures.to_json()
+        others = {"failure": self.failure, "layer": self.layer}
+        stated = {name: text for name, text in others.items() if text}
+        return {"engine": self.engine, "agrees": self.agrees, **stated, **figures}
+
+
 class Agreement:
     """Adds up the differences of tensors, each with its parts.
 
@@ -152,12 +188,13 @@ class Agreement:
         return Recorder(self.outputs)
 
     def add(self, expected: Sequence[Tensor], found: Sequence[Tensor], recorder: Recorder | None = None) -> None:
-        """Take in one batch, pairwise; NaN and infinity equal themselves.
+        """Take in one batch, pairwise; NaN and infinity equal themselves, complex numbers are pairs of reals.
 
         Raises:
             ValueError: the number of tensors or a shape differs.
         """
-        for index, (want, got) in enumerate(zip(expected, found, strict=True)):
+        in_reals = zip(map(_in_reals, expected), map(_in_reals, found), strict=True)
+        for index, (want, got) in enumerate(in_reals):
             if want.shape != got.shape:
                 raise ValueError(f"The file gives shape {tuple(got.shape)} where test mode gives {tuple(want.shape)}.")
             if index == 0 and want.dim() == 2 and want.shape[1] > 1:
@@ -214,6 +251,10 @@ def _pooled(parts: Iterable[PartAgreement]) -> float | None:
     if not noise.signal:
         return None
     return noise.sqnr_db if math.isfinite(noise.error) else -math.inf
+
+
+def _in_reals(values: Tensor) -> Tensor:
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def verify(compared: str, expected: Iterable[Tensor], found: Iterable[Tensor]) -> Verification:

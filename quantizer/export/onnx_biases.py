@@ -76,11 +76,15 @@ def sum_biases(network: Network, steps: Mapping[str, Tensor]) -> dict[str, SumBi
     return found
 
 
-def overflowing(network: Network, solution: Solution) -> set[str]:
-    """The layers whose biases no int32 holds in units of their sums; with 16-bit codes these units are fine.
+def overflowing(network: Network, solution: Solution, most: int = 2 * ROOM - 1) -> set[str]:
+    """The layers whose biases no int32 holds in units of their sums; with 16-bit codes these units are fine, and with
+    inputs that are next to nothing.
 
     ONNX Runtime's optimizer writes the bias of any layer between DequantizeLinear nodes in such units, and cuts off
-    what does not fit.
+    what does not fit. So does ExecuTorch's XNNPACK.
+
+    Args:
+        most: the largest bias in these units that fits.
     """
     graph, specs, found = network.graph, solution.specs, set[str]()
     for (layer, role), weights in solution.tensors.items():
@@ -89,7 +93,7 @@ def overflowing(network: Network, solution: Solution) -> set[str]:
         if bias is None or key is None or specs[key].is_dynamic or {weights.spec.dtype, specs[key].dtype} != {"int"}:
             continue
         step = float(weights.scale.min()) * float(solution.tensors[key].scale.min())
-        if step < TINY or float(bias.detach().abs().max()) > step * (2 * ROOM - 1):
+        if step < TINY or float(bias.detach().abs().max()) > step * most:
             found.add(layer)
     return found
 

@@ -50,8 +50,8 @@ class LayerCheck:
 
     def _compared(self, key: Key, value: Tensor, codes: Mapping[str, NDArray[Any]]) -> Tensor:
         """The value that the session's codes stand for."""
-        scale, stored = self.tensors[key].scale, codes[self.values[key]]
-        found = torch.from_numpy(stored.astype("int64") - int(self.zeros[key])).view(value.shape)
+        scale, stored = self.tensors[key].scale, torch.from_numpy(codes[self.values[key]])
+        found = (stored.to(torch.int64) - int(self.zeros[key])).view(value.shape)
         self.rows[key].add(found, torch.round(value / scale).to(torch.int64))
         return found * scale
 
@@ -67,7 +67,7 @@ def _codes_of(model: ModelProto, tensors: Mapping[Key, QuantizedTensor]) -> tupl
     values, zeros = {}, {}
     for node in model.graph.node:
         key = keys.get(node.name.rpartition(".")[0].rpartition(".")[0])
-        if node.op_type != "DequantizeLinear" or key is None:
+        if node.op_type != "DequantizeLinear" or key is None or node.input[0] in initializers:
             continue
         if tensors[key].spec.dtype == "int" and not tensors[key].spec.is_dynamic:
             values[key] = node.input[0]

@@ -26,7 +26,7 @@ def straighten(model: ModelProto, is_weight: Callable[[NodeProto], bool]) -> set
     """
     readers = readers_of(model.graph.node)
     marks = [node.output[0] for node in model.graph.node if is_weight(node)]
-    straight = {name for name in marks if readers[name] and all(_reads_transposed(node) for node in readers[name])}
+    straight = {name for name in marks if readers[name] and all(_transposes(node, name) for node in readers[name])}
     replaced: dict[str, str] = {}
     nodes: list[NodeProto] = []
     for node in model.graph.node:
@@ -56,11 +56,11 @@ def readers_of(nodes: Sequence[NodeProto]) -> Readers:
     return found
 
 
-def _reads_transposed(node: NodeProto) -> bool:
+def _transposes(node: NodeProto, weight: str) -> bool:
     """Whether a node reads a weight [outputs, inputs] only to multiply by its transpose."""
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     if node.op_type == "Gemm":
-        return {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0} | attributes == _LINEAR
+        return node.input[1] == weight and {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0} | attributes == _LINEAR
     return node.op_type == "Transpose" and list(attributes.get("perm", ())) == [1, 0]
 
 

@@ -12,11 +12,13 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, num
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.export.onnx_biases import SumBias
+from quantizer.export.onnx_constants import folded
 from quantizer.export.onnx_dynamic import multiplies_integers, quantize_dynamic, quantize_rows, scale_rows
 from quantizer.export.onnx_linear import readers_of, straighten
 from quantizer.export.onnx_lookup import looked_up
 from quantizer.export.onnx_moves import MOVES, quantized_again
 from quantizer.export.onnx_nodes import UNBOUNDED, Emission, clips_codes, quantize_activation, quantize_weights
+from quantizer.export.onnx_padding import padded_apart, sizes_of
 from quantizer.export.onnx_profile import packed_product
 from quantizer.export.onnx_specs import BLOCKS, input_spec
 from quantizer.export.onnx_tensors import INT32, float_tensor
@@ -68,11 +70,14 @@ def lower(
             nodes += emission.nodes
     nodes = [node for node in nodes if not marked.is_cut(node)]
     _name_products(nodes, marked)
-    nodes = quantized_again(nodes, {tensor.name: tensor for tensor in model.graph.initializer})
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    nodes, initializers = padded_apart(nodes, constants, sizes_of(values_of(model)))
+    model.graph.initializer.extend(initializers)
+    nodes = quantized_again(nodes, constants)
     nodes = looked_up(model, nodes)
     _add_to_sums(model, nodes, biases)
     _keep_in_float(model, nodes, in_float)
-    _replace(model, nodes)
+    _replace(model, folded(model, nodes))
 
 
 class Marked:

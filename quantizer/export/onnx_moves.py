@@ -33,7 +33,7 @@ def quantized_again(nodes: list[NodeProto], constants: Constants) -> list[NodePr
     wanted: dict[str, NodeProto] = {}
     for node in nodes:
         for name in node.input[:2] if node.op_type in _PRODUCTS else ():
-            *moved, origin = _way(name, makers, constants)
+            *moved, origin = way(name, makers, constants)
             made = makers.get(origin)
             if made is not None and made.op_type == "DequantizeLinear" and made.input[0] not in constants:
                 stopped = [each for each in moved if makers[each].op_type in _STOPPING]
@@ -51,16 +51,16 @@ def quantized_again(nodes: list[NodeProto], constants: Constants) -> list[NodePr
     return found
 
 
-def _way(name: str, makers: Makers, constants: Constants) -> Iterator[str]:
-    """The values that a value was before it was moved, itself the first."""
+def way(name: str, makers: Makers, constants: Constants) -> Iterator[str]:
+    """Yield the values that a value was before it was moved, itself the first."""
     yield name
-    while name in makers and _moves(makers[name], constants):
+    while name in makers and moves(makers[name], constants):
         name = makers[name].input[0]
         yield name
 
 
-def _moves(node: NodeProto, constants: Constants) -> bool:
-    """Whether what a node makes has no other values than its first input, and zero."""
+def moves(node: NodeProto, constants: Constants) -> bool:
+    """Return whether what a node makes has no other values than its first input, and zero."""
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     if node.op_type == "Pad":
         filling = constants.get(node.input[2]) if len(node.input) > 2 and node.input[2] else None

@@ -231,7 +231,8 @@ def quantize_weights(
         along = [-1 if axis == spec.ch_axis else 1 for axis in range(codes.dim())] if spec.ch_axis is not None else []
         floats = emission.add("Cast", emission.codes("codes", codes, carrier), to=TensorProto.FLOAT)
         if zero_point.any():
-            floats = emission.add("Sub", floats, emission.constant("zero_point", zero_point.reshape(along)))
+            # OpenVINO takes Cast, Sub, Mul for a compressed weight, and misreads one that is cut and joined by gates.
+            floats = emission.add("Add", floats, emission.constant("zero_point", -zero_point.reshape(along)))
         emission.add("Mul", floats, emission.constant("scale", scale.reshape(along)), output=y)
         return emission
     inputs = [emission.codes("codes", codes, carrier), emission.constant("scale", scale)]

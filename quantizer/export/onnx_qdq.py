@@ -15,7 +15,7 @@ from onnx import ModelProto
 import quantizer
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
-from quantizer.export import Refusal, check
+from quantizer.export import Refusal, check, onnx_complex, onnx_openvino
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.float32 import in_float32
@@ -44,6 +44,7 @@ def export(deployment: Deployment, path: Path) -> Verification:
 
     The bytes depend on network and calibration alone. ONNX Runtime runs them, without optimizations and as users do,
     before they are written. A network of half precision computes in float32 there.
+    OpenVINO runs them, too, where it is installed, and a warning says so if it reads them otherwise.
 
     Raises:
         UsageError: ONNX cannot say what the config asks for.
@@ -70,8 +71,11 @@ def export(deployment: Deployment, path: Path) -> Verification:
         quantize_gates(model)
     _clean(model, deployment.graph)
     with stored(model, path) as source:
-        found = verify_sessions(OnnxFile(path.name, source, model, floating), tested)
-    return replace(found, remarks=processors(wide.graph, solution))
+        file = OnnxFile(path.name, source, model, floating)
+        with onnx_openvino.started(file, tested) as openvino:
+            found = verify_sessions(file, tested)
+            engines = () if openvino is None else (openvino.result(),)
+    return replace(found, remarks=processors(wide.graph, solution), engines=engines)
 
 
 def refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int) -> Iterator[Refusal]:
@@ -80,10 +84,20 @@ def refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int) ->
     if opset not in OPSETS:
         why = f"writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}"
         yield Refusal(why, "set onnx_opset_version to one of these, or to -1")
+    yield from onnx_complex.refusals(graph)
+    yield from _unprojected(graph)
     for (layer, role), spec in specs.items():
         found = None if is_parameter(role) else refusal(spec, graph.by_name[layer].dtype, opset)
         if found is not None:
             yield Refusal(*found, layer, role)
+
+
+def _unprojected(graph: Graph) -> Iterator[Refusal]:
+    for node in graph.nodes:
+        if "weight_hr_l0" in node.params:
+            why = "is an LSTM with proj_size, which ONNX's LSTM operator lacks"
+            remedy = "leave proj_size out and put a Linear layer behind it, or use --deploy pt2"
+            yield Refusal(why, remedy, node.name)
 
 
 def operator_set(specs: Mapping[Key, QuantizationSpec]) -> int:

@@ -66,7 +66,8 @@ def restated(graph: Graph, solution: Solution, weights: str, *, packed: bool = F
     for key, tensor in solution.tensors.items():
         node = graph.by_name[key[0]]
         if _meets_integers(key, tensor.spec, graph, specs):
-            tensors[key] = _for_integers(tensor, weights)
+            # ONNX Runtime multiplies them in float, and OpenVINO misreads uint8 ones beside inputs from 0 on.
+            tensors[key] = _for_integers(tensor, "int8" if node.row.transposed else weights)
         elif key[1] == "weights" and node.row.kind == "mac" and is_narrow(tensor.spec):
             shape = graph.weight(node).shape
             tensors[key] = _for_floats(tensor, *shape, packed=packed) if len(shape) == 2 else tensor
@@ -112,7 +113,11 @@ def _part_factors(graph: Graph, where: Layout, join: Join) -> dict[str, float]:
 def processors(graph: Graph, solution: Solution) -> tuple[str, ...]:
     """A sentence on where a restated solution is computed right, or faster, if that depends on the processor."""
     specs = solution.specs
-    met = [each.codes for key, each in solution.tensors.items() if _meets_integers(key, each.spec, graph, specs)]
+    met = [
+        tensor.codes
+        for key, tensor in solution.tensors.items()
+        if _meets_integers(key, tensor.spec, graph, specs) and not graph.by_name[key[0]].row.transposed
+    ]
     if any(codes is not None and codes.dtype == torch.uint8 for codes in met):
         return ("8-bit weights are uint8, for any processor; on those with VNNI, --onnx_weights int8 is faster",)
     if any(codes is not None and int(codes.int().abs().max()) > SAFE for codes in met):

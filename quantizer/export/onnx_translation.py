@@ -12,6 +12,7 @@ from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.errors import ModelError
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.onnx_lowering import DOMAIN, Wanted
+from quantizer.export.onnx_written_out import decompositions
 from quantizer.export.torch_program import exported
 from quantizer.graph.trace import quiet, without_stack_traces
 from quantizer.nn.function import Function
@@ -111,23 +112,10 @@ def _hand_out_constants(model: ModelProto) -> None:
 
 
 def _translatable(program: ExportedProgram) -> ExportedProgram:
-    """The program with attention in four dimensions, which are all that torch.onnx knows of it."""
-    attention = torch.ops.aten.scaled_dot_product_attention.default
-
-    def with_heads(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **others: Any) -> Any:
-        missing = 4 - query.dim()
-        if missing not in (1, 2):
-            return NotImplemented  # stays as it is
-        for _ in range(missing):
-            query, key, value = (tensor.unsqueeze(-3) for tensor in (query, key, value))
-        if attn_mask is not None and attn_mask.dim() == 3:
-            attn_mask = attn_mask.unsqueeze(1)
-        attended = attention(query, key, value, attn_mask, *args, **others)
-        return attended.squeeze(-3) if missing == 1 else attended.squeeze(-3).squeeze(-3)
-
-    calls = program.graph.find_nodes(op="call_function", target=attention)
-    if all(call.args[0].meta["val"].dim() == 4 for call in calls):
+    """The program with operators that torch.onnx and the runtimes read right."""
+    written_out = decompositions(program)
+    if not written_out:
         return program  # as every decomposition takes as long as the export
     with quiet(), without_stack_traces():
-        translatable: ExportedProgram = program.run_decompositions({attention: with_heads})
+        translatable: ExportedProgram = program.run_decompositions(dict(written_out))
     return translatable

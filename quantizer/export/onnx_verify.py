@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -144,7 +144,11 @@ def _feed(
     session: onnxruntime.InferenceSession, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, NDArray[Any]]:
     """A call's tensors by the names of a session's inputs."""
-    used = {value.name for value in session.get_inputs()}
+    return named_inputs({value.name for value in session.get_inputs()}, args, kwargs)
+
+
+def named_inputs(names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Return those of a call's tensors that a file has as inputs of these names."""
     leaves = widened(tensor_leaves((args, dict(kwargs))))
     tensors = {f"input_{index}": tensor for index, tensor in enumerate(leaves)}
-    return {name: tensor.numpy() for name, tensor in tensors.items() if name in used}
+    return {name: tensor.numpy() for name, tensor in tensors.items() if name in names}

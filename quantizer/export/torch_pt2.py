@@ -3,6 +3,7 @@ operators where activations are quantized. Loads without quantizer.
 """
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from quantizer.engine.result_files import write_bytes
 from quantizer.engine.solution import Solution
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
+from quantizer.export.onnx_biases import ROOM, overflowing
 from quantizer.export.torch_program import exported, saved
 from quantizer.export.torch_qdq import (
     CARRIERS,
@@ -44,9 +46,12 @@ def export(deployment: Deployment, path: Path) -> Verification:
     """
     graph = deployment.graph.replaced(rebuild=None)
     plain = dataclasses.replace(deployment, graph=graph, solution=deployment.solution.by_rows())
-    network = _Coded(plain.network(), graph, plain.encoded, CARRIERS[deployment.choice("pt2_activations")])
-    program = exported(network, graph, *deployment.blank)
-    if deployment.choice("pt2_activations") == "int8":
+    is_for_executorch = deployment.choice("pt2_activations") == "int8"
+    network = plain.network()
+    in_float = overflowing(network, plain.encoded, ROOM) if is_for_executorch else set[str]()
+    carrier = CARRIERS[deployment.choice("pt2_activations")]
+    program = exported(_Coded(network, graph, plain.encoded, carrier, in_float), graph, *deployment.blank)
+    if is_for_executorch:
         _dequantize_for_each(program)
     content = saved(program)
     remedy = "--deploy pt2_float computes with floats, as test mode does"
@@ -67,9 +72,14 @@ def _dequantize_for_each(program: ExportedProgram) -> None:
 
 
 class _Coded(nn.Module):
-    """The network with codes for weights and operators for quantizers, where there are some."""
+    """The network with codes for weights and operators for quantizers, where there are some.
 
-    def __init__(self, network: Network, graph: Graph, solution: Solution, carrier: Carrier) -> None:
+    The weights of layers `in_float` are decoded by plain operators, so that no kernel of integers is taken for them.
+    """
+
+    def __init__(
+        self, network: Network, graph: Graph, solution: Solution, carrier: Carrier, in_float: Collection[str]
+    ) -> None:
         super().__init__()
         self.network = network
         self.weights: dict[str, Weight] = {}
@@ -77,7 +87,7 @@ class _Coded(nn.Module):
             layer, node = network.layers[name], graph.by_name[name]
             if base_role(role) == "weights" and tensor.codes is not None:
                 parameter = parameter_name(role)
-                weight = Weight(tensor, multiplied=_is_multiplied(node))
+                weight = Weight(tensor, multiplied=_is_multiplied(node) and name not in in_float)
                 layer.quantizers[role] = weight
                 self.weights[f"{network.module_names[name]}.{parameter}"] = weight
                 del layer._parameters[parameter]

@@ -138,11 +138,19 @@ class Converter:
         """The node that gives a parameter, or a constant, used by a plain expression (`x + self.shift`)."""
         if path not in self.parameter_nodes:
             scope, _, attr = path.rpartition(".")
-            name = self.namer.name(self.namer.canonical(scope), attr)
+            module = self.namer.canonical(scope)
+            name = self.namer.name(module, attr)
             tensor = self.tensors[path]
-            op = "parameter" if path in self.learned else "constant"
+            is_complex = tensor.is_complex()
+            if is_complex:  # files hold floats alone
+                tensor = torch.view_as_real(tensor.resolve_conj()).contiguous()
+                self.tensors[path] = tensor
+            op = "parameter" if path in self.learned and not is_complex else "constant"
             params = {"weight": path}
             self.nodes.append(Node(name, op, op, params=params, shape=tuple(tensor.shape), dtype=tensor.dtype))
+            if is_complex:
+                numbers = torch.view_as_complex(tensor)
+                name = self._add(module, "aten.view_as_complex.default", {"input": Ref(name)}, numbers).name
             self.parameter_nodes[path] = name
         return self.parameter_nodes[path]
 
@@ -164,6 +172,10 @@ class Converter:
         elif target == call.NORM_WITHOUT_STATISTICS:  # torch's functional form also returns the statistics
             arguments = call.named_arguments(node)
             self.values[node] = self._add(path, "aten.batch_norm.default", arguments, value[0])
+        elif target in call.CONVOLUTIONS:
+            self.values[node] = self._add(path, *call.convolution(call.named_arguments(node)), value)
+        elif target == call.LINEAR and call.rank(node.args[1]) == 1:
+            self.values[node] = self._product_with_vector(path, call.named_arguments(node), value)
         else:
             self.values[node] = self._add(path, target, call.named_arguments(node), value, stub)
         if is_inplace(node):
@@ -176,6 +188,15 @@ class Converter:
         name, classes, target = self.namer.name(path, op), self.namer.classes(path), call.functional(target)
         self.nodes.append(Node(name, op, target, inputs, attrs, params, path, classes, **self._kind(value)))
         return Ref(name)
+
+    def _product_with_vector(self, path: str, arguments: dict[str, Any], value: Any) -> Ref:
+        """Add what `F.linear` computes with a vector for a weight, which is no layer with output channels."""
+        operands = {"input": arguments["input"], "other": arguments["weight"]}
+        product = self._add(path, "aten.matmul.default", operands, value)
+        bias = arguments.get("bias")
+        if bias is None:
+            return product
+        return self._add(path, "aten.add.Tensor", {"input": product, "other": bias}, value)
 
     def _copied(self, node: fx.Node, path: str) -> Any:
         """What a copy or a fill makes: a number or another tensor, in the dtype and the sizes of its first argument."""
@@ -222,12 +243,18 @@ class Converter:
             arguments = {key: value for key, value in arguments.items() if key != "params"}
         owns = op in OPS and (OPS[op].weight or OPS[op].owns)
         for key, argument in arguments.items():
-            if owns and isinstance(argument, fx.Node) and argument in self.paths and key not in ("input", "indices"):
+            if owns and key not in ("input", "indices") and self._is_own(argument):
                 params[key] = self.paths[argument]
                 continue
             value = self._value(argument)
             (inputs if any(references(value)) else attrs)[key] = value
         return inputs, attrs, params
+
+    def _is_own(self, argument: Any) -> bool:
+        """Return whether an argument is a tensor that a layer can hold; none holds complex numbers."""
+        if not isinstance(argument, fx.Node) or argument not in self.paths:
+            return False
+        return not argument.meta["val"].is_complex()
 
     def _takes_whole_length(self, node: fx.Node) -> bool:
         """Whether the node slices nothing off a length; along a size that is fixed, torch leaves such a slice out."""

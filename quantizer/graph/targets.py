@@ -15,6 +15,8 @@ _SYMBOLIC = (
 _OF_SIZES: dict[str, Callable[..., Any]] = {f"{each.__module__}.{each.__name__}": each for each in _SYMBOLIC}
 """What Python computes of sizes beside `operator`: "math.ceil", "builtins.round", "torch.sym_max"."""
 NORM_WITHOUT_STATISTICS = "aten._native_batch_norm_legit_no_training.default"
+CONVOLUTIONS = ("aten._convolution.default", "aten.convolution.default")
+LINEAR = "aten.linear.default"
 
 
 def resolve(target: str) -> Callable[..., Any]:
@@ -95,6 +97,24 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
     names = [argument.name for argument in schema.arguments] if schema else ["a", "b", "c"]
     arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return {"input" if name == "self" else name: value for name, value in arguments.items()}
+
+
+def convolution(arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return target and arguments of `conv2d` and its kin for `convolution`, the one function that `torch.jit.trace`
+    writes for all of them.
+    """
+    shared = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    given = {name: arguments[name] for name in shared}
+    dims = len(arguments["stride"])
+    if not arguments["transposed"]:
+        return f"aten.conv{dims}d.default", given
+    overload = "default" if dims == 1 else "input"
+    return f"aten.conv_transpose{dims}d.{overload}", given | {"output_padding": arguments["output_padding"]}
+
+
+def rank(argument: Any) -> int:
+    """Return the number of axes of the tensor that an argument is."""
+    return int(argument.meta["val"].dim())
 
 
 def parameter_names(arguments: Mapping[str, Any]) -> list[str]:

@@ -242,6 +242,12 @@ def _explain(module: nn.Module, error: Exception) -> ModelError:
             f"{type(module).__name__} cannot be traced: its control flow depends on the values of a tensor{line}",
             help='call its set_experts_implementation("grouped_mm")' if chooses else remedy,
         )
+    compiled = next((path for path, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
+    if compiled is not None:
+        return ModelError(
+            f"{type(module).__name__} cannot be traced: {compiled} is compiled by torch.jit",
+            help="give the Python module in its place, and compile it after quantization",
+        )
     return ModelError(
         f"{type(module).__name__} cannot be traced: {type(error).__name__}: {first}{_where(error)}",
         help="check that the model runs on the first batch, in eval mode, as `model(*batch)`",

@@ -80,8 +80,11 @@ def _blank(cls: Any) -> InPlace:
     return made.__new__(made)
 
 
-def check_float(model: Any) -> None:
+def check_float(model: Any, *, traced: bool = False) -> None:
     """Look whether `model` is one whose layers can be changed in place, with none that is quantized.
+
+    Args:
+        traced: whether it is only traced, for which compiled parts do no harm.
 
     Raises:
         ModelError: it is no module, compiled by torch.jit, or quantized already.
@@ -93,7 +96,9 @@ def check_float(model: Any) -> None:
         )
     for path, module in model.named_modules():
         where = path or "the model"
-        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+        is_compiled = isinstance(module, torch.jit.ScriptModule)
+        has_parameters = next(module.parameters(), None) is not None
+        if is_compiled and (not path or (has_parameters and not traced)):
             raise ModelError(
                 f"{where} is compiled by torch.jit, so its layers cannot be changed",
                 help="quantize the Python model, then trace it",

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, ModelError
+from quantizer.nn.inplace import check_float
 from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.hugging_face import CONFIG, example_input, for_windows, load_hugging_face
@@ -87,6 +88,7 @@ def load_model(
         loaded = LoadedModel(module, type(module).__name__)
     else:
         loaded = _from_python(spec)
+    check_float(loaded.module, traced=True)
     if weights is not None:
         load_weights(loaded.module, weights, max_unpacked)
     check_finite(loaded.module)

@@ -19,3 +19,18 @@ def _one_table_of_translations() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_other_engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other engines take a second for each file; tests that are about them ask for `other_engines`."""
+    if "other_engines" in request.fixturenames or importlib.util.find_spec("onnxruntime") is None:
+        return
+    from quantizer.export import onnx_openvino
+
+    monkeypatch.setattr(onnx_openvino, "installed", lambda: None)
+
+
+@pytest.fixture
+def other_engines() -> None:
+    """Engines that are installed run each file, as they do for users."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from deployments import ACTIVATION, WEIGHTS, Written, calibrated, fitted
-from runs import check
+from runs import ROOT, check
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from toys import built
@@ -274,3 +274,18 @@ def test_executorch_delegates_it(tmp_path: Path) -> None:
     found, (expected,), (step,) = method.execute([given.args[0][:2]])[0], given.expected, given.steps
     assert step is not None
     assert float((expected[:2] - found).abs().max()) <= 1.001 * step
+
+
+@pytest.mark.parametrize(("activations", "kernels"), [("int8", 1), ("uint8", 2)])
+def test_xnnpack_gets_no_bias_that_int32_does_not_hold(activations: str, kernels: int, tmp_path: Path) -> None:
+    """It rounds biases to multiples of input scale times weight scale; values near 1e-8 leave no room for one of 1."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4)).eval(), torch.randn(4, 8)
+    model[0].weight.data.mul_(1e-8)
+    model[1].bias.data.fill_(1.0)
+    result = quantizer.calibrate(model, str(ROOT / "configs" / "cpu_int8.json"), [x])
+    found = result.export("pt2", tmp_path / "net.pt2", pt2_activations=activations)
+    assert found.equal == 1
+    program = torch.export.load(tmp_path / "net.pt2")
+    operators = Counter(str(node.target) for node in program.graph.nodes)
+    assert operators["quantized_decomposed.dequantize_per_channel.default"] == kernels

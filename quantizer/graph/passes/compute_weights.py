@@ -20,7 +20,7 @@ def compute_weights(graph: Graph) -> Graph:
     owners: dict[str, str] = {}
     for node in graph.nodes:
         read = {key: node.inputs[key].name for key in _KEYS if isinstance(node.inputs.get(key), Ref)}
-        computed = {key: name for key, name in read.items() if name in fixed}
+        computed = {key: name for key, name in read.items() if name in fixed and graph.by_name[name].is_float}
         if node.row.weight and node.op != "parameter" and computed:
             for name in computed.values():
                 tensors[name] = _value(graph, name, done).clone()

@@ -1,0 +1,214 @@
+"""What ONNX Runtime, OpenVINO and the ONNX reference evaluator make of one default file, output by output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from runs import ROOT
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import quantizer
+from quantizer.export import onnx_openvino
+
+ort = pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
+pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
+
+DEFAULT = str(ROOT / "configs" / "cpu_int8.json")
+LEAST_DB = 40
+"""Of a file's output against test mode's: rounding of single codes, and nothing else."""
+
+
+class Branches(nn.Module):
+    """A stem whose values have a zero point, and one output for each thing that is done with them."""
+
+    def __init__(self, dims: int, *branches: nn.Module, rectified: bool = False) -> None:
+        super().__init__()
+        stem = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        self.stem = stem(3, 8, 3, padding=1)
+        self.activation = nn.ReLU() if rectified else nn.Identity()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        values = self.activation(self.stem(x))
+        return [branch(values) for branch in self.branches]
+
+
+class Applied(nn.Module):
+    """A function as a module, and a convolution that reads what it makes."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], channels: int = 8) -> None:
+        super().__init__()
+        self.function, self.next = function, nn.Conv2d(channels, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.next(self.function(x))
+
+
+def transposed(dims: int) -> nn.Module:
+    kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
+    return Branches(
+        dims, kind(8, 4, 4, 2, 1), nn.Sequential(kind(8, 8, 2, 2), nn.ReLU(), kind(8, 3, 3)), rectified=True
+    )
+
+
+def pools() -> nn.Module:
+    return Branches(
+        2,
+        Applied(nn.AvgPool2d(3, 2, 1)),
+        Applied(nn.AvgPool2d((2, 3), 2, 1, ceil_mode=True)),
+        Applied(nn.AvgPool2d(3, 3, 1, ceil_mode=True)),
+        Applied(nn.AvgPool2d(3, 2, 1, divisor_override=4)),
+        Applied(nn.AvgPool2d(3, 2, 1, ceil_mode=True, divisor_override=5)),
+        Applied(nn.Sequential(nn.MaxPool2d(2), nn.AvgPool2d(3, 1, 1), nn.AvgPool2d(3, 1, 1))),
+        Applied(nn.Sequential(nn.ZeroPad2d((1, 0, 2, 1)), nn.AvgPool2d(3))),
+        Applied(lambda x: x + F.avg_pool2d(x, 3, 1, 1) + F.max_pool2d(x, 3, 1, 1)),
+        Applied(lambda x: F.pad(x, (0, 0, 0, 0, 2, 2)), 12),
+        nn.Conv2d(8, 4, 3, padding=1, padding_mode="circular"),
+    )
+
+
+def norms() -> nn.Module:
+    affine = nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
+    tracked = nn.InstanceNorm2d(8, track_running_stats=True)
+    for norm in (affine, tracked):
+        assert norm.running_mean is not None and norm.running_var is not None
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2)
+    return Branches(2, affine, Applied(tracked), rectified=True)
+
+
+class Sentence(nn.Module):
+    """Recurrent layers over rows of tables, one of which is read at fixed places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(20, 6), nn.Embedding(5, 6)
+        self.lstm, self.gru = nn.LSTM(6, 8, batch_first=True), nn.GRU(6, 8, batch_first=True, bidirectional=True)
+
+    def forward(self, ids: Tensor) -> list[Tensor]:
+        rows = self.words(ids) + self.places(torch.arange(5))
+        outputs, (hidden, cell) = self.lstm(rows)
+        return [rows, outputs, hidden, cell, self.gru(rows)[0]]
+
+
+def images(*shape: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 3, *shape, generator=generator) for _ in range(3)]
+
+
+def sentences() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 20, (2, 5), generator=generator) for _ in range(3)]
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = {
+    "transposed": (lambda: transposed(2), lambda: images(6, 6)),
+    "transposed, one dimension": (lambda: transposed(1), lambda: images(8)),
+    "transposed, three dimensions": (lambda: transposed(3), lambda: images(4, 4, 4)),
+    "pools": (pools, lambda: images(9, 10)),
+    "norms": (norms, lambda: images(6, 6)),
+    "sentence": (Sentence, sentences),
+}
+
+
+def exported(build: Callable[[], nn.Module], batches: list[Tensor], path: Path) -> tuple[list[Tensor], Tensor]:
+    """Test mode's outputs for the last batch, of which the file is written."""
+    torch.manual_seed(0)
+    result = quantizer.calibrate(build().eval(), DEFAULT, batches)
+    result.export("onnx", path)
+    with torch.no_grad():
+        return list(result.network(batches[-1])), batches[-1]
+
+
+def sqnr_db(expected: Sequence[Tensor], outputs: Sequence[object]) -> list[float]:
+    figures = []
+    for want, got in zip(expected, outputs, strict=True):
+        error = float((want - torch.as_tensor(np.asarray(got))).square().sum())
+        figures.append(10 * math.log10(float(want.square().sum()) / error) if error else math.inf)
+    return figures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_all_engines_compute_what_test_mode_does(name: str, tmp_path: Path) -> None:
+    ov = pytest.importorskip("openvino", reason="one of them (extra: openvino)")
+    build, batches = NETWORKS[name]
+    expected, x = exported(build, batches(), tmp_path / "net.onnx")
+    model = onnx.load(tmp_path / "net.onnx")
+    feed = {"input_0": x.numpy()}
+    session = ort.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    compiled = ov.Core().compile_model(str(tmp_path / "net.onnx"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    found = compiled(feed)
+    figures = {
+        "ONNX Runtime": sqnr_db(expected, session.run(None, feed)),
+        "OpenVINO": sqnr_db(expected, [found[value] for value in compiled.outputs]),
+        "reference": sqnr_db(expected, onnx.reference.ReferenceEvaluator(model).run(None, feed)),
+    }
+    assert {engine: min(values) for engine, values in figures.items() if min(values) < LEAST_DB} == {}
+
+
+def test_pads_of_codes_keep_convolutions_and_pools_in_integers(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return Branches(2, Applied(nn.AvgPool2d(3, 2, 1)), nn.Conv2d(8, 4, 3, padding=(0, 1)))
+
+    exported(build, images(8, 8), tmp_path / "net.onnx")
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    ort.InferenceSession(tmp_path / "net.onnx", options, providers=["CPUExecutionProvider"])
+    kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert kinds.count("QLinearConv") == 3
+    assert kinds.count("QLinearAveragePool") == 1
+
+
+class Sampled(nn.Module):
+    """Behind a convolution in integers OpenVINO reads GridSample's values in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        grid = F.affine_grid(0.9 * torch.eye(2, 3)[None].expand(x.shape[0], 2, 3), list(x.shape), align_corners=False)
+        return self.head(F.grid_sample(self.stem(x), grid, align_corners=False))
+
+
+@pytest.mark.usefixtures("other_engines")
+def test_a_file_that_openvino_reads_otherwise_is_written_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("openvino", reason="the engine (extra: openvino)")
+    result = quantizer.calibrate(Sampled().eval(), DEFAULT, images(8, 8))
+    (check,) = result.export("onnx", tmp_path / "net.onnx").engines
+    assert (tmp_path / "net.onnx").exists()
+    assert not check.agrees
+    assert check.figures is not None and check.figures.sqnr_db is not None and check.figures.sqnr_db < 20
+    assert check.layer.startswith("Sampled::")
+    assert [record.getMessage() for record in caplog.records if check.line in record.getMessage()]
+    assert check.to_json()["agrees"] is False
+
+
+@pytest.mark.usefixtures("other_engines")
+@pytest.mark.parametrize(
+    ("script", "failure"),
+    [
+        ("import os; os.abort()", "it crashes with signal 6"),
+        ("raise ValueError('no such operator')", "ValueError: no such operator"),
+    ],
+)
+def test_an_engine_that_fails_keeps_no_file_from_being_written(
+    script: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine.py").write_text(script)
+    monkeypatch.setattr(onnx_openvino, "_PROCESS", tmp_path / "engine.py")
+    monkeypatch.setattr(onnx_openvino, "version", lambda name: "1.2")
+    result = quantizer.calibrate(nn.Conv2d(3, 4, 1).eval(), DEFAULT, images(4, 4))
+    (check,) = result.export("onnx", tmp_path / "net.onnx").engines
+    assert (check.engine, check.agrees, check.failure) == ("OpenVINO 1.2", False, failure)
+    assert (tmp_path / "net.onnx").exists()

@@ -1,0 +1,224 @@
+"""Networks with vectors for weights, complex numbers, outputs without dimensions, parts that torch.jit traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import ROOT, calibrate
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import quantizer
+from quantizer.errors import ModelError, UsageError
+from quantizer.export.agreement import Agreement
+from quantizer.graph.trace import trace
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+DEFAULT = str(ROOT / "configs" / "cpu_int8.json")
+
+
+class Integral(nn.Module):
+    """Means of distributions over distances, as detectors take them, by a buffer or a trained vector."""
+
+    def __init__(self, *, trained: bool, biased: bool = False) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 32), nn.Linear(4, 2)
+        project = torch.arange(8.0)
+        if trained:
+            self.project = nn.Parameter(project)
+        else:
+            self.register_buffer("project", project)
+        self.offset = nn.Parameter(torch.tensor(0.5)) if biased else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        chances = self.stem(x).unflatten(-1, (4, 8)).softmax(-1)
+        return self.head(F.linear(chances, self.project, self.offset))
+
+
+class Losses(nn.Module):
+    """Outputs without dimensions beside the real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = torch.relu(self.first(x))
+        y = self.second(hidden)
+        return {"y": y, "loss": (hidden * hidden).mean(), "positive": (y > 0).sum(), "most": y.max()}
+
+
+class Rotary(nn.Module):
+    """Queries turned by angles that are complex numbers."""
+
+    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
+        super().__init__()
+        self.query = nn.Linear(16, 16)
+        angles = torch.outer(torch.arange(5.0), torch.tensor([1.0, 0.1, 0.01, 0.001]))
+        self.register_buffer("turns", torch.polar(torch.ones(5, 4), angles).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = self.query(x).unflatten(-1, (2, 4, 2))
+        turned = torch.view_as_complex(pairs) * self.turns[None, :, None]
+        return torch.view_as_real(turned).flatten(2).float()
+
+
+class ComplexLayer(nn.Module):
+    """A layer whose weight and bias are complex, and an operator that ONNX has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(4, 3, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = torch.view_as_complex(self.first(x).unflatten(-1, (4, 2)))
+        return torch.exp(0.1 * self.second(values)).abs()
+
+
+def spectral() -> nn.Module:
+    """A layer of a Fourier neural operator."""
+
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lift, self.head = nn.Conv1d(3, 6, 1), nn.Conv1d(6, 2, 1)
+            self.weight = nn.Parameter(torch.randn(6, 6, 5, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            modes = torch.fft.rfft(self.lift(x))
+            return self.head(torch.fft.irfft(torch.einsum("bix,iox->box", modes, self.weight), n=8))
+
+    return Spectral()
+
+
+class Convolutions(nn.Module):
+    """What torch.jit.trace writes as one operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, bias=False), nn.Conv2d(8, 8, 3, 2, 1, groups=2)
+        self.up = nn.ConvTranspose2d(8, 4, 3, 2, 1, output_padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(torch.relu(self.second(self.first(x))))
+
+
+def traced() -> nn.Module:
+    return nn.Sequential(torch.jit.trace(Convolutions().eval(), torch.randn(2, 3, 8, 8)), nn.ReLU())
+
+
+def batches(*shape: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) for _ in range(3)]
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "buffer as weight": (lambda: Integral(trained=False), (4, 5, 8)),
+    "trained vector": (lambda: Integral(trained=True), (4, 5, 8)),
+    "vector and number": (lambda: Integral(trained=True, biased=True), (4, 5, 8)),
+    "no dimensions": (Losses, (4, 8)),
+    "complex buffer": (Rotary, (2, 5, 16)),
+    "complex128": (lambda: Rotary(torch.complex128), (2, 5, 16)),
+    "complex layer": (ComplexLayer, (4, 8)),
+    "spectral": (spectral, (2, 3, 8)),
+    "traced by torch.jit": (traced, (2, 3, 8, 8)),
+}
+REFUSED = {"complex128": "complex128", "complex layer": "computes exp of complex numbers"}
+
+
+@pytest.fixture(autouse=True)
+def _no_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    onnx_openvino = pytest.importorskip("quantizer.export.onnx_openvino", reason="writes .onnx (extra: onnx)")
+    monkeypatch.setattr(onnx_openvino, "installed", lambda: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_quantized_stored_and_exported(name: str, tmp_path: Path) -> None:
+    build, shape = CASES[name]
+    torch.manual_seed(0)
+    model, data = build().eval(), batches(*shape)
+    result = quantizer.calibrate(model, DEFAULT, data)
+    agreement = Agreement("outputs")
+    with torch.no_grad():
+        expected = result.network(data[0])
+        agreement.add(_tensors(model(data[0])), _tensors(expected))
+    sqnr_db = agreement.result().sqnr_db
+    assert sqnr_db is not None and sqnr_db > 30
+    result.save(tmp_path / "results")
+    again = quantizer.load(tmp_path / "results", model, data).network(data[0])
+    pairs = zip(_tensors(expected), _tensors(again), strict=True)
+    assert all(torch.equal(want, got) for want, got in pairs)
+    assert result.export("pt2", tmp_path / "net.pt2").equal == 1
+    if name in REFUSED:
+        with pytest.raises(UsageError, match=REFUSED[name]):
+            result.export("onnx", tmp_path / "net.onnx")
+        return
+    session = result.export("onnx", tmp_path / "net.onnx").default_session
+    assert session is not None and session.sqnr_db is not None and session.sqnr_db > 80
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def test_layers_of_a_traced_part_have_weights_of_their_own() -> None:
+    graph = trace(traced(), (torch.randn(2, 3, 8, 8),))
+    owners = [node.op for node in graph.nodes if "weight" in node.params]
+    assert owners == ["conv2d", "conv2d", "conv_transpose2d"]
+
+
+COMPILED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "traced": (
+        lambda: torch.jit.trace(Convolutions().eval(), torch.randn(2, 3, 8, 8)),
+        "the model is compiled by torch.jit",
+    ),
+    "frozen": (
+        lambda: torch.jit.freeze(torch.jit.script(Convolutions().eval())),
+        "the model is compiled by torch.jit",
+    ),
+    "scripted part": (
+        lambda: nn.Sequential(torch.jit.script(Convolutions().eval())),
+        "cannot be traced: 0 is compiled by torch.jit",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_models_are_refused_in_a_sentence(name: str) -> None:
+    build, message = COMPILED[name]
+    with pytest.raises(ModelError, match=message):
+        quantizer.calibrate(build(), DEFAULT, batches(2, 3, 8, 8))
+
+
+def test_the_shell_refuses_a_compiled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "import torch\ndef model():\n    return torch.jit.trace(torch.nn.ReLU(), torch.ones(2, 2))\n"
+    (tmp_path / "net.py").write_text(text + "def calibration_data():\n    return [torch.ones(2, 2)]\n")
+    assert calibrate(tmp_path / "out", model=str(tmp_path / "net.py")) == 3
+    assert "compiled by torch.jit" in capsys.readouterr().err
+
+
+def test_an_lstm_with_a_projection_is_refused_for_onnx(tmp_path: Path) -> None:
+    model = nn.LSTM(6, 8, proj_size=4, batch_first=True).eval()
+    result = quantizer.calibrate(model, DEFAULT, batches(2, 5, 6))
+    with pytest.raises(UsageError, match="proj_size, which ONNX's LSTM operator lacks"):
+        result.export("onnx", tmp_path / "net.onnx")
+
+
+@pytest.mark.filterwarnings("error:The use of `x.T`:UserWarning")
+def test_a_cell_is_exported_without_a_warning(tmp_path: Path) -> None:
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(6, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.cell(x[:, 1], self.cell(x[:, 0]))
+
+    result = quantizer.calibrate(Cell().eval(), DEFAULT, batches(2, 2, 6))
+    assert result.export("onnx", tmp_path / "net.onnx").equal == 1
