@@ -183,9 +183,10 @@ class _Layer:
 
     def rows_of(self, values: Tensor) -> Tensor:
         """Values of the scale's shape, or one for all, by rows of the weight matrix: [groups, rows]."""
-        axis, weight = self.quantizer.spec.ch_axis, self.layer.get_parameter("weight")
-        shape = [-1 if dim == axis else 1 for dim in range(weight.dim())]
-        return weight_matrix(self.layer, values.view(shape).expand(weight.shape))[..., 0]
+        groups, rows, _ = weight_matrix(self.layer, self.layer.get_parameter("weight")).shape
+        if values.numel() == 1:
+            return values.reshape(1, 1).expand(groups, rows)
+        return values.reshape(groups, rows)
 
     def errors(self) -> Tensor:
         """Squared error of each output channel over all batches, float64 [channels]; DataError if it is not finite."""

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.sensitivity import AfterLayer, Candidate, Width, quantizers
+from quantizer.algorithms.sensitivity import AfterLayer, Candidate, OutputsOf, Width, quantizers
 from quantizer.errors import DataError
+from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.metrics import energy
@@ -29,6 +30,8 @@ def predicted_noise(
     batches: Iterable[Batch],
     after_projection: AfterLayer = lambda: None,
     seed: int = 0,
+    *,
+    outputs_of: OutputsOf = Execution.float_outputs,
 ) -> tuple[list[tuple[float, ...]], float]:
     """Energy that each candidate alone, rounded to each width, adds to the network's output; and that of the output.
 
@@ -46,7 +49,7 @@ def predicted_noise(
     with _shown(network, candidates, widths, products):
         for batch in batches:
             with naming_batch(count), torch.enable_grad():  # a record of how the outputs come about
-                outputs = network.start(batch.args, batch.kwargs).advance().float_outputs()
+                outputs = outputs_of(network.start(batch.args, batch.kwargs).advance())
             signal, count = signal + sum(energy(y.detach()) for y in outputs), count + 1
             for left in reversed(range(PROJECTIONS)):
                 _project(outputs, generator, keep=left > 0)

@@ -18,6 +18,7 @@ from quantizer.config.hierarchical_spec import usual_symmetric_scale
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
 from quantizer.graph.parameters import set_parameter
+from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
@@ -28,6 +29,8 @@ from quantizer.sources.batches import Batch, naming_batch
 Width = int | str
 """The bits of an integer, or the name of a format without a scale."""
 AfterLayer = Callable[[], None]
+OutputsOf = Callable[[Execution], list[Tensor]]
+"""Gives what counts of the outputs of a run that has ended."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,8 @@ def output_noise(
     widths: Sequence[Width],
     batches: Iterable[Batch],
     after_layer: AfterLayer = lambda: None,
+    *,
+    outputs_of: OutputsOf = Execution.float_outputs,
 ) -> tuple[list[tuple[float, ...]], float]:
     """Energy of the change of the network's outputs when one candidate alone is rounded, for each candidate and width;
     and the energy of the outputs.
@@ -142,7 +147,7 @@ def output_noise(
         for batch in batches:
             with naming_batch(count):
                 execution = network.start(batch.args, batch.kwargs)
-                reference = execution.branch().advance().float_outputs()
+                reference = outputs_of(execution.branch().advance())
             signal += math.fsum(map(energy, reference))
             count += 1
             for node in network.graph.nodes:
@@ -150,7 +155,7 @@ def output_noise(
                     row = noise[first[node.name]]
                     for column, width in enumerate(widths):
                         with _replaced(network, rounded(network, candidates[first[node.name]], width)):
-                            row[column] += distance(reference, execution.branch().advance().float_outputs())
+                            row[column] += distance(reference, outputs_of(execution.branch().advance()))
                     after_layer()
                 execution.step()
     if not count:
@@ -160,15 +165,20 @@ def output_noise(
     return [tuple(row) for row in noise], signal
 
 
-def noise_of(network: Network, weights: Mapping[str, Tensor], batches: Iterable[Batch]) -> float:
+def noise_of(
+    network: Network,
+    weights: Mapping[str, Tensor],
+    batches: Iterable[Batch],
+    outputs_of: OutputsOf = Execution.float_outputs,
+) -> float:
     """Energy of the change of the network's outputs when all these weights are replaced at once."""
     total = 0.0
     with torch.no_grad():
         for batch in batches:
             start = network.start(batch.args, batch.kwargs)
-            reference = start.branch().advance().float_outputs()
+            reference = outputs_of(start.branch().advance())
             with _replaced(network, weights):
-                total += distance(reference, start.advance().float_outputs())
+                total += distance(reference, outputs_of(start.advance()))
     return total
 
 

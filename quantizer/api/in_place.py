@@ -51,7 +51,7 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
         if outputs:
             first = next(items)
             items = chain([first], items)
-            target.place_outputs(job.plan, first)
+            job.plan = target.place_outputs(job.plan, first)
 
     def batches() -> Iterator[Batch]:
         """A pass; algorithms take several, so batches are kept for them, each read when a pass first comes to it."""

@@ -58,8 +58,11 @@ class Comparison:
     """What a test found.
 
     Attributes:
-        metrics: by name: sqnr_db, cosine, the user's own with `_float` beside them, and with `_drop`, the loss of
-            quality, where it is known which way a metric is good.
+        metrics: by name: sqnr_db and cosine of the worst output or part, sqnr_db_pooled of all together, the user's
+            own with `_float` beside them, and with `_drop`, the loss of quality, where it is known which way a metric
+            is good.
+        outputs: a row per output, and per part that a join or a write makes of one, with its own figures.
+        warnings: what outputs lose that the figures of all together would hide, and the tensors to blame.
         layers: a row per quantized tensor, the most damaged first, with local and accumulated SQNR in dB.
         passes: what passes that change the model's function cost on one batch, and what quantization does; None if
             there are none.
@@ -68,8 +71,10 @@ class Comparison:
     def __init__(self, scores: Scores, calibrated: Calibrated, stamp: str | None = None) -> None:
         specs = {key: tensor.spec for key, tensor in calibrated.solution.tensors.items()}
         self.metrics: Mapping[str, float] = scores.metrics
+        self.outputs = tables.output_rows(scores.comparison.outputs)
+        self.warnings = [warning.to_json() for warning in scores.warnings]
         self.layers = tables.layer_rows(scores.comparison, specs)
-        self._pairs, self._stamp = scores.pairs, stamp
+        self._scores, self._pairs, self._stamp = scores, scores.pairs, stamp
         self._directions = scores.directions
         self.passes = scores.passes
 
@@ -78,17 +83,20 @@ class Comparison:
 
         A bound is the least that a metric may be, or the most where less is better: `require(mae=0.1, top1_drop=0.01)`.
 
+        Of one output or part: `require(**{"sqnr_db[0.scores]": 30})`.
+
         Raises:
             GateError: naming those that are not met.
             UsageError: there is no such metric, or which way it is good is unknown.
         """
+        metrics = self._scores.gated
         failed = []
         for name, bound in bounds.items():
             self._require_known(name)
             if self._is_bounded_above(name):
-                comparison, holds = "<=", self.metrics[name] <= bound
+                comparison, holds = "<=", metrics[name] <= bound
             else:
-                comparison, holds = ">=", self.metrics[name] >= bound
+                comparison, holds = ">=", metrics[name] >= bound
             if not holds:
                 failed.append(f"{name}{comparison}{bound:g}")
         if failed:
@@ -101,13 +109,13 @@ class Comparison:
         Raises:
             UsageError: saying which there are, or how its direction is declared.
         """
-        if name in self.metrics:
+        if name in self._scores.gated:
             return
         base = name.removesuffix(DROP)
         if name.endswith(DROP) and base in self._pairs:
             remedy = f"give test() lower_is_better={{{base!r}}} or higher_is_better={{{base!r}}}"
             raise UsageError(f"whether less or more of {base!r} is better is not known", help=remedy)
-        near = closest(name, list(self.metrics))
+        near = closest(name, list(self._scores.gated))
         known = f"did you mean {near}?" if near else f"known here: {', '.join(sorted(self.metrics))}"
         raise UsageError(f"there is no metric {name!r}", help=known)
 
@@ -124,7 +132,15 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """As report.json has it, beside what calibration found."""
-        return tables.report(self.metrics, self._pairs, self.layers, self._stamp, self.passes)
+        return tables.report(
+            self.metrics,
+            self._pairs,
+            self.layers,
+            self._stamp,
+            self.passes,
+            outputs=self._scores.comparison.outputs,
+            warnings=self._scores.warnings,
+        )
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(f'{name}={value:.6g}' for name, value in self.metrics.items())})"
@@ -133,7 +149,8 @@ class Comparison:
         shown = html_table(tables.damage_table(self.layers, View()))
         pairs = html_table(tables.metric_table(self._pairs)) if self._pairs else ""
         passes = "" if self.passes is None else f"<p>{self.passes.line}</p>"
-        return f"<p>{self!r}</p>{passes}{pairs}{shown}"
+        outputs = html_table(tables.output_table(self.outputs, View())) if len(self.outputs) > 1 else ""
+        return f"<p>{self!r}</p>{passes}{pairs}{outputs}{shown}"
 
 
 class Result:
@@ -277,8 +294,9 @@ class Result:
         calibrated = self._calibrated
         check(target, calibrated.graph, calibrated.solution.specs, calibrated.settings.onnx_opset_version)
         batches = self._given(data)
-        loss = score(calibrated, self._model, batches, self._events).quantization_db
-        given = Deployment.of(calibrated, self._model, batches, loss, choices)
+        scores = score(calibrated, self._model, batches, self._events, explained=True)
+        figures, lost = scores.quantization, scores.lost
+        given = Deployment.of(calibrated, self._model, batches, figures, choices, warnings=lost)
         return export(target, given, Path(path), self._events, batches.total)
 
     def _given(self, data: Any) -> Batches:

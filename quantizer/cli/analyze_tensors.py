@@ -9,7 +9,16 @@ import click
 
 from quantizer.cli import session
 from quantizer.cli.follow import followed, progress
-from quantizer.cli.gates import MEASURED, Gate, names_in_test, parse_gate, require_known, require_measured
+from quantizer.cli.gates import (
+    MEASURED,
+    Gate,
+    about_all,
+    names_in_test,
+    parse_gate,
+    require_known,
+    require_known_parts,
+    require_measured,
+)
 from quantizer.cli.options import Options
 from quantizer.cli.session import ReadConfig
 from quantizer.config.document import Document
@@ -28,6 +37,7 @@ from quantizer.engine.scores import score
 from quantizer.engine.target import TracedTarget
 from quantizer.errors import GateError
 from quantizer.graph.ir import Graph
+from quantizer.graph.output_parts import output_parts
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
 from quantizer.report.tables import finite
@@ -121,7 +131,8 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablatio
         evaluator = load_evaluate(options.evaluate, loaded.directions)
     directions = BY_NAME if evaluator is None else evaluator.directions
     if evaluator is None:
-        require_known([gate], names_in_test(MEASURED, options))
+        require_known(about_all([gate]), names_in_test(MEASURED, options))
+    require_known_parts([gate], output_parts(subject.original))
     evaluation = session.open_data(options, loaded, evaluation=True)
     require_measured([gate], not_measured(subject.original))
     if evaluator is None:
@@ -132,7 +143,7 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablatio
         return with_float(subject.read.config.document, [name for part in chosen for name in part.layers])
 
     def check(metrics: Collection[str]) -> None:
-        require_known([gate], names_in_test(metrics, options, directions))
+        require_known(about_all([gate]), names_in_test(metrics, options, directions))
 
     def holds(chosen: Sequence[Part]) -> bool:
         key = tuple(name for part in chosen for name in part.layers)
@@ -141,9 +152,10 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[Found, Gate, Ablatio
             calibrated, _ = subject.calibrated(config)
             follower = progress(quiet=options.json)
             scores = score(calibrated, loaded.module, evaluation, follower, evaluator, check)
-            require_known([gate], scores.metrics)
-            runs[key] = scores.metrics
-            click.echo(f"{len(key)} layers in float: {gate.metric} {scores.metrics[gate.metric]:.6g}", err=True)
+            require_known([gate], scores.gated)
+            value = scores.gated[gate.metric]
+            runs[key] = scores.metrics | {gate.metric: value}
+            click.echo(f"{len(key)} layers in float: {gate.metric} {value:.6g}", err=True)
         return gate.holds(runs[key])
 
     holds(())  # a metric that nobody measures is refused before all tensors are

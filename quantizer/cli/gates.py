@@ -2,13 +2,15 @@
 
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.cli.options import Options
 from quantizer.config.wording import closest
+from quantizer.engine.output_figures import POOLED_FIGURE, ROWS_KEPT, metric_names
 from quantizer.engine.scores import DROP, paired
 from quantizer.errors import UsageError
+from quantizer.graph.output_parts import Output
 from quantizer.sources.directions import BY_NAME, Directions, how_to_declare
 
 BOTH = {"float": 1.0, "quantized": 1.0}
@@ -20,7 +22,7 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
-FIGURES = ("sqnr_db", "cosine", "top1_agreement", "equal_outputs")
+FIGURES = ("sqnr_db", "cosine", POOLED_FIGURE, "top1_agreement", "equal_outputs")
 """What test mode finds without an evaluate()."""
 MEASURED = ("top1", "perplexity")
 """What is measured in place of an evaluate(), where the data have labels or are text."""
@@ -28,7 +30,7 @@ EXACT_EQUAL, INT8_SHARE = "exact_equal", "onnx_int8_share"
 """What `--exact` and `--deploy onnx` find besides."""
 FIGURE_DIGITS, MOST_DIGITS = 3, 17
 """Digits of a metric beside its gate: at least, and so many that they are the number."""
-_GATE = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(>=|<=|==|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
+_GATE = re.compile(r"\s*([A-Za-z_][\w.]*(?:\[.+\])?)\s*(>=|<=|==|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Gate:
     comparison: str
     bound: float
     option: str = "--gate"
+
+    @property
+    def is_of_outputs(self) -> bool:
+        """Whether it depends on the network's outputs if there is such a figure, as of `sqnr_db[0.boxes]`."""
+        return "[" in self.metric or self.metric == ROWS_KEPT
 
     def figure(self, metrics: Mapping[str, float]) -> str:
         """Return the metric's value, with as many digits as tell it from the bound.
@@ -96,6 +103,20 @@ def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
             near = closest(gate.metric, known)
             help_ = f'did you mean "{near}"?' if near else f"known here: {', '.join(sorted(known))}"
             raise UsageError(f"{gate.option} {gate.text!r}: there is no metric {gate.metric!r}", help=help_)
+
+
+def require_known_parts(gates: Iterable[Gate], outputs: Sequence[Output]) -> None:
+    """Refuse gates about outputs or parts that a network does not have.
+
+    Raises:
+        UsageError: naming the closest one.
+    """
+    require_known([gate for gate in gates if gate.is_of_outputs], metric_names(outputs))
+
+
+def about_all(gates: Iterable[Gate]) -> list[Gate]:
+    """Return the gates that are about no single output or part: their names are known without the network."""
+    return [gate for gate in gates if not gate.is_of_outputs]
 
 
 def require_measured(gates: Iterable[Gate], not_measured: Mapping[str, str]) -> None:

@@ -17,6 +17,7 @@ from quantizer.engine import footprint
 from quantizer.engine.result_files import write_json
 from quantizer.errors import UsageError
 from quantizer.export import Refusal, planned_refusals, require_extras
+from quantizer.graph.output_parts import output_parts
 from quantizer.graph.passes import needs_values
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
@@ -62,7 +63,9 @@ def plan(options: Options) -> None:
     activations = peak_activation_bytes(found.graph, size)
     data = footprint.Data(size, traced.batches or 1, options.memory)
     peaks = peaks_of(found, read.config, data, traced, finetuned=bool(finetuned))
+    outputs = output_parts(original)
     content = found.to_json() | {
+        "outputs": tables.named_outputs(outputs),
         "algorithms": [algorithm.name for algorithm in read.config.algorithms],
         "weight_bytes": {"float": before, "quantized": after},
         "float_parameters": left_parameters(found)[0],
@@ -79,6 +82,8 @@ def plan(options: Options) -> None:
         click.echo(json_text(content))
     else:
         _show(found, view, content, read.config.algorithms)
+        for line in tables.output_lines(outputs):
+            click.echo(line)
         _show_refused(refused, found.graph.model, view)
     failed = {target: rows for target, rows in refused.items() if rows}
     if failed:

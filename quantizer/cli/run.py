@@ -14,10 +14,20 @@ from rich.console import RenderableType
 import quantizer
 from quantizer import memory
 from quantizer.cli import runlog, session, torchrun
-from quantizer.cli.annotations import annotate
+from quantizer.cli.annotations import annotate, annotate_warnings
 from quantizer.cli.exact_and_deploy import deploy, require_dpu, require_one, run_exact
 from quantizer.cli.follow import followed, progress
-from quantizer.cli.gates import MEASURED, failed, met, names_in_test, parse_gate, require_known, require_measured
+from quantizer.cli.gates import (
+    MEASURED,
+    about_all,
+    failed,
+    met,
+    names_in_test,
+    parse_gate,
+    require_known,
+    require_known_parts,
+    require_measured,
+)
 from quantizer.cli.options import Options
 from quantizer.cli.report_place import report_place
 from quantizer.cli.reproduction import remember, words_of
@@ -34,6 +44,7 @@ from quantizer.engine.exact import require_wide
 from quantizer.engine.finetune import check_checkpoint, require_asked
 from quantizer.engine.job import Job
 from quantizer.engine.measurable import not_measured, not_measured_by_targets
+from quantizer.engine.output_figures import POOLED_FIGURE
 from quantizer.engine.result_files import write_text
 from quantizer.engine.result_set import locked
 from quantizer.engine.same_calibration import check_plan
@@ -43,6 +54,7 @@ from quantizer.errors import GateError, UsageError
 from quantizer.export import as_run, planned_refusals, refuse, require_extras
 from quantizer.export.choices import require_choices
 from quantizer.export.deployment import Deployment
+from quantizer.graph.output_parts import output_parts
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
 from quantizer.report.files import READ, report_of, write_report
@@ -52,6 +64,8 @@ from quantizer.sources.directions import BY_NAME
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 
 logger = logging.getLogger(__name__)
+
+FAULT_HELP = "give that layer and those before it more bits or a wider range, or leave them float"
 
 RAISING = ("fast_finetune", "dpu_accuracy")
 """Options of calibration that test mode takes as well, to say that the results were made with them."""
@@ -197,11 +211,12 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
     loaded = session.open_model(options)
     evaluator, gates = _evaluate(options, loaded), [parse_gate(text) for text in options.gate]
     if evaluator is None:
-        require_known(gates, names_in_test(MEASURED, options))
+        require_known(about_all(gates), names_in_test(MEASURED, options))
     seq_len = window_length(info.header["inputs"])
     batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
     with report_place(info, options, ranks) as (place, noted):
         original = session.trace_model(options, loaded, batches)
+        require_known_parts(gates, output_parts(original))
         noted["data"] = batches.filled and batches.filled.to_json()
         if not ranks.is_alone:
             facts = {
@@ -227,7 +242,7 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
 
         def check(metrics: Collection[str]) -> None:
             directions = BY_NAME if evaluator is None else evaluator.directions
-            require_known(gates, names_in_test(metrics, options, directions))
+            require_known(about_all(gates), names_in_test(metrics, options, directions))
 
         calibrated = calibrated.with_solution(as_run(options.deploy, graph, calibrated.solution))
         more = footprint.comparison_bytes(graph, info.solution.specs, session.batch_size(options, batches))
@@ -236,22 +251,29 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
         scores = score(calibrated, loaded.module, batches, follower, evaluator, check, ranks, explained=True)
         if not ranks.is_first:
             return Outcome(scores.metrics, {})
-        held = {gate.text: gate.holds(scores.metrics) for gate in gates if gate.metric in scores.metrics}
+        held = {gate.text: gate.holds(scores.gated) for gate in gates if gate.metric in scores.gated}
         view = table_view(options, graph)
-        noted["passes"] = scores.passes and scores.passes.to_json()
+        noted |= _noted(scores)
         commands = {**info.commands, "test": words_of(options)}
         if place is not None:
             commands = remember(info, "test", words_of(options), place)
         outcome = _report(view, info, scores, batches.stamp, gates=held, place=place, commands=commands)
+        annotate_warnings(options, outcome.report)
         if scores.fault:
-            help_ = "give that layer and those before it more bits or a wider range, or leave them float"
-            return replace(outcome, error=GateError(scores.fault, help=help_))
+            return replace(outcome, error=GateError(scores.fault, help=FAULT_HELP))
         if options.exact:
             outcome = run_exact(options, outcome, graph, info, batches, place=place)
         if not options.deploy or failed(gates, outcome.metrics):
             return outcome
-        given = Deployment.of(calibrated, loaded.module, batches, scores.quantization_db, options.target_choices)
+        figures, choices, lost = scores.quantization, options.target_choices, scores.lost
+        given = Deployment.of(calibrated, loaded.module, batches, figures, choices, warnings=lost)
         return deploy(options, outcome, given, batches.total, place=place)
+
+
+def _noted(scores: Scores) -> dict[str, Any]:
+    """Return what run.json says of a test besides its options."""
+    passes = None if scores.passes is None else scores.passes.to_json()
+    return {"passes": passes, "warnings": [warning.to_json() for warning in scores.warnings]}
 
 
 def _deciding(options: Options) -> dict[str, Any]:
@@ -326,7 +348,15 @@ def _report(
     compared = scores.comparison
     rows = tables.layer_rows(compared, {key: tensor.spec for key, tensor in info.solution.tensors.items()})
     stamp = stamp or info.header.get("stamp")
-    report = tables.report(scores.metrics, scores.pairs, rows, stamp, scores.passes)
+    report = tables.report(
+        scores.metrics,
+        scores.pairs,
+        rows,
+        stamp,
+        scores.passes,
+        outputs=compared.outputs,
+        warnings=scores.warnings,
+    )
     if gates:
         report["gates"] = gates
     shown: list[RenderableType] = [tables.damage_table(rows, view)]
@@ -340,10 +370,15 @@ def _report(
         shown.append(f"note: {stamp}")
     if scores.pairs:
         shown.append(tables.metric_table(scores.pairs))
-    shown += _lines(compared.metrics())
+    metrics = compared.metrics()
+    if len(report["outputs"]) > 1:
+        shown.append(tables.output_table(report["outputs"], view))
+    else:
+        metrics.pop(POOLED_FIGURE, None)  # of a single part it says nothing more
+    shown += _lines(metrics)
     if scores.passes is not None:
         shown.append(scores.passes.line)
-    return Outcome(scores.metrics, report, shown, report=values)
+    return Outcome(scores.gated, report, shown, report=values)
 
 
 def _lines(metrics: dict[str, float]) -> list[RenderableType]:

@@ -19,7 +19,7 @@ from quantizer.sources.reads import are_unchanged
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 KEPT = 64
 """So many traces are kept, the ones used last."""
 PASSING = ("_", "SHLVL", "PWD", "OLDPWD", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR")

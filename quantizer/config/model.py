@@ -45,12 +45,12 @@ class QuantizationSpec:
     `ch_axis` goes with `qscheme`: the axis whose indices have a scale each ("per_channel"), the axis that groups of
     `group_size` values run along ("per_group"; the last group may be shorter in block formats only), the axis that one
     row of values runs along ("per_token"). A stack of tensors, each `group_size` long in the first axis, has a scale
-    for each of them ("per_tensor"). `scale_type` is "float", "poweroftwo", or "e8m0", the shared exponent of a block
-    format, found by `scale_mode` ("floor", "even" or "ceil"); powers of two are at least 2^-`finest_position` where the
-    device asks for that. Two more are of groups only: "e4m3", a number of fp8_e4m3 times one float of the tensor, and
-    "microexponent", a shared exponent that is one less for some pairs of values. `symmetric_scale` is what symmetric
-    integers whose scale is no power of two divide their largest magnitude by: "quant_max", or "half_range", (quant_max
-    - quant_min) / 2, which cuts half a step off it.
+    for each of them ("per_tensor"), or for each of their channels ("per_channel"). `scale_type` is "float",
+    "poweroftwo", or "e8m0", the shared exponent of a block format, found by `scale_mode` ("floor", "even" or "ceil");
+    powers of two are at least 2^-`finest_position` where the device asks for that. Two more are of groups only: "e4m3",
+    a number of fp8_e4m3 times one float of the tensor, and "microexponent", a shared exponent that is one less for some
+    pairs of values. `symmetric_scale` is what symmetric integers whose scale is no power of two divide their largest
+    magnitude by: "quant_max", or "half_range", (quant_max - quant_min) / 2, which cuts half a step off it.
     """
 
     dtype: str = "int"

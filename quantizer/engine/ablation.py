@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from quantizer.algorithms.sensitivity import distance
 from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.engine.output_measure import OutputMeasure
 from quantizer.errors import DataError
+from quantizer.graph.output_parts import output_parts, parts_named_as
 from quantizer.graph.parameters import set_parameter
-from quantizer.nn.execution import Execution
 from quantizer.nn.layer import Layer
 from quantizer.nn.network import Network
-from quantizer.numerics.metrics import decibel, energy
+from quantizer.numerics.metrics import decibel
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch, naming_batch
 
@@ -34,16 +33,15 @@ class Effect:
 
 @dataclass(frozen=True)
 class Ablation:
-    """All tensors in execution order; `signal` and `noise` are the output's, with everything quantized, by batch."""
+    """All tensors in execution order; `signal` and `noise` are the outputs', with everything quantized, by batch.
+
+    Each output and part counts alike (`OutputMeasure`); `sqnr_db` is that of the worst, with everything quantized.
+    """
 
     effects: tuple[Effect, ...]
     signal: tuple[float, ...]
     noise: tuple[float, ...]
-
-    @property
-    def sqnr_db(self) -> float:
-        """Of the output with everything quantized."""
-        return decibel(math.fsum(self.signal), math.fsum(self.noise))
+    sqnr_db: float
 
     def alone_db(self, effect: Effect) -> float:
         """Output SQNR when this tensor alone is quantized."""
@@ -74,12 +72,18 @@ def ablate(
     after_tensor: Callable[[], None] = lambda: None,
     keys: Collection[Key] | None = None,
     user: Network | None = None,
+    *,
+    measure: OutputMeasure | None = None,
 ) -> Ablation:
     """Measure every tensor that `quantized` quantizes, or those of `keys`; `reference` has the same nodes in float.
 
     For each batch and tensor what comes after it runs twice. The noise of all tensors, and of all but one, is that
     against `user`, the model itself, where `reference` computes another function; that of one alone is against
     `reference`, as it would be lost in what else differs.
+
+    Args:
+        after_tensor: called when one is done.
+        measure: what counts of the outputs; all of their parts alike, if it is None.
 
     Raises:
         DataError: no batch, or an output of the float network that is not finite.
@@ -88,32 +92,33 @@ def ablate(
     alone: dict[Key, list[float]] = {key: [] for key in wanted}
     without: dict[Key, list[float]] = {key: [] for key in wanted}
     signal, noise = list[float](), list[float]()
+    compared = reference if user is None else user
+    measure = OutputMeasure(output_parts(compared.graph)) if measure is None else measure
+    passed = measure
+    if user is not None:
+        passed = measure.of(parts_named_as(reference.graph, user.graph))
     with torch.no_grad():
         for batch in batches:
             with naming_batch(len(signal)):
                 left, right = (each.start(batch.args, batch.kwargs) for each in (reference, quantized))
-                passed = left.branch().advance().float_outputs()
-                expected = passed
+                signal.append(passed.expect(left.branch()))
                 if user is not None:
-                    expected = user.start(batch.args, batch.kwargs).advance().float_outputs()
-                noise.append(_noise(expected, right))
-            signal.append(math.fsum(map(energy, expected)))
-            if not math.isfinite(signal[-1]):
-                raise DataError("the float model's output is not finite", help="check the data and the weights")
+                    signal[-1] = measure.expect(user.start(batch.args, batch.kwargs))
+                noise.append(measure.noise(right.branch(), is_counted=True))
             for node in quantized.graph.nodes:
                 mine, its = reference.layers[node.name], quantized.layers[node.name]
                 for role in [role for role in its.quantizers if (node.name, role) in alone]:
                     with _tensor_of(mine, its, role):
-                        alone[node.name, role].append(_noise(passed, left))
+                        alone[node.name, role].append(passed.noise(left.branch()))
                     with _tensor_of(its, mine, role):
-                        without[node.name, role].append(_noise(expected, right))
+                        without[node.name, role].append(measure.noise(right.branch()))
                     after_tensor()
                 left.step()
                 right.step()
     if not signal:
         raise DataError("the calibration data has no batches", help="check --data and --subset_len")
     effects = tuple(Effect(key, tuple(alone[key]), tuple(without[key])) for key in wanted)
-    return Ablation(effects, tuple(signal), tuple(noise))
+    return Ablation(effects, tuple(signal), tuple(noise), measure.sqnr_db)
 
 
 @contextlib.contextmanager
@@ -137,8 +142,3 @@ def _tensor_of(layer: Layer, other: Layer, role: str) -> Iterator[None]:
         layer.quantizers._modules.pop(role, None)
         if before is not None:
             layer.quantizers[role] = before
-
-
-def _noise(expected: Sequence[Tensor], execution: Execution) -> float:
-    """Of the output, when the execution goes on from where it is."""
-    return distance(expected, execution.branch().advance().float_outputs())

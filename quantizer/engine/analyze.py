@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+import torch
 from torch import Tensor
 
 from quantizer.algorithms.budget import Option, choose
@@ -12,6 +13,7 @@ from quantizer.algorithms.output_gradients import PROJECTIONS, predicted_noise
 from quantizer.algorithms.sensitivity import (
     AfterLayer,
     Candidate,
+    OutputsOf,
     layer_errors,
     noise_of,
     output_noise,
@@ -21,7 +23,10 @@ from quantizer.algorithms.sensitivity import (
 from quantizer.algorithms.sensitivity import Width as Width  # for whoever asks for widths
 from quantizer.config.model import QuantizationSpec, Role
 from quantizer.config.roles import base_role
+from quantizer.engine.output_measure import AlikeOutputs
 from quantizer.errors import GateError
+from quantizer.graph.output_parts import output_parts
+from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import bits_of
 from quantizer.numerics.metrics import decibel
@@ -128,18 +133,19 @@ def analyze(
         first = next((f"for example {name}: {why}" for name, why in kept.items()), "the config quantizes none")
         raise GateError("no weight can get another width", help=f"{first}; quantizer plan shows all")
     network = Network(plan.graph)
+    alike = _alike(network, batches)
     if passes == "fast":
-        noise, energy = predicted_noise(network, found, widths, few(batches), after_layer)
+        noise, energy = predicted_noise(network, found, widths, few(batches), after_layer, outputs_of=alike)
     elif passes == "network":
         errors = layer_errors(network, found, widths, batches(), after_layer)
-        smallest, energy = output_noise(network, found, widths[:1], few(batches), after_layer)
+        smallest, energy = output_noise(network, found, widths[:1], few(batches), after_layer, outputs_of=alike)
         # What was measured at the first width, times what the layer's error shrinks.
         noise = [
             tuple(known * error / each[0] if each[0] else 0.0 for error in each)
             for (known,), each in zip(smallest, errors, strict=True)
         ]
     else:
-        noise, energy = output_noise(network, found, widths, few(batches), after_layer)
+        noise, energy = output_noise(network, found, widths, few(batches), after_layer, outputs_of=alike)
     rows = tuple(_row(plan, candidate, widths, each) for candidate, each in zip(found, noise, strict=True))
     rest = weight_bytes(plan)[1] - sum(row.own_bytes for row in rows)
     return Analysis(tuple(widths), rows, kept, energy, rest, passes)
@@ -258,7 +264,18 @@ def measured(plan: Plan, found: Analysis, picked: Sequence[int], batches: Callab
     weights: dict[str, Tensor] = {}
     for row, at in zip(found.rows, picked, strict=True):
         weights |= rounded(network, row.candidate, found.widths[at])
-    return noise_of(network, weights, few(batches))
+    return noise_of(network, weights, few(batches), _alike(network, batches))
+
+
+def _alike(network: Network, batches: Callable[[], Iterable[Batch]]) -> OutputsOf:
+    """Return the outputs of a run with all of their parts counting alike, as on the first batch."""
+    outputs = output_parts(network.graph)
+    leaves = [part for output in outputs for part in output.parts]
+    first = next(iter(batches()), None) if len(leaves) > 1 else None
+    if first is None:
+        return Execution.float_outputs
+    with torch.no_grad():
+        return AlikeOutputs(outputs, network, first)
 
 
 def specs_of(plan: Plan, found: Analysis, picked: Sequence[int]) -> dict[str, dict[Role, QuantizationSpec]]:

@@ -27,6 +27,7 @@ from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.edits import inserted, with_weights
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.output_parts import Output, parts_named_as
 from quantizer.graph.parameters import placed
 from quantizer.graph.passes import for_device, run_passes
 from quantizer.graph.trace import trace
@@ -86,6 +87,11 @@ class Calibrated:
         """The model's graph after the passes, which both have in common where no pass is for a device alone."""
         refused = absorption.refused(self.solution.absorption)
         return run_passes(self.original, self.settings, refused=refused)
+
+    @cached_property
+    def outputs(self) -> tuple[Output, ...]:
+        """What the network returns that outputs are compared with, by the names of the user's model."""
+        return parts_named_as(self.user_graph or self.float_graph, self.original)
 
     def network(self) -> Network:
         """The quantized network, a new one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from quantizer.config.read import parse_document
 from quantizer.config.resolved import resolved_document
 from quantizer.config.roles import is_parameter
 from quantizer.engine import fingerprint, results
+from quantizer.engine.joins import decided_again
 from quantizer.engine.result_files import read_json, write_bytes, write_json, write_tensors
 from quantizer.engine.results import PLAN, RESOLVED, STATISTICS
 from quantizer.engine.tensor_shards import deferred_shards, shard_files, write_shards
@@ -36,7 +37,11 @@ class CalibratedFolder:
     def __init__(self, place: Path) -> None:
         self.opened = results.read_info(place)
         self.plan, self.header = self.opened.plan, self.opened.header
-        self.entries = self.opened.entries
+        self.joins = results.stored_joins(self.header)
+        self.entries: dict[str, dict[str, Json]] = {}
+        for entries in (self.opened.entries, *(join["left"] for join in self.header["joins"].values())):
+            for layer, roles in entries.items():
+                self.entries.setdefault(layer, {}).update(roles)
         for why in self._dependent():
             raise ResultError(f"{place} cannot be retuned: {why}", help="calibrate again with the other config")
         self.specs = {
@@ -47,7 +52,7 @@ class CalibratedFolder:
         self.planned: dict[Key, Json] = {
             (row["name"], role): tensor
             for row in self.plan["layers"]
-            for role, tensor in row.get("tensors", {}).items()
+            for role, tensor in {**row.get("tensors", {}), **row.get("left_by_joins", {})}.items()
         }
 
     @property
@@ -122,10 +127,13 @@ class CalibratedFolder:
             (layer, role): QuantizationSpec(**each["spec"]) for layer, own in info.items() for role, each in own.items()
         }
         header["config"] = fingerprint.decided(header["settings"], specs)
+        header["joins"], left = self._joins(info)
+        info = {
+            layer: {role: entry for role, entry in roles.items() if (layer, role) not in left}
+            for layer, roles in info.items()
+        }
         for row in self.plan["layers"]:
-            row.get("tensors", {}).update(
-                {role: planned[key] for role in row.get("tensors", ()) if (key := (row["name"], role)) in planned}
-            )
+            _replan(row, planned, left)
         plan = {name: value for name, value in self.plan.items() if name != "rules"}  # whom they reach, the model says
         plan["config"] = {"name": Path(config.source).name, "text": config.text}
         with results.replaced_results(place) as new:
@@ -137,4 +145,39 @@ class CalibratedFolder:
             header["files"] = {name: header["files"][name] for name in others} | written
             write_json(new / PLAN, plan)
             write_json(new / RESOLVED, resolved_document(config))
-            results.write_info(new, header, info)
+            results.write_info(new, header, {layer: roles for layer, roles in info.items() if roles})
+
+    def _joins(self, entries: Mapping[str, Mapping[str, Json]]) -> tuple[dict[str, Json], set[Key]]:
+        """What quant_info.json says of joins with these entries, and the tensors that they do without."""
+        widths: dict[Key, float] = {}
+        for layer, roles in entries.items():
+            for role, entry in roles.items():
+                if not is_parameter(role) and _is_ranged(entry):
+                    scales = torch.tensor(entry["scale"])
+                    widths[layer, role] = float(scales.max()) * 2.0 ** entry["spec"]["bit_width"]
+        rows: dict[str, Json] = {}
+        without: set[Key] = set()
+        for name, decision in decided_again(self.joins, widths).items():
+            left: dict[str, dict[str, Json]] = {}
+            for layer, role in decision.left:
+                left.setdefault(layer, {})[role] = dict(entries[layer][role])
+            rows[name] = results.joins_entry(decision, left)
+            without.update(decision.left)
+        return rows, without
+
+
+def _is_ranged(entry: Json) -> bool:
+    """Whether a tensor of quant_info.json has a range of integers, and is not all zero."""
+    ends = [entry.get("observed_min", 0), entry.get("observed_max", 0)]
+    return entry["spec"]["dtype"] == "int" and "scale" in entry and bool(torch.tensor(ends).any())
+
+
+def _replan(row: Json, planned: Mapping[Key, Json], left: Container[Key]) -> None:
+    """Put the tensors of a row of plan.json where they belong now: quantized, or left by joins."""
+    known = {**row.pop("tensors", {}), **row.pop("left_by_joins", {})}
+    for role, tensor in known.items():
+        key = (row["name"], role)
+        kind = "left_by_joins" if key in left else "tensors"
+        row.setdefault(kind, {})[role] = planned.get(key, tensor)
+        if role == "activation" and kind == "tensors":
+            row.pop("activation_is_float", None)

@@ -17,6 +17,7 @@ import torch
 from quantizer import memory
 from quantizer.config.wording import shortened
 from quantizer.errors import pip_line
+from quantizer.graph.edits import by_channel
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES
 from quantizer.plan.size import weight_bytes
@@ -163,8 +164,7 @@ def _spread(found: Plan, name: str) -> float:
     if not node.row.is_linear_or_convolution:
         return 1.0
     weight = found.parameter((name, "weights")).detach().float()
-    channels = weight.transpose(0, 1) if node.row.transposed else weight
-    widths = channels.flatten(1).abs().amax(1) if channels.dim() > 1 else channels.abs()
+    widths = by_channel(node, weight).abs().amax((2, 3))
     widths = widths[widths > 0]
     return float(widths.max() / widths.min()) if len(widths) else 1.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,11 +13,24 @@ from torch.utils import _pytree as pytree
 
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.distributed import ALONE, Ranks, in_turn
-from quantizer.engine.noise import Noise
+from quantizer.engine.noise import Noise, beside_far_values
+from quantizer.engine.output_comparison import ComparedNetworks
+from quantizer.engine.output_figures import (
+    POOLED_FIGURE,
+    ROWS_KEPT,
+    OutputFigures,
+    leaves,
+    lowest_cosine,
+    named_metrics,
+    pooled,
+    worst,
+)
 from quantizer.engine.perplexity import TokenLoss, next_tokens
 from quantizer.errors import DataError, ModelError
+from quantizer.graph.output_parts import Output
 from quantizer.nn.network import Network
 from quantizer.numerics.deferred import loaded
+from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch, naming_batch
 
 APART = 16
@@ -26,12 +39,27 @@ APART = 16
 
 @dataclass
 class LayerNoise:
-    """`local`: only this tensor is quantized; `accumulated`: the whole network is."""
+    """`local`: only this tensor is quantized; `accumulated`: the whole network is.
+
+    Where far values set the range of a batch, both are about the others; but not where they are the ends of a function
+    that saturates (`is_bounded`).
+    """
 
     layer: str
     role: str
     local: Noise = field(default_factory=Noise)
     accumulated: Noise | None = None
+    is_bounded: bool = False
+
+    def add(self, x: Tensor, local: Tensor, accumulated: Tensor | None = None) -> None:
+        """Take in one batch of the exact values, with those that either quantization makes of them."""
+        others = None if self.is_bounded else beside_far_values(x)
+        if others is not None:
+            x, local = x[others], local[others]
+            accumulated = None if accumulated is None else accumulated[others]
+        self.local.add(x, local)
+        if self.accumulated is not None and accumulated is not None:
+            self.accumulated.add(x, accumulated)
 
     def merge(self, other: LayerNoise) -> None:
         """Take in other batches."""
@@ -75,18 +103,14 @@ class Score:
 class Comparison:
     """What a paired run found; figures about classes are absent when the output or the data has none.
 
-    `output` is about floating-point outputs, of which there are `floats` values; of the `others`, integers and
-    booleans, so many are `equal`. `quantization` is what outputs lose without what passes have changed, where they are
-    compared with another network than the one that was quantized. `spoiled` is the first batch where the quantized
-    network alone gives NaN or infinity.
+    `outputs` has the figures of each output and of its parts. `quantization` has those against the float network that
+    was quantized, where outputs are compared with another one, the user's model. `spoiled` is the first batch where the
+    quantized network alone gives NaN or infinity.
     """
 
     layers: list[LayerNoise]
-    output: Noise = field(default_factory=Noise)
-    quantization: Noise = field(default_factory=Noise)
-    floats: int = 0
-    others: int = 0
-    equal: int = 0
+    outputs: list[OutputFigures] = field(default_factory=list)
+    quantization: list[OutputFigures] = field(default_factory=list)
     spoiled: int | None = None
     batches: int = 0
     samples: int = 0
@@ -98,14 +122,13 @@ class Comparison:
         """Take in other batches, in which the same tensors were compared."""
         for mine, its in zip(self.layers, other.layers, strict=True):
             mine.merge(its)
-        self.output.merge(other.output)
-        self.quantization.merge(other.quantization)
+        for output, its_output in zip(self.outputs, other.outputs, strict=True):
+            output.merge(its_output)
+        for output, its_output in zip(self.quantization, other.quantization, strict=True):
+            output.merge(its_output)
         if self.spoiled is None and other.spoiled is not None:
             self.spoiled = self.batches + other.spoiled
         self.batches += other.batches
-        self.floats += other.floats
-        self.others += other.others
-        self.equal += other.equal
         self.samples += other.samples
         self.agreeing += other.agreeing
         self.rankable &= other.rankable
@@ -113,13 +136,44 @@ class Comparison:
             score.merge(its_score)
 
     def metrics(self) -> dict[str, float]:
-        """The figures that gates and reports use; of outputs that are no numbers there are none."""
-        found = {"sqnr_db": self.output.sqnr_db, "cosine": self.output.cosine} if self.floats else {}
-        if self.others:
-            found["equal_outputs"] = self.equal / self.others
+        """The figures that gates and reports use; of outputs that are no numbers there are none.
+
+        SQNR and cosine are the lowest of all outputs and parts; those together have a "pooled" one. Where no output has
+        an SQNR, as all are constant, there is their share of equal values.
+        """
+        found: dict[str, float] = {}
+        lowest, cosine = worst(self.outputs), lowest_cosine(self.outputs)
+        if lowest is not None and lowest.sqnr_db is not None and cosine is not None:
+            found = {"sqnr_db": lowest.sqnr_db, "cosine": cosine, POOLED_FIGURE: self.output.sqnr_db}
+        kinds = ("integer",) if lowest is not None else ("integer", "constant")
+        others = [output.whole for output in self.outputs if output.whole.kind in kinds]
+        if others:
+            found["equal_outputs"] = sum(part.equal for part in others) / sum(part.count for part in others)
+        orders = [output.order.share for output in self.outputs if output.order is not None and output.order.rows]
+        if orders:
+            found[ROWS_KEPT] = min(orders)
         if self.rankable and self.samples:
             found["top1_agreement"] = self.agreeing / self.samples
         return found
+
+    def named_metrics(self) -> dict[str, float]:
+        """The figures of each output and part, as `sqnr_db[0.boxes]`."""
+        return named_metrics(self.outputs)
+
+    @property
+    def losses(self) -> list[OutputFigures]:
+        """What quantization costs each output, without what passes have changed."""
+        return self.quantization or self.outputs
+
+    @property
+    def output(self) -> Noise:
+        """The noise of all floating-point outputs together."""
+        return pooled(self.outputs)
+
+    @property
+    def floats(self) -> int:
+        """How many floating-point values were compared."""
+        return sum(output.whole.count for output in self.outputs if output.whole.is_float)
 
     @property
     def first_spoiled(self) -> str | None:
@@ -175,8 +229,12 @@ def compare(
     batches: Iterable[Batch],
     ranks: Ranks = ALONE,
     user: Network | None = None,
+    *,
+    outputs: Sequence[Output] | None = None,
 ) -> Comparison:
     """Run both networks on each batch, once, on the rank that it belongs to.
+
+    What is found is added up batch by batch in their order, so the number of ranks cannot be seen.
 
     Args:
         reference: the float network, with the nodes of the quantized one.
@@ -185,46 +243,41 @@ def compare(
         ranks: who share the batches.
         user: the model itself, where `reference` computes another function. Outputs are compared
             with those of this network then.
-
-    What is found is added up batch by batch in their order, so the number of ranks cannot be seen.
+        outputs: of the network that outputs are compared with, by name; as its graph names them, if None.
 
     Raises:
         DataError: no batch at all, or an output that is not finite.
         ModelError: the networks make tensors of other sizes.
         RankError: the ranks do not have the same batches.
     """
-    activations, found = list[tuple[str, str]](), list[Comparison]()
-    taps: dict[str, list[tuple[nn.Module, int]]] = {}
-    for name, role, quantizer in quantized.quantizers():
-        if not is_parameter(role):
-            node = quantized.graph.by_name[name]
-            # A layer's input is quantized where the value is that it reads.
-            source = name if role == "activation" or node.op == "input" else node.input_roles()[role]
-            taps.setdefault(source, []).append((quantizer, len(activations)))
-            activations.append((name, role))
+    activations, taps = _taps(quantized)
+    found = list[Comparison]()
+    compared = ComparedNetworks(reference, user, outputs)
 
     def nothing() -> Comparison:
-        return Comparison([LayerNoise(*key, accumulated=Noise()) for key in activations])
+        rows = []
+        for layer, role in activations:
+            is_bounded = quantized.graph.by_name[layer].row.kind == "nonlinear"
+            rows.append(LayerNoise(layer, role, accumulated=Noise(), is_bounded=is_bounded))
+        return Comparison(rows, *compared.empty())
 
     def one_batch(batch: Batch) -> None:
         """Both networks in step, so that each pair of values is compared while it exists."""
         found.append(nothing())
         left, right = reference.start(batch.args, batch.kwargs), quantized.start(batch.args, batch.kwargs)
+        recorders = compared.recorders()
         for (name, x), (_, y) in zip(left.steps(), right.steps(), strict=True):
+            recorders[0].see(name, x)
+            recorders[1].see(name, y)
             for quantizer, at in taps.get(name, ()):
                 _require_same_shape(name, x, y)
                 noise = found[-1].layers[at]
-                noise.local.add(x, quantizer(x.clone()))  # which it may overwrite
-                assert noise.accumulated is not None  # only parameters have none
                 # What the quantizer hands on: a layer quantizes its own input after the value that both networks made.
-                noise.accumulated.add(x, y if noise.layer == name else quantizer(y.clone()))
-        expected = left.outputs()
-        if user is not None:
-            for x, y in zip(left.float_outputs(), right.float_outputs(), strict=True):
-                _require_same_shape("the output", x, y)
-                found[-1].quantization.add(x, y)
-            expected = user.start(batch.args, batch.kwargs).advance().outputs()
-        _outputs(expected, right.outputs(), batch, found[-1])
+                handed_on = y if noise.layer == name else quantizer(y.clone())
+                noise.add(x, quantizer(x.clone()), handed_on)  # a copy, which it may overwrite
+        expected, outputs, passed = compared.figures((left, right), recorders, batch)
+        found[-1].outputs, found[-1].quantization = outputs, passed
+        _classes(found[-1], batch, expected, right.outputs())
 
     result = nothing()
 
@@ -235,6 +288,22 @@ def compare(
 
     over_batches(batches, one_batch, ranks, exchange)
     return replace(result, layers=[*_parameters(reference, quantized), *result.layers])
+
+
+def _taps(quantized: Network) -> tuple[list[Key], dict[str, list[tuple[nn.Module, int]]]]:
+    """Return the activations that a network quantizes, and for each node whose value is one of
+    them what quantizes it, with its number."""
+    activations: list[Key] = []
+    taps: dict[str, list[tuple[nn.Module, int]]] = {}
+    for name, role, quantizer in quantized.quantizers():
+        if not is_parameter(role):
+            node = quantized.graph.by_name[name]
+            # A layer's input is quantized where the value is that it reads.
+            is_own = role == "activation" or node.op == "input"
+            source = name if is_own else node.input_roles()[role]
+            taps.setdefault(source, []).append((quantizer, len(activations)))
+            activations.append((name, role))
+    return activations, taps
 
 
 def _require_same_shape(what: str, x: Tensor, y: Tensor) -> None:
@@ -256,29 +325,23 @@ def _parameters(reference: Network, quantized: Network) -> list[LayerNoise]:
             row, exact = LayerNoise(name, role), loaded(reference.layers[name].get_parameter(key))
             is_bias = base_role(role) == "bias"
             other = quantizer(exact.clone()) if is_bias else loaded(quantized.layers[name].get_parameter(key))
-            row.local.add(exact, other)
+            row.add(exact, other)
             rows.append(row)
     return rows
 
 
-def _outputs(reference: list[Tensor], quantized: list[Tensor], batch: Batch, result: Comparison) -> None:
-    """Noise of all floating-point outputs, equal values of the others, and which classes the first float ranks
-    highest."""
+def _classes(
+    result: Comparison,
+    batch: Batch,
+    reference: Sequence[Tensor],
+    quantized: Sequence[Tensor],
+) -> None:
+    """Find which classes the first floating-point output ranks highest, and whether the quantized one is finite."""
     result.batches = 1
-    every = list(zip(reference, quantized, strict=True))
-    for x, y in every:
-        if not x.is_floating_point():
-            result.others += x.numel()
-            result.equal += int((x == y).sum()) if x.shape == y.shape else 0
-    pairs = [(x, y) for x, y in every if x.is_floating_point()]
-    for x, y in pairs:
-        _require_same_shape("the output", x, y)
-        if not bool(torch.isfinite(x).all()):
-            raise DataError("the float model's output is not finite", help="check the data and the weights")
-        result.floats += x.numel()
-        if not bool(torch.isfinite(y).all()):
+    pairs = [(x, y) for x, y in zip(reference, quantized, strict=True) if x.is_floating_point()]
+    for part in leaves(result.outputs):
+        if part.is_float and not math.isfinite(part.noise.error):
             result.spoiled = 0
-        result.output.add(x, y)
     shape = pairs[0][0].shape if pairs else ()
     is_ranking = len(shape) == 2 and shape[1] > 1
     result.rankable &= is_ranking

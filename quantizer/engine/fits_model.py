@@ -115,6 +115,9 @@ def qparams_fault(spec: QuantizationSpec, shape: tuple[int, ...], scale: Tensor,
     axis = spec.ch_axis
     if axis is not None and not -len(shape) <= axis < len(shape):
         return f"there is no axis {axis} of {len(shape)}"
+    size = spec.group_size
+    if spec.qscheme == "per_channel" and size is not None and shape[0] % size:
+        return f"its first axis, {shape[0]} long, is no stack of tensors {size} long"
     wanted = scale_shape(shape, *spec.cut)
     if tuple(scale.shape) != wanted:
         return f"it has {tuple(scale.shape)} scales, not {wanted}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -12,6 +11,7 @@ from quantizer.config.wording import shortened
 from quantizer.engine import scaled_joins
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.job import Job
+from quantizer.errors import ResultError
 from quantizer.graph.edits import by_channel
 from quantizer.graph.ir import Graph
 from quantizer.numerics.deferred import loaded
@@ -35,7 +35,8 @@ def decide_joins(job: Job) -> None:
     scaled = _scale_parts(job, first)
     decisions = _decisions(job.calibration)
     for name in scaled:
-        left = decisions[name].left if name in decisions else ()
+        after = decisions.get(name)
+        left = () if after is None else after.left
         decisions[name] = replace(first[name], scale="scaled", left=left)
     job.plan = joins.decided(job.calibration.plan, decisions)
     job.calibration = replace(job.calibration, plan=job.plan)
@@ -53,7 +54,7 @@ def _decisions(calibration: Calibration) -> dict[str, JoinDecision]:
     """How each open join is quantized. What was observed of tensors that are not stays, for whoever decides anew."""
     decisions: dict[str, JoinDecision] = {}
     for join in calibration.plan.joins:
-        lost = lost_bits(join, calibration.observers)
+        lost = joins.lost_bits(join, _widths(join, calibration.observers))
         decisions[join.name] = joins.decide(join, lost, _gains(join, calibration.plan.graph))
     return decisions
 
@@ -108,26 +109,35 @@ def _few_bits(plan: Plan, join: JoinPlan, smallest: str, bits: str) -> str:
     return f"{join.name} has one scale for all that it joins, which leaves {bits} to {smallest}: {remedy}"
 
 
-def lost_bits(join: JoinPlan, observers: Mapping[Key, Observer]) -> dict[str, float]:
-    """Return the base-2 logarithm of how much wider the range of the whole is, by the layer that makes a part.
-
-    Formats with an exponent lose nothing, and neither do parts that are all zero.
-    """
-    whole = observers[join.single or join.inputs[0]]
-    lost: dict[str, float] = {}
-    for key in join.sources:
-        part = observers.get(key)
-        if part is None or whole.spec.dtype != "int" or part.spec.dtype != "int":
+def _widths(join: JoinPlan, observers: Mapping[Key, Observer]) -> dict[Key, float]:
+    """How wide the ranges of a join's tensors are, from the lowest code to the highest, of the widest channel."""
+    widths: dict[Key, float] = {}
+    for key in (join.single or join.inputs[0], *join.sources):
+        observer = observers.get(key)
+        if observer is None or observer.spec.dtype != "int":
             continue
-        is_zero = not bool((part.low != 0).any() or (part.high != 0).any())
-        if not is_zero:
-            lost[key[0]] = round(max(0.0, math.log2(_width(whole) / _width(part))), 3)
-    return lost
+        if bool((observer.low != 0).any() or (observer.high != 0).any()):
+            widths[key] = float(observer.qparams().scale.max()) * 2.0**observer.spec.bit_width
+    return widths
 
 
-def _width(observer: Observer) -> float:
-    """How wide the range of all codes is, of the widest channel."""
-    return float(observer.qparams().scale.max()) * 2.0**observer.spec.bit_width
+def decided_again(stored: Mapping[str, JoinDecision], widths: Mapping[Key, float]) -> dict[str, JoinDecision]:
+    """Return how joins are quantized where the ranges have changed and the weights cannot.
+
+    Parts that are scaled stay so.
+
+    Raises:
+        ResultError: parts would have to be scaled now.
+    """
+    decisions: dict[str, JoinDecision] = {}
+    for name, before in stored.items():
+        after = joins.decide(before.join, joins.lost_bits(before.join, widths), before.gains)
+        is_far = before.lost_db <= CLOSE_DB < after.lost_db
+        if is_far and before.join.scalable and not before.join.is_single:
+            text = f"{name} joins what has ranges too different for one scale now, and weights would have to change"
+            raise ResultError(text, help="calibrate again with the other config")
+        decisions[name] = before if before.scale == "scaled" else after
+    return decisions
 
 
 def _gains(join: JoinPlan, graph: Graph) -> dict[str, dict[str, float]]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterator
 
 from quantizer.engine.ablation import ablate
 from quantizer.engine.evaluate import Comparison, LayerNoise
+from quantizer.engine.output_figures import leaves, worst
 from quantizer.engine.pass_loss import PassLoss
+from quantizer.engine.tested_networks import Networks
 from quantizer.nn.network import Network
 from quantizer.plan.model import Key
-from quantizer.sources.batches import Batch
 
 LOW_DB = 15.0
 """Output SQNR below which no network here kept its accuracy."""
@@ -33,23 +33,25 @@ def remark_on_passes(passes: PassLoss | None) -> str | None:
     )
 
 
-def remark(compared: Comparison, reference: Network, quantized: Network, batches: Iterable[Batch]) -> str | None:
+def remark(compared: Comparison, networks: Networks) -> str | None:
     """A sentence on an output SQNR below LOW_DB: the first tensor, in execution order, that has less, and which one to
     leave in float.
 
     Args:
         compared: what the test found.
-        batches: of the same data; the first is read, and only if there is something to say.
+        networks: what it compared.
     """
-    if not compared.floats or compared.spoiled is not None or compared.output.sqnr_db >= LOW_DB:
+    lowest = worst(compared.outputs)
+    if lowest is None or compared.spoiled is not None or (lowest.sqnr_db or 0.0) >= LOW_DB:
         return None
-    said = f"the output's SQNR is {compared.output.sqnr_db:.1f} dB, and below {LOW_DB:g} few networks are of use"
+    what = "the output's SQNR" if len(list(leaves(compared.outputs))) == 1 else f"the SQNR of {lowest.name}"
+    said = f"{what} is {lowest.sqnr_db:.1f} dB, and below {LOW_DB:g} few networks are of use"
     first = next((noise for noise in compared.layers if _reached(noise) < LOW_DB), None)
     if first is not None:
         said += f". It is below that from the {first.role} of {first.layer} on ({_reached(first):.1f} dB)"
-    sources = set(_sources(first.layer, reference, compared)) if first is not None else set()
+    sources = set(_sources(first.layer, networks.reference, compared)) if first is not None else set()
     tried = sorted(compared.layers, key=lambda noise: (noise.layer not in sources, noise.local.sqnr_db))[:TRIED]
-    best = _most_helpful(tried, reference, quantized, batches)
+    best = _most_helpful(tried, networks)
     if best is not None:
         (layer, role), gain = best
         said += (
@@ -78,11 +80,11 @@ def _sources(layer: str, reference: Network, compared: Comparison) -> Iterator[s
         seen.add(name)
 
 
-def _most_helpful(
-    tried: list[LayerNoise], reference: Network, quantized: Network, batches: Iterable[Batch]
-) -> tuple[Key, float] | None:
+def _most_helpful(tried: list[LayerNoise], networks: Networks) -> tuple[Key, float] | None:
     """The tensor that the output gains most from when it is left in float, and how much, in dB; None if none helps."""
-    found = ablate(reference, quantized, islice(batches, 1), keys={(noise.layer, noise.role) for noise in tried})
+    keys = {(noise.layer, noise.role) for noise in tried}
+    pair = networks.reference, networks.quantized
+    found = ablate(*pair, [networks.first], keys=keys, user=networks.user)
     gains = {effect.key: found.gain_db(effect) for effect in found.effects}
     key = max(gains, key=gains.__getitem__, default=None)
     return (key, gains[key]) if key is not None and gains[key] >= LEAST_DB else None

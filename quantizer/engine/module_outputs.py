@@ -14,6 +14,21 @@ _TRACE = "use quantizer.calibrate or the shell, which quantize a trace of the mo
 _FOLD = "fold the norm into the layer first (torch.nn.utils.fusion), "
 
 
+def kept_float(traced: TracedModules, settings: Settings) -> dict[str, str]:
+    """Return the plan's layers whose outputs stay float in a traced network, in each call, and why."""
+    where = layout(run_passes(traced.graph, settings))
+    reasons: dict[str, str] = {}
+    quantized: set[str] = set()
+    for node, name in traced.names.items():
+        if (name, "activation") not in traced.plan.tensors:
+            continue
+        if node in where.floats and node not in where.groups:
+            reasons[name] = where.floats[node]
+        else:
+            quantized.add(name)
+    return {name: why for name, why in reasons.items() if name not in quantized}
+
+
 def rectified(traced: TracedModules, settings: Settings) -> frozenset[str]:
     """The plan's layers whose outputs are quantized after a ReLU.
 

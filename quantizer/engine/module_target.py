@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from quantizer.config.wording import shortened
 from quantizer.engine.calibrate import Observable
 from quantizer.engine.module_algorithms import TracedModules, write_rounded
 from quantizer.engine.module_attach import attach
-from quantizer.engine.module_outputs import rectified
+from quantizer.engine.module_outputs import kept_float, rectified
 from quantizer.engine.solution import Solution
 from quantizer.engine.target import AlgorithmScope, Target
 from quantizer.errors import UsageError
@@ -50,6 +51,7 @@ class ModuleTarget(Target):
         self._tree = ModuleTree(model, self.graph)
         self._traced: TracedModules | None = None
         self._rectified: frozenset[str] = frozenset()
+        self._floats: dict[str, str] = {}
         self._rounded: dict[str, Rounded] = {}
 
     def prepare(self, config: Config, refused: Collection[str] = ()) -> None:
@@ -71,7 +73,15 @@ class ModuleTarget(Target):
                 )
 
     def plan(self, config: Config) -> Plan:
-        return resolve(config, self.graph, self.graph)
+        return self._without_floats(resolve(config, self.graph, self.graph))
+
+    def _without_floats(self, plan: Plan) -> Plan:
+        """Return the plan without the outputs that a trace has shown to stay float."""
+        tensors = {}
+        for (layer, role), tensor in plan.tensors.items():
+            if role != "activation" or layer not in self._floats:
+                tensors[layer, role] = tensor
+        return replace(plan, tensors=tensors, floats={**plan.floats, **self._floats})
 
     def check(self, plan: Plan) -> None:
         """Look whether the layers can be changed in place, before anything is.
@@ -113,8 +123,11 @@ class ModuleTarget(Target):
         self._traced = self._trace(plan, first, why, "leave the algorithms out")
         return AlgorithmScope(self._traced.graph, self._traced.specs, self._traced.fitting)
 
-    def place_outputs(self, plan: Plan, first: Batch) -> None:
+    def place_outputs(self, plan: Plan, first: Batch) -> Plan:
         """Find out after which ReLU each output is quantized; `first` is a batch to trace with.
+
+        Returns:
+            The plan without the outputs that a traced network leaves float.
 
         Raises:
             ModelError: the model cannot be traced.
@@ -122,8 +135,12 @@ class ModuleTarget(Target):
         """
         why = "output_tensors are quantized after the ReLU that follows a layer, which a trace of the model shows"
         traced = self._trace(plan, first, why, "leave output_tensors out")
+        self._floats = kept_float(traced, plan.settings)
+        plan = self._without_floats(plan)
+        traced = replace(traced, plan=plan)
         self._rectified = rectified(traced, plan.settings)
         self._tree = ModuleTree(self.model, self.graph, self._rectified)
+        return plan
 
     def _trace(self, plan: Plan, first: Batch, why: str, help_: str) -> TracedModules:
         with evaluating(self.model):

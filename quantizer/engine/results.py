@@ -45,7 +45,7 @@ from quantizer.nn.load import INFO as INFO
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.opened_files import OpenedFiles, OpenFile, SetKind, json_digest, open_files
-from quantizer.plan.model import JoinDecision, Key, Plan
+from quantizer.plan.model import JoinDecision, JoinPlan, Key, Plan
 from quantizer.plan.size import weight_bytes
 
 FORMAT = 6  # 5: histograms of samples have weights; 6: joins are decided by calibration
@@ -343,8 +343,14 @@ def _join_entry(calibration: Calibration, network: Network, decision: JoinDecisi
     for key in decision.left:
         tensor = QuantizedTensor(calibration.plan.left[key].spec).at(calibration.observers[key].qparams())
         left.setdefault(key[0], {})[key[1]] = _entry(calibration, network, key, tensor)
-    known = {key: value for key, value in asdict(decision).items() if key != "left"}
-    return known | {"left": left}
+    return joins_entry(decision, left)
+
+
+def joins_entry(decision: JoinDecision, left: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what quant_info.json says of a join; `left` are the entries of the tensors that it does without."""
+    join = {key: value for key, value in asdict(decision.join).items() if key not in ("name", "parts")}
+    known = {key: value for key, value in vars(decision).items() if key not in ("join", "left")}
+    return {**known, "join": join, "left": left}
 
 
 def stored_joins(header: Mapping[str, Any]) -> dict[str, JoinDecision]:
@@ -354,7 +360,14 @@ def stored_joins(header: Mapping[str, Any]) -> dict[str, JoinDecision]:
         left: list[Key] = []
         for layer, roles in entry["left"].items():
             left += [(layer, role) for role in roles]
-        decisions[name] = JoinDecision(**{**entry, "left": tuple(left)})
+        stored = dict(entry["join"])
+        for field in ("sources", "alone", "observed", "inputs", "divisible"):
+            stored[field] = tuple((layer, role) for layer, role in stored[field])
+        if stored["single"] is not None:
+            stored["single"] = tuple(stored["single"])
+        join = JoinPlan(name=name, **{**stored, "scalable": tuple(stored["scalable"])})
+        figures = {key: entry[key] for key in ("scale", "gains", "lost_bits", "lost_db")}
+        decisions[name] = JoinDecision(join, **figures, left=tuple(left))
     return decisions
 
 

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,10 @@ from quantizer.engine import evaluate, low_sqnr
 from quantizer.engine.calibrated import Calibrated
 from quantizer.engine.evaluate import Comparison
 from quantizer.engine.events import Events, Stage
+from quantizer.engine.output_figures import named_metrics, worst
+from quantizer.engine.output_warnings import OutputWarning, output_warnings
 from quantizer.engine.pass_loss import PassLoss, pass_loss
+from quantizer.engine.tested_networks import Networks
 from quantizer.errors import DataError, ModelError
 from quantizer.nn.network import Network
 from quantizer.sources.data import Batches
@@ -25,6 +28,8 @@ from quantizer.sources.user_code import user_errors, was_called
 
 logger = logging.getLogger(__name__)
 
+HELD = 0.01
+"""A metric that changes by no more than this share is held."""
 DROP, RATIO = "_drop", "_ratio"
 """What the names of a metric's loss of quality end in: its difference, and of perplexity its factor."""
 
@@ -34,20 +39,54 @@ class Scores:
     """What a test found: the comparison tensor by tensor, and `pairs`, each metric of both networks.
 
     `directions` says which metrics are better when they are lower, as far as the user declares it; `passes` what passes
-    cost the outputs, if they change the function of the model; `quantization_db` is the SQNR of the outputs against the
-    float network that was quantized, which then is another than the model.
+    cost the outputs, if they change the function of the model. `warnings` say what single outputs and parts lose, if
+    they were asked for.
     """
 
     comparison: Comparison
     pairs: Mapping[str, Mapping[str, float]]
     directions: Directions = BY_NAME
     passes: PassLoss | None = None
-    quantization_db: float = math.inf
+    warnings: tuple[OutputWarning, ...] = ()
 
     @property
     def metrics(self) -> dict[str, float]:
         """All figures by the names that gates have for them."""
         return self.comparison.metrics() | paired(self.pairs, self.directions)
+
+    @property
+    def gated(self) -> dict[str, float]:
+        """The same with the figures of each output and part."""
+        return self.metrics | self.comparison.named_metrics()
+
+    @property
+    def quantization(self) -> dict[str, float]:
+        """The SQNR of each output and part, and of the worst, against the float network that was quantized."""
+        losses = self.comparison.losses
+        figures = named_metrics(losses)
+        lowest = worst(losses)
+        if lowest is not None and lowest.sqnr_db is not None:
+            figures["sqnr_db"] = lowest.sqnr_db
+        return figures
+
+    @property
+    def lost(self) -> list[str]:
+        """Sentences on the outputs and parts that have lost."""
+        return [warning.text for warning in self.warnings if warning.kind != "rows"]
+
+    @property
+    def is_task_held(self) -> bool:
+        """Whether there are metrics of the task, and the quantized network has the float one's."""
+        return bool(self.pairs) and all(map(self._is_held, self.pairs))
+
+    def _is_held(self, name: str) -> bool:
+        """Whether a metric has lost no more than a hundredth, or changed where its direction is unknown."""
+        before, after = self.pairs[name]["float"], self.pairs[name]["quantized"]
+        reserve = HELD * abs(before)
+        is_lower_better = self.directions.lower_is_better(name)
+        if is_lower_better is None:
+            return abs(after - before) <= reserve
+        return after <= before + reserve if is_lower_better else after >= before - reserve
 
     @property
     def fault(self) -> str | None:
@@ -116,21 +155,39 @@ def score(
     user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
     with Stage(events, "test", batches.total) as stage:
         on_device = stage.counted(batch.to(device) for batch in batches)
-        compared = evaluate.compare(reference, quantized, on_device, ranks, user)
+        outputs = calibrated.outputs
+        compared = evaluate.compare(reference, quantized, on_device, ranks, user, outputs=outputs)
     batches.require_same(ranks)
     passes = pass_loss(calibrated, quantized, batches.first().to(device)) if ranks.is_first else None
-    if explained and ranks.is_first:
-        on_device = (batch.to(device) for batch in batches)
-        remark = low_sqnr.remark_on_passes(passes)
-        remark = remark or low_sqnr.remark(compared, reference, quantized, on_device)
-        if remark:
-            logger.warning("%s", remark)
-    noise = compared.output if user is None else compared.quantization
-    if function is None:
-        return Scores(compared, compared.pairs(), BY_NAME, passes, noise.sqnr_db)
-    after = measure(quantized, batches, device, events, "evaluate quantized", function)
-    pairs = {name: {"float": value, "quantized": after[name]} for name, value in before.items() if name in after}
-    return Scores(compared, pairs, function.directions, passes, noise.sqnr_db)
+    pairs: Mapping[str, Mapping[str, float]] = compared.pairs()
+    directions = BY_NAME
+    if function is not None:
+        directions = function.directions
+        after = measure(quantized, batches, device, events, "evaluate quantized", function)
+        pairs = {name: {"float": value, "quantized": after[name]} for name, value in before.items() if name in after}
+    scores = Scores(compared, pairs, directions, passes)
+    if not explained or not ranks.is_first:
+        return scores
+    networks = Networks(reference, quantized, user, batches, device, outputs)
+    return replace(scores, warnings=_explained(scores, networks))
+
+
+def _explained(scores: Scores, networks: Networks) -> tuple[OutputWarning, ...]:
+    """Find what outputs lose, and why, and log it."""
+    remark = low_sqnr.remark_on_passes(scores.passes)
+    if remark is not None:
+        logger.warning("%s", remark)
+        return ()
+    warnings = tuple(output_warnings(scores.comparison, networks))
+    for warning in warnings:
+        logger.log(logging.INFO if warning.kind == "rows" else logging.WARNING, "%s", warning.text)
+    is_named = any(warning.kind in ("constant", "below") for warning in warnings)
+    if is_named or scores.is_task_held:
+        return warnings
+    remark = low_sqnr.remark(scores.comparison, networks)
+    if remark is not None:
+        logger.warning("%s", remark)
+    return warnings
 
 
 def _warn_of_unknown(directions: Directions, metrics: Mapping[str, float]) -> None:

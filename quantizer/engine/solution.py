@@ -64,7 +64,7 @@ class Solution:
         )
 
     def by_rows(self) -> Solution:
-        """The same with a scale for each output of an expert where it has one for all of them, which no runtime has."""
+        """Return the same values with scales along the first axis where runs of it share one, which no runtime has."""
         return replace(self, tensors={key: tensor.by_rows() for key, tensor in self.tensors.items()})
 
     @property

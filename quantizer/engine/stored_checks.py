@@ -145,7 +145,11 @@ def spec_fault(words: Mapping[str, Any], role: str) -> str | None:
         return f"there is no number format {spec.dtype!r}"
     if spec.dtype == "int" and not 2 <= spec.bit_width <= 32:
         return f"there are no integers of {spec.bit_width} bits"
-    grouped = ("per_group", "per_tensor") if is_parameter(role) else ("per_group",)  # experts have a scale each
+    grouped = ["per_group"]
+    if is_parameter(role):
+        grouped.append("per_tensor")  # experts have a scale each
+    if is_parameter(role) and spec.ch_axis:
+        grouped.append("per_channel")  # of groups of transposed convolutions
     is_whole = spec.qscheme == "per_group" and spec.group_size == -1
     if spec.group_size is not None and not is_whole and (spec.group_size < 1 or spec.qscheme not in grouped):
         return f"{spec.qscheme} has no groups of {spec.group_size}"

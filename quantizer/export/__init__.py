@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -171,7 +171,8 @@ def export(
             for file in _files_of(path):
                 file.unlink(missing_ok=True)
         raise
-    return verification
+    lost = tuple(f"in test mode already: {text}" for text in deployment.warnings)
+    return replace(verification, remarks=(*verification.remarks, *lost))
 
 
 def size_of(path: Path) -> int:

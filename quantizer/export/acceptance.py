@@ -1,5 +1,6 @@
 """Whether a file computes what test mode does, and the refusal of one that does not."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -8,20 +9,31 @@ import torch
 from torch import Tensor
 
 from quantizer.errors import VerificationError
-from quantizer.export.agreement import WITHIN, Agreement, Verification
+from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.float32 import widened
+from quantizer.export.part_agreement import WITHIN, PartAgreement
 from quantizer.nn.network import Network
 
 MARGIN_DB = 3.0
-"""Of two roundings of one network, neither worse than the other, the difference has twice the energy of the error."""
+"""Of two roundings of one network, neither worse than the other, the difference has twice
+the energy of the error."""
 ENOUGH_DB = 40.0
 """A difference of a hundredth is rounding, even where test mode loses less."""
+NOTHING = 1e-6
+"""A difference of so small a share of the largest value is none, where test mode gives
+nothing but zeros."""
 Outputs = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Tensor]]
 """What a file gives for one call: the tensors, in order."""
 
 
-def accepted(found: Verification, deployment: Deployment, outputs: Outputs, refusal: str, remedy: str) -> Verification:
+def accepted(
+    verification: Verification,
+    deployment: Deployment,
+    outputs: Outputs,
+    refusal: str,
+    remedy: str,
+) -> Verification:
     """The figures of a file, with those against the float network where they decide.
 
     Args:
@@ -30,45 +42,101 @@ def accepted(found: Verification, deployment: Deployment, outputs: Outputs, refu
     Raises:
         VerificationError: the file does not compute what test mode does.
     """
-    if not agrees(found, deployment.sqnr_db):
-        found = with_float_sqnr(found, deployment, outputs)
-    if agrees(found, deployment.sqnr_db):
-        return found
-    itself = f"test mode itself is {deployment.sqnr_db:.1f} dB from the float network"
-    raise VerificationError(f"{refusal} does not compute what test mode does: {found.figures()}; {itself}", help=remedy)
+    if worst_of(verification, deployment) is not None:
+        verification = with_float_figures(verification, outputs, deployment)
+    differing = worst_of(verification, deployment)
+    if differing is None:
+        return verification
+    loss = deployment.loss_of(differing.name)
+    itself = f"test mode itself is {loss:.1f} dB from the float network"
+    text = f"{refusal} does not compute what test mode does: {verification.figures()}"
+    if len(verification.parts) > 1:
+        text += f"; {_part_in_words(differing)}"
+    raise VerificationError(f"{text}; {itself}", help=remedy)
 
 
-def agrees(found: Verification, sqnr_db: float) -> bool:
-    """Whether a file computes what test mode does, whose outputs are `sqnr_db` from the float network's.
+def worst_of(verification: Verification, deployment: Deployment) -> PartAgreement | None:
+    """Return the part of a file that differs most of those that test mode computes
+    otherwise; None if none does."""
+    differing: list[PartAgreement] = []
+    for part in verification.parts:
+        if not _part_agrees(part, deployment.loss_of(part.name), verification):
+            differing.append(part)
+    return min(differing, key=lambda part: part.sqnr_db or -math.inf, default=None)
 
-    It does if nearly all values are within one step, or if its difference from test mode costs no more than
-    quantization itself: a code that falls otherwise in an early layer changes many in later ones. In a deep network
-    these may be nearly all, and then it is the file's own error that may be twice that of test mode.
+
+def agrees(verification: Verification, sqnr_db: float) -> bool:
+    """Whether a file computes what test mode does, of whose outputs the worst is `sqnr_db`
+    from the float network's.
+
+    Each part does if nearly all of its values are within one step, or if its difference from
+    test mode costs no more than quantization itself: a code that falls otherwise in an early
+    layer changes many in later ones. In a deep network these may be nearly all, and then it is
+    the file's own error that may be twice that of test mode.
     """
-    if found.within_step is not None and found.within_step >= WITHIN:
+    return all(_part_agrees(part, sqnr_db, verification) for part in verification.parts)
+
+
+def _part_agrees(part: PartAgreement, sqnr_db: float, verification: Verification) -> bool:
+    """Return whether one part is what test mode computes, where it is `sqnr_db` from the
+    float network's."""
+    if part.within_share is not None and part.within_share >= WITHIN:
         return True
-    if found.sqnr_db is None:
-        return found.equal >= WITHIN
-    nearest = found.sqnr_db if found.float_sqnr_db is None else max(found.sqnr_db, found.float_sqnr_db)
+    if part.collapses:
+        return False
+    if part.sqnr_db is None:
+        return part.equal_share >= WITHIN or part.largest <= NOTHING * _largest(verification)
+    nearest = part.sqnr_db
+    if part.float_sqnr_db is not None:
+        nearest = max(nearest, part.float_sqnr_db)
     return nearest >= least_db(sqnr_db)
 
 
 def least_db(sqnr_db: float) -> float:
-    """The least SQNR, against test mode or the float network, of what rounds otherwise and costs no more."""
+    """The least SQNR, against test mode or the float network, of what rounds otherwise and
+    costs no more."""
     return min(ENOUGH_DB, sqnr_db - MARGIN_DB)
 
 
-def with_float_sqnr(found: Verification, deployment: Deployment, outputs: Outputs) -> Verification:
-    """Return the figures of a file with its SQNR against the float network."""
-    return replace(found, float_sqnr_db=_float_sqnr_db(outputs, deployment))
+def _largest(verification: Verification) -> float:
+    """Return the largest value that test mode gives."""
+    largest = 0.0
+    for part in verification.parts:
+        end = max(abs(part.expected.low), abs(part.expected.high))
+        if part.is_float and math.isfinite(end):
+            largest = max(largest, end)
+    return largest
+
+
+def _part_in_words(part: PartAgreement) -> str:
+    """Return the figures of a part that differs, as part of a sentence."""
+    index = "" if part.index in (None, part.name) else f" ({part.index})"
+    if part.collapses:
+        return f"{part.name}{index} is {part.actual.low:.3g} everywhere"
+    ratio = "" if part.sqnr_db is None else f"{part.sqnr_db:.1f} dB, "
+    return f"{part.name}{index} has {ratio}{part.equal_share:.2%} equal values"
 
 
 @torch.no_grad()
-def _float_sqnr_db(outputs: Outputs, deployment: Deployment) -> float | None:
-    """Of all outputs against the float network's; None if there is no such network, or no second pass over the data."""
+def with_float_figures(
+    verification: Verification,
+    outputs: Outputs,
+    deployment: Deployment,
+) -> Verification:
+    """Return the figures with those against the float network, if there is one and a second
+    pass over the data."""
     if deployment.float_graph is None:
-        return None
-    network, agreement = Network(deployment.float_graph.in_memory()), Agreement("outputs")
+        return verification
+    network = Network(deployment.float_graph.in_memory())
+    agreement = Agreement("outputs", deployment.outputs)
     for args, kwargs in deployment.calls():
-        agreement.add(widened(tensor_leaves(network(*args, **kwargs))), outputs(args, kwargs))
-    return agreement.result().sqnr_db if agreement.count else None
+        recorder = agreement.recorder()
+        expected = widened(tensor_leaves(network.observe(args, kwargs, recorder.watchers)))
+        agreement.add(expected, outputs(args, kwargs), recorder)
+    floats = {part.name: part.sqnr_db for part in agreement.parts.values() if part.count}
+    if not floats:
+        return verification
+    parts: list[PartAgreement] = []
+    for part in verification.parts:
+        parts.append(replace(part, float_sqnr_db=floats.get(part.name)))
+    return replace(verification, parts=tuple(parts), float_sqnr_db=agreement.result().sqnr_db)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,10 @@ from torch import Tensor
 from quantizer.config.wording import shortened
 from quantizer.engine.exact import LayerCodes
 from quantizer.engine.noise import Noise
+from quantizer.engine.output_comparison import OutputComparison, Recorder
+from quantizer.export.part_agreement import WITHIN, PartAgreement
 from quantizer.export.speed import Speed
-
-WITHIN = 0.999
-"""The share of values that may be a step off at most: kernels of integers round ties and biases otherwise."""
-CHUNK = 1 << 20
-"""Values that are compared at once, in float64."""
-EDGE = 1.001
-"""One step of a scale, with room for the float arithmetic that multiplied it."""
+from quantizer.graph.output_parts import Output
 
 
 @dataclass(frozen=True)
@@ -58,10 +54,12 @@ class Kernels:
 class Verification:
     """A file against test mode: `compared` says what of it; differences are absolute, shares go from 0 to 1.
 
-    `equal` is the share of equal values; `within_step` of those at most one step of their scale away, None unless all
-    have a scale or are integers; `sqnr_db` is of the floating-point tensors, infinite without a difference, None
-    without such tensors; `top1_agreement` is the share of samples with the same class, None if the first tensor has no
-    row of classes for each; `float_sqnr_db` is of the file against the float network, where that decides.
+    `equal` is the share of equal values; `within_step` of those at most one step of their scale
+    away, None unless all have a scale or are integers; `sqnr_db` is of the worst of the
+    floating-point tensors and their `parts`, infinite without a difference, None without such
+    tensors, `sqnr_db_pooled` of all together; `top1_agreement` is the share of samples with the
+    same class, None if the first tensor has no row of classes for each; `float_sqnr_db` is of
+    the file against the float network, where that decides.
     `default_session` has the figures of a runtime as its users start it, where those beside it are of one without
     optimizations: also its `kernels`, the codes of its `layers`, each made of the same codes as in test mode, and its
     `speed` against the float network, None if it was not measured. `remarks` say how a file is read;
@@ -82,11 +80,16 @@ class Verification:
     speed: Speed | None = None
     remarks: tuple[str, ...] = ()
     engines: tuple[EngineCheck, ...] = ()
+    sqnr_db_pooled: float | None = None
+    parts: tuple[PartAgreement, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The figures it has but the speed, infinite ones left out: without a difference there is no ratio to it."""
         left_out = (None, math.inf, -math.inf, ())
-        found = {name: value for name, value in vars(self).items() if name != "speed" and value not in left_out}
+        apart = ("speed", "parts")
+        found = {name: value for name, value in vars(self).items() if name not in apart and value not in left_out}
+        if len(self.parts) > 1:
+            found["parts"] = [part.to_json() for part in self.parts]
         parts = {"default_session": self.default_session, "kernels": self.kernels}
         found |= {name: part.to_json() for name, part in parts.items() if part is not None}
         if self.engines:
@@ -95,6 +98,12 @@ class Verification:
             counted = [{name: value for name, value in vars(row).items() if value is not None} for row in self.layers]
             found |= {"layers": counted, "first_differing": self.first_differing and self.first_differing.layer}
         return found
+
+    @property
+    def worst_part(self) -> PartAgreement | None:
+        """The part with the lowest SQNR, None if none has one."""
+        rated = [part for part in self.parts if part.sqnr_db is not None]
+        return min(rated, key=lambda part: part.sqnr_db or 0.0, default=None)
 
     @property
     def first_differing(self) -> LayerCodes | None:
@@ -118,7 +127,10 @@ class Verification:
         """The figures as part of a sentence."""
         words = [f"{self.compared} differ by at most {self.max_difference:.3g}, {self.equal:.2%} are equal"]
         words += [] if self.within_step is None else [f"{self.within_step:.2%} are within one step"]
-        words += [] if self.sqnr_db is None or self.sqnr_db == math.inf else [f"SQNR {self.sqnr_db:.1f} dB"]
+        if self.sqnr_db is not None and self.sqnr_db != math.inf:
+            worst = self.worst_part
+            where = "" if worst is None or len(self.parts) == 1 else f" in {worst.name}, the worst"
+            words.append(f"SQNR {self.sqnr_db:.1f} dB{where}")
         words += [] if self.top1_agreement is None else [f"{self.top1_agreement:.2%} keep their top-1 class"]
         words += [] if self.float_sqnr_db is None else [f"{self.float_sqnr_db:.1f} dB from the float network"]
         return ", ".join(words)
@@ -156,68 +168,94 @@ class EngineCheck:
 
 
 class Agreement:
-    """Adds up differences; `steps` has the distance of two codes for each tensor, or None."""
+    """Adds up the differences of tensors, each with its parts.
 
-    def __init__(self, compared: str, steps: Sequence[float | None] = ()) -> None:
-        self.compared, self.steps = compared, steps
-        self.noise = Noise()
-        self.largest, self.total, self.floating = 0.0, 0.0, False
-        self.count = self.equal = self.stepped = self.within = self.rows = self.agreeing = 0
+    Args:
+        compared: what is compared.
+        outputs: the tensors by name, with their parts; numbered if they are not given.
+        steps: the distance of two codes for each output and part that has a scale, by name.
+    """
 
-    def add(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-        """Take in one batch, pairwise; NaN and infinity equal themselves, complex numbers are pairs of reals.
+    def __init__(self, compared: str, outputs: Sequence[Output] = (), steps: Mapping[str, float] | None = None) -> None:
+        self.compared, self.outputs = compared, outputs
+        self.steps: Mapping[str, float] = {} if steps is None else steps
+        self.parts: dict[str, PartAgreement] = {}
+        self.rows = self.agreeing = 0
+        self._comparison = OutputComparison(outputs)
+
+    def recorder(self) -> Recorder:
+        """Return what has to watch the network whose tensors are expected, to tell their parts apart."""
+        return Recorder(self.outputs)
+
+    def add(self, expected: Sequence[Tensor], found: Sequence[Tensor], recorder: Recorder | None = None) -> None:
+        """Take in one batch, pairwise; NaN and infinity equal themselves, complex numbers are
+        pairs of reals.
 
         Raises:
             ValueError: the number of tensors or a shape differs.
         """
-        steps = self.steps if len(self.steps) == len(expected) else [None] * len(expected)
-        pairs = zip(map(_in_reals, expected), map(_in_reals, found), steps, strict=True)
-        for index, (want, got, step) in enumerate(pairs):
+        pairs_of_reals = zip(map(_in_reals, expected), map(_in_reals, found), strict=True)
+        for index, (want, got) in enumerate(pairs_of_reals):
             if want.shape != got.shape:
                 raise ValueError(f"The file gives shape {tuple(got.shape)} where test mode gives {tuple(want.shape)}.")
             if index == 0 and want.dim() == 2 and want.shape[1] > 1:
                 self.rows += len(want)
                 self.agreeing += int((want.argmax(1) == got.argmax(1)).sum())
-            parts = (torch.split(tensor.reshape(-1), CHUNK) for tensor in (want, got))
-            for part, other in zip(*parts, strict=True):
-                self._add(part, other, step)
+            if recorder is None or len(self.outputs) != len(expected):
+                self._part(str(index), None).add(want, got)
+                continue
+            output = self.outputs[index]
+            pairs = zip(
+                self._comparison.pieces(output, want, recorder),
+                self._comparison.pieces(output, got, recorder),
+                strict=True,
+            )
+            for (part, piece), (_, other) in pairs:
+                self._part(part.name, part.index).add(piece, other)
 
-    def _add(self, want: Tensor, got: Tensor, step: float | None) -> None:
-        if not want.is_floating_point():
-            step = 0.0
-        signal, got = want.double(), got.double()
-        same = (signal == got) | (signal.isnan() & got.isnan())
-        difference = torch.where(same, 0.0, (signal - got).abs())
-        if difference.numel():
-            self.largest = max(self.largest, float(difference.nan_to_num(math.inf).max()))
-        self.total += float(difference.sum())
-        self.equal += int(same.sum())
-        self.count += want.numel()
-        if step is not None:
-            self.stepped += want.numel()
-            self.within += int((difference <= EDGE * step).sum())
-        if want.is_floating_point():
-            self.floating = True
-            self.noise.signal += float(torch.where(signal.isfinite(), signal, 0.0).square().sum())
-            self.noise.error += float(difference.square().sum())
+    def _part(self, name: str, index: str | None) -> PartAgreement:
+        if name not in self.parts:
+            self.parts[name] = PartAgreement(name, index, self.steps.get(name))
+        return self.parts[name]
+
+    @property
+    def count(self) -> int:
+        """How many values were compared."""
+        return sum(part.count for part in self.parts.values())
 
     def result(self) -> Verification:
         """The figures of all batches."""
+        parts = tuple(part for part in self.parts.values() if part.count)
         count = max(self.count, 1)
-        sqnr = self.noise.sqnr_db if math.isfinite(self.noise.error) else -math.inf
+        rated = [part.sqnr_db for part in parts if part.sqnr_db is not None]
+        within: float | None = sum(part.within for part in parts) / count
+        if not all(part.is_stepped for part in parts):
+            within = None
         return Verification(
             self.compared,
-            self.largest,
-            self.total / count,
-            self.equal / count if self.count else 1.0,
-            self.within / count if self.stepped == self.count else None,
-            sqnr if self.floating else None,
+            max((part.largest for part in parts), default=0.0),
+            sum(part.total for part in parts) / count,
+            sum(part.equal for part in parts) / count if self.count else 1.0,
+            within,
+            min(rated, default=math.inf) if any(part.is_float for part in parts) else None,
             self.agreeing / self.rows if self.rows else None,
+            sqnr_db_pooled=_pooled(parts),
+            parts=parts,
         )
 
 
 def _in_reals(values: Tensor) -> Tensor:
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
+def _pooled(parts: Iterable[PartAgreement]) -> float | None:
+    """Return the SQNR of all floating-point values together; None if there are none."""
+    noise = Noise()
+    for part in parts:
+        noise.merge(part.noise)
+    if not noise.signal:
+        return None
+    return noise.sqnr_db if math.isfinite(noise.error) else -math.inf
 
 
 def verify(compared: str, expected: Iterable[Tensor], found: Iterable[Tensor]) -> Verification:

@@ -17,7 +17,8 @@ from quantizer.engine.events import Stage
 from quantizer.engine.fingerprint import input_shapes
 from quantizer.engine.solution import Solution, encoded, quantized_network
 from quantizer.export.choices import CHOICES
-from quantizer.graph.ir import Graph, references
+from quantizer.graph.ir import Graph
+from quantizer.graph.output_parts import Output, output_parts, parts_named_as
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
 
@@ -28,9 +29,11 @@ class Deployment:
 
     `args` and `kwargs` are a call of the model, which no file keeps. `opset` is the ONNX operator set, -1 to let the
     exporter choose. `batches` are the evaluation data, which can be gone through again; without them the one
-    call stands for all. `sqnr_db` is what quantization costs the outputs in test mode, in dB: a runtime that rounds
-    otherwise should not cost more. `model` is the float model, of which checkpoints keep names and config;
-    `choices` are values of `CHOICES` by name; `float_graph` is the network that `sqnr_db` is measured against.
+    call stands for all. `sqnr_db` is what quantization costs the worst output in test mode, in dB: a runtime that
+    rounds otherwise should not cost more; `figures` has that of each output and part, as `sqnr_db[0.boxes]`. `model`
+    is the float model, of which checkpoints keep names and config; `choices` are values of `CHOICES` by name;
+    `float_graph` is the network that `sqnr_db` is measured against. `named` are the outputs of `graph`, by the names
+    of the user's model; `warnings` are what test mode says of outputs that have lost.
     """
 
     graph: Graph
@@ -43,6 +46,9 @@ class Deployment:
     model: nn.Module | None = None
     choices: Mapping[str, str] = field(default_factory=dict)
     float_graph: Graph | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    named: tuple[Output, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -50,14 +56,29 @@ class Deployment:
         calibrated: Calibrated,
         model: nn.Module,
         batches: Iterable[Batch],
-        sqnr_db: float,
+        figures: Mapping[str, float],
         choices: Mapping[str, str],
+        *,
+        warnings: Iterable[str] = (),
     ) -> Deployment:
         """What is given to exporters of a calibrated model, verified on all batches."""
         first, opset = next(iter(batches)).to("cpu").stable(), calibrated.settings.onnx_opset_version
         graph, floating = (each.on(torch.device("cpu")) for each in (calibrated.graph, calibrated.float_graph))
         call = first.args, first.kwargs
-        return cls(graph, calibrated.solution, *call, opset, batches, sqnr_db, model, choices, floating)
+        return cls(
+            graph,
+            calibrated.solution,
+            *call,
+            opset,
+            batches,
+            figures.get("sqnr_db", math.inf),
+            model,
+            choices,
+            floating,
+            figures,
+            parts_named_as(graph, calibrated.original),
+            tuple(warnings),
+        )
 
     def in_memory(self) -> Deployment:
         """The same with all weights in memory."""
@@ -94,14 +115,49 @@ class Deployment:
             yield batch.args, batch.kwargs
 
     @cached_property
+    def outputs(self) -> tuple[Output, ...]:
+        """The tensors that the network returns, with their parts."""
+        return self.named or output_parts(self.graph)
+
+    @cached_property
     def steps(self) -> list[float | None]:
         """For each tensor of the output the distance of two codes, None where it is not integers times one scale."""
-        found: list[float | None] = []
-        for name in references(self.graph.output):
-            tensor = self.solution.tensors.get((name, "activation"))
-            is_even = tensor is not None and tensor.spec.dtype == "int" and not tensor.spec.is_dynamic
-            found.append(float(tensor.scale) if tensor and is_even and tensor.scale.numel() == 1 else None)
-        return found
+        return [self._step(output.node) for output in self.outputs]
+
+    @cached_property
+    def part_steps(self) -> dict[str, float]:
+        """The distance of two codes for each output and part that is integers times one scale, by name."""
+        steps: dict[str, float] = {}
+        for output, whole in zip(self.outputs, self.steps, strict=True):
+            for part in output.parts:
+                step = whole
+                if step is None and part.layer and part.pooled == 1:
+                    step = self._step(self._quantized_before(part.layer))
+                if step is not None:
+                    steps[part.name] = step
+        return steps
+
+    def _step(self, name: str) -> float | None:
+        """Return the distance of two codes of a node's value, None where it is not integers times one scale."""
+        node = self.graph.by_name[name]
+        tensor = self.solution.tensors.get((name, "input" if node.op == "input" else "activation"))
+        if tensor is None or tensor.spec.dtype != "int" or tensor.spec.is_dynamic:
+            return None
+        return float(tensor.scale) if tensor.scale.numel() == 1 else None
+
+    def _quantized_before(self, name: str) -> str:
+        """Return the nearest node before one that only moves values whose value is quantized; itself if it does not."""
+        node = self.graph.by_name[name]
+        while (node.name, "activation") not in self.solution.tensors and node.row.only_moves:
+            source = self.graph.source(node)
+            if source is None:
+                break
+            node = source
+        return node.name
+
+    def loss_of(self, name: str) -> float:
+        """Return what quantization costs an output or part in test mode, in dB."""
+        return self.figures.get(f"sqnr_db[{name}]", self.sqnr_db)
 
     @cached_property
     def blank(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

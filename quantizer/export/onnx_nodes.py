@@ -217,6 +217,9 @@ def quantize_weights(
     if not torch.equal(from_rows(restored, tuple(values.shape), *cut), values):
         return None
     emission = Emission(name)
+    if spec.qscheme == "per_channel" and spec.group_size is not None:
+        _stack(emission, tensor, y, carrier, ahead=ahead)
+        return emission
     codes, scale, zero_point = tensor.codes, _placed(tensor.scale, spec), _placed(tensor.zero_point, spec)
     attributes = _attributes(spec, values)
     if transposed:
@@ -237,6 +240,32 @@ def quantize_weights(
         inputs.append(emission.codes("zero_point", zero_point, carrier))
     emission.add("DequantizeLinear", *inputs, output=y, **attributes)
     return emission
+
+
+def _stack(emission: Emission, tensor: QuantizedTensor, y: str, carrier: Carrier, *, ahead: bool) -> None:
+    """Write a transposed convolution's weight with groups, whose scales lie along two axes.
+
+    DequantizeLinear has one axis, so its scale is 1 here, and its product with the scales is the same float. Without
+    `ahead` it must not be computed when the file is loaded, which DequantizeLinear never is.
+    """
+    assert tensor.codes is not None  # `quantize_weights` saw to it
+    shape, spec = tuple(tensor.codes.shape), tensor.spec
+    first = (shape[0], shape[1], *(1,) * (len(shape) - 2))
+    scale, zero_point = (_spread(values, spec, first) for values in (tensor.scale, tensor.zero_point))
+    floats = emission.codes("codes", tensor.codes, carrier)
+    if ahead:
+        floats = emission.add("Cast", floats, to=TensorProto.FLOAT)
+    else:
+        floats = emission.add("DequantizeLinear", floats, emission.constant("one", 1.0))
+    if zero_point.any():
+        floats = emission.add("Sub", floats, emission.constant("zero_point", zero_point))
+    emission.add("Mul", floats, emission.constant("scale", scale), output=y)
+
+
+def _spread(values: Tensor, spec: QuantizationSpec, shape: tuple[int, ...]) -> Tensor:
+    """Return a value of each scale of a stack along its first two axes, in a shape that goes with it."""
+    rows = values.reshape(-1, 1).expand(-1, spec.group_size or 1)
+    return from_rows(rows.contiguous(), shape, *spec.cut)
 
 
 def _placed(scales: Tensor, spec: QuantizationSpec) -> Tensor:

@@ -56,18 +56,20 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
         optimized = str(Path(folder) / "optimized.onnx")
         sessions = {label: _session(file, label, optimized) for label in (PLAIN, DEFAULT)}
         multiplications = kernels(file.model, optimized, deployment.graph, deployment.solution)
-    agreements = {label: Agreement("outputs", deployment.steps) for label in sessions}
+    outputs, steps = deployment.outputs, deployment.part_steps
+    agreements = {label: Agreement("outputs", outputs, steps) for label in sessions}
     network, layers = deployment.network(), _Layers.of(file, deployment)
     measured = None
     is_timed = file.floating is None
     for args, kwargs in deployment.calls():
         feed = _feed(sessions[DEFAULT], args, kwargs)
+        recorder = agreements[PLAIN].recorder()
         with torch.no_grad():
-            expected = widened(tensor_leaves(network(*args, **kwargs)))
+            expected = widened(tensor_leaves(network.observe(args, kwargs, recorder.watchers)))
         for label, session in sessions.items():
             with _failures_named(label, file.name):
                 found = _outputs(session, args, kwargs)
-            agreements[label].add(expected, found)
+            agreements[label].add(expected, found, recorder)
         if layers is not None:
             with _failures_named(DEFAULT, file.name):
                 codes = layers.codes(feed)

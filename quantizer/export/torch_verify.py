@@ -22,7 +22,8 @@ def verify_program(content: bytes, deployment: Deployment, name: str, remedy: st
     Raises:
         VerificationError: they are others, or it does not run: torch guards what a trace holds for.
     """
-    agreement, network, program = Agreement("outputs", deployment.steps), deployment.network(), loaded(content)
+    agreement = Agreement("outputs", deployment.outputs, deployment.part_steps)
+    network, program = deployment.network(), loaded(content)
 
     def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         try:
@@ -36,5 +37,7 @@ def verify_program(content: bytes, deployment: Deployment, name: str, remedy: st
 
     with torch.no_grad():
         for args, kwargs in deployment.calls():
-            agreement.add(tensor_leaves(network(*args, **kwargs)), outputs(args, kwargs))
+            recorder = agreement.recorder()
+            expected = tensor_leaves(network.observe(args, kwargs, recorder.watchers))
+            agreement.add(expected, outputs(args, kwargs), recorder)
     return accepted(agreement.result(), deployment, outputs, f"{name} is not written: it", remedy)

@@ -19,6 +19,7 @@ from quantizer.graph.ir import Graph, Node, Ref, references
 from quantizer.graph.lengths import open_lengths, same_shape, same_size, size_of, sizes_of
 from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
+from quantizer.graph.output_names import leaf_names
 
 # QuantStub and DeQuantStub compute nothing, so torch.export forgets them unless they leave a mark.
 STUBS = {"QuantStub": "quant_stub", "DeQuantStub": "dequant_stub"}  # by class: torch's own and those of other tools
@@ -89,9 +90,18 @@ class Converter:
             """The plain output in the model's own type."""
             return pytree.tree_unflatten(pytree.tree_leaves(output, is_leaf=lambda item: item is None), out_spec)
 
-        output = _plain(pytree.tree_unflatten(leaves, out_spec))
+        returned = pytree.tree_unflatten(leaves, out_spec)
         held = tuple(open_lengths(self.program).values())
-        graph = Graph(self.namer.model, tuple(self.nodes), output, self.tensors, input_paths, held, rebuild=rebuild)
+        graph = Graph(
+            self.namer.model,
+            tuple(self.nodes),
+            _plain(returned),
+            self.tensors,
+            input_paths,
+            held,
+            rebuild=rebuild,
+            output_names=leaf_names(returned),
+        )
         return _without_dead(graph)
 
     def _input(self, node: fx.Node, index: int) -> None:

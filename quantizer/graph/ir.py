@@ -119,7 +119,8 @@ class Graph:
     `deviations` names the passes that have changed what the graph computes.
     `input_paths` are where each input stands in the call, as (args, kwargs) access paths; `lengths` are the sizes of
     inputs that each call chooses; `output` is the returned
-    structure with `Ref`s for tensors, `rebuild` makes the model's own output type of it.
+    structure with `Ref`s for tensors, `rebuild` makes the model's own output type of it; `output_names` are those of
+    its leaves, in order.
     """
 
     model: str
@@ -133,6 +134,7 @@ class Graph:
     changes: tuple[Change, ...] = ()
     deviations: tuple[str, ...] = ()
     rebuild: Callable[[Any], Any] | None = field(default=None, compare=False)
+    output_names: tuple[str, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
@@ -219,6 +221,15 @@ def references(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from references(item)
+
+
+def readers(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
+    """Yield (reader, what it reads) of a node's values, directly or through moves; "" is the network's output."""
+    for reader in graph.consumers[name]:
+        if reader and graph.by_name[reader].row.kind == "passthrough":
+            yield from readers(graph, reader)
+        else:
+            yield reader, name
 
 
 def map_refs(value: Any, change: Callable[[str], Any]) -> Any:

@@ -72,7 +72,9 @@ def module_graph(model: nn.Module) -> Graph:
             inputs["indices" if looks_up else "input"] = Ref(source)
         made = dtype if is_called(module) and not isinstance(module, nn.RNNBase) else None  # several tensors have none
         classes = namer.classes(path)
-        nodes.append(Node(name, op, "module", inputs, params=params, scope=path, classes=classes, dtype=made))
+        attrs = {"groups": module.groups} if OPS[op].spatial else {}
+        node = Node(name, op, "module", inputs, attrs, params, path, classes, dtype=made)
+        nodes.append(node)
     output = tuple(Ref(node.name) for node in nodes if node.params)
     covered = {node.scope for node in nodes}
     for path, module in model.named_modules():

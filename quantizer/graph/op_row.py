@@ -36,10 +36,13 @@ class Op:
         rectifies: whether it is max(x, 0).
         normalizes: whether it brings the last axis, a transformer's channels, to one size.
         nonzero: the argument that must not become zero, as it is divided by, or its logarithm taken.
+        exact: the arguments of which a small error makes another value: angles, what is rounded to integers, places.
         fresh: whether the output shares no memory with an input.
         any_layout: whether it computes on any order of memory alike, and makes images of the order of those it reads.
         shape_of: the argument of which it reads the shape alone.
         joins: the arguments whose values a join puts into its output, later ones over earlier ones.
+        unwritten: whether what it makes is memory that nobody has written.
+        orders: whether it puts rows in the order of their values; its last result says which row each was.
     """
 
     name: str
@@ -57,10 +60,13 @@ class Op:
     rectifies: bool = False
     normalizes: bool = False
     nonzero: str | None = None
+    exact: tuple[str, ...] = ()
     fresh: bool = False
     any_layout: bool = False
     shape_of: str | None = None
     joins: tuple[str, ...] = ()
+    unwritten: bool = False
+    orders: bool = False
 
     @property
     def is_linear_or_convolution(self) -> bool:

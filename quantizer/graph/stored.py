@@ -1,4 +1,7 @@
-"""A traced graph as JSON and back, without the values of its tensors: those of a graph that is read are NaN or 0."""
+"""A traced graph as JSON and back, without the values of its tensors: those of a graph that is read are NaN or 0.
+
+A constant that holds a far value (`far_values`) is full of it, as plans depend on that.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.graph.far_values import far_value
 from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.lengths import Length
 from quantizer.numerics.deferred import DeferredTensor
@@ -21,13 +25,15 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
     Raises:
         TypeError: a constant has no form in JSON.
     """
+    constants = {node.params["weight"] for node in graph.nodes if node.op in ("constant", "parameter")}
     return {
         "model": graph.model,
         "nodes": [_node(node) for node in graph.nodes],
         "output": _plain(graph.output),
-        "tensors": {path: _described(tensor) for path, tensor in graph.tensors.items()},
+        "tensors": {path: _described(tensor, path in constants) for path, tensor in graph.tensors.items()},
         "input_paths": _plain(graph.input_paths),
         "lengths": [asdict(length) for length in graph.lengths],
+        "output_names": list(graph.output_names),
     }
 
 
@@ -40,8 +46,8 @@ def graph_from_json(value: Mapping[str, Any]) -> Graph:
     nodes = tuple(Node(**{name: _read(item) for name, item in node.items()}) for node in value["nodes"])
     tensors = {path: _blank(*facts) for path, facts in value["tensors"].items()}
     lengths = tuple(_length(**length) for length in value["lengths"])
-    paths = _read(value["input_paths"])
-    return Graph(value["model"], nodes, _read(value["output"]), tensors, paths, lengths)
+    paths, names = _read(value["input_paths"]), tuple(value["output_names"])
+    return Graph(value["model"], nodes, _read(value["output"]), tensors, paths, lengths, output_names=names)
 
 
 def _node(node: Node) -> dict[str, Any]:
@@ -52,15 +58,20 @@ def _node(node: Node) -> dict[str, Any]:
 _DEFAULTS = {each.name: each.default for each in fields(Node)}
 
 
-def _described(tensor: Tensor) -> list[Any]:
-    """Shape, dtype, and whether it is deferred."""
-    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), isinstance(tensor, DeferredTensor)]
+def _described(tensor: Tensor, is_constant: bool) -> list[Any]:
+    """Shape, dtype, whether it is deferred, and what far value a constant holds."""
+    is_deferred = isinstance(tensor, DeferredTensor)
+    is_read = is_constant and tensor.is_floating_point() and not is_deferred
+    far = far_value(tensor) if is_read else None
+    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), is_deferred, _plain(far)]
 
 
-def _blank(shape: list[int], dtype: str, is_deferred: bool) -> Tensor:
-    kind = _torch(dtype)
+def _blank(shape: list[int], dtype: str, is_deferred: bool, far: Any) -> Tensor:
+    kind, value = _torch(dtype), _read(far)
+    if value is None:
+        value = math.nan if kind.is_floating_point else 0
     # A tensor on the meta device would take no memory either, but half a second for what torch imports to compute it.
-    blank = torch.full((), math.nan if kind.is_floating_point else 0, dtype=kind).expand(shape)
+    blank = torch.full((), value, dtype=kind).expand(shape)
     return DeferredTensor(shape, kind, lambda: blank) if is_deferred else blank
 
 

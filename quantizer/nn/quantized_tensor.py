@@ -64,13 +64,26 @@ class QuantizedTensor:
         return replace(self, scale=change(self.scale), zero_point=change(self.zero_point), codes=codes)
 
     def by_rows(self) -> QuantizedTensor:
-        """The same values, with a scale for each index of the first axis where some share the one of an expert."""
+        """Return the same values with a scale for each index of the first axis, where runs of them share one.
+
+        That is so for the rows of an expert, and for the inputs of each group of a transposed convolution where these
+        make one output.
+        """
         spec = self.spec
-        if spec.qscheme != "per_tensor" or spec.group_size is None:
+        if spec.group_size is None or not self._has_scales_of_runs():
             return self
         rows = replace(spec, qscheme="per_channel", ch_axis=0, group_size=None)
         scale, zero_point = (each.repeat_interleave(spec.group_size) for each in (self.scale, self.zero_point))
         return replace(self, spec=rows, scale=scale, zero_point=zero_point)
+
+    def _has_scales_of_runs(self) -> bool:
+        """Whether the tensor is a stack along the first axis with one scale for each of its tensors."""
+        if self.spec.qscheme == "per_tensor":
+            return self.spec.group_size is not None
+        if self.spec.qscheme != "per_channel" or self.codes is None or self.spec.group_size is None:
+            return False
+        stacked = len(self.codes) // self.spec.group_size
+        return self.scale.numel() == stacked
 
     @property
     def position(self) -> int | None:

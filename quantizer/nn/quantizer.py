@@ -108,7 +108,8 @@ def place(x: Tensor, spec: QuantizationSpec, scale: Tensor, zero_point: Tensor, 
     [[0.5, 7.0]]
     """
     axis, shape = axis_of(spec), tuple(x.shape)
-    cut = None if spec.has_one_scale or spec.qscheme == "per_channel" else spec.cut
+    is_along_axis = spec.qscheme == "per_channel" and spec.group_size is None
+    cut = None if spec.has_one_scale or is_along_axis else spec.cut
     if cut:
         x, scale, zero_point, axis = to_rows(x, *cut), scale.reshape(-1), zero_point.reshape(-1), 0
     if spec.dtype == "int":

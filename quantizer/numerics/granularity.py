@@ -13,14 +13,17 @@ def scale_shape(
 ) -> tuple[int, ...]:
     """Return the shape of the scale of a tensor of `shape`.
 
-    () per tensor, but (T,) of a stack of T tensors that are each `group_size` long in the first axis; (C,) per channel;
-    per group the other axes in order and then the number of groups along `ch_axis`, times `scales_per_group`; per token
+    () per tensor and (C,) per channel. With a `group_size` these two cut a stack of T tensors, each `group_size` long
+    in the first axis, into (T,) and (T * C,): the weight of a transposed convolution with T groups is such a stack.
+    Per group the other axes in order and then the number of groups along `ch_axis`, times `scales_per_group`; per token
     the axes but `ch_axis`.
 
     >>> scale_shape((8, 64), "per_group", 1, 16), scale_shape((2, 5, 64), "per_token", -1)
     ((8, 4), (2, 5))
     >>> scale_shape((8, 64), "per_tensor"), scale_shape((8, 64), "per_tensor", group_size=2)
     ((), (4,))
+    >>> scale_shape((8, 3, 4, 4), "per_channel", 1), scale_shape((8, 3, 4, 4), "per_channel", 1, group_size=2)
+    ((3,), (12,))
     """
     if qscheme == "per_tensor" and group_size is not None:
         return (shape[0] // group_size,)
@@ -29,7 +32,8 @@ def scale_shape(
     axis = ch_axis % len(shape)
     others = shape[:axis] + shape[axis + 1 :]
     if qscheme == "per_channel":
-        return (shape[axis],)
+        stacked = 1 if group_size is None else shape[0] // group_size
+        return (stacked * shape[axis],)
     if qscheme == "per_token":
         return others
     return (*others, -(-shape[axis] // _group(shape[axis], group_size)) * scales_per_group)
@@ -49,6 +53,10 @@ def to_rows(
         return x.reshape(len(x) // group_size, -1)
     if qscheme == "per_tensor" or ch_axis is None:
         return x.reshape(1, -1)
+    if qscheme == "per_channel" and group_size is not None:
+        stack = x.reshape(-1, group_size, *x.shape[1:])
+        channels_second = stack.movedim(ch_axis % x.dim() + 1, 1)
+        return channels_second.reshape(len(stack) * x.shape[ch_axis], -1)
     if qscheme == "per_channel":
         return x.movedim(ch_axis, 0).reshape(x.shape[ch_axis], -1)
     last = x.movedim(ch_axis, -1)
@@ -75,6 +83,9 @@ def from_rows(
         return rows.view(shape)
     axis = ch_axis % len(shape)
     others = (*shape[:axis], *shape[axis + 1 :])
+    if qscheme == "per_channel" and group_size is not None:
+        within = (group_size, *others[1:])  # of one channel of one tensor of the stack
+        return rows.view(-1, shape[axis], *within).movedim(1, axis + 1).reshape(shape)
     if qscheme == "per_channel":
         return rows.view(shape[axis], *others).movedim(0, axis)
     wide = rows.view(*others, -1) if others or rows.numel() else rows.view(-1)

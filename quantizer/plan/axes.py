@@ -25,7 +25,8 @@ class TensorView:
     """A tensor as its layer sees it: its sizes (None: open, all None: unknown) and the axes that are taken unasked.
 
     `maps`: it holds what a convolution reads or makes, so that a token is a whole sample. `stacked`: it is a stack of
-    so many tensors along the first axis, which share no scale.
+    so many tensors along the first axis, which share no scale. `groups`: it is the weight of a transposed convolution
+    with so many groups, each with output channels of its own.
     """
 
     sizes: tuple[int | None, ...] | None
@@ -33,6 +34,7 @@ class TensorView:
     features: int = -1
     maps: bool = False
     stacked: int = 1
+    groups: int = 1
 
     @property
     def rank(self) -> int | None:
@@ -56,12 +58,17 @@ class Misfit:
 
 
 def parameter_view(graph: Graph, node: Node, role: str) -> TensorView:
-    """A weight's output channels come first (second in transposed layers); a bias has its features alone."""
+    """Return the view of a weight or a bias.
+
+    A weight's output channels come first (second in transposed layers); a bias has its features alone.
+    """
     sizes = tuple(graph.tensors[node.params[parameter_name(role)]].shape)
     if base_role(role) == "bias" or node.op == "parameter":
         return TensorView(sizes)
     channels, stacked = int(node.row.transposed), node.attrs["groups"] if node.row.experts else 1
-    return TensorView(sizes, channels, (1 - channels) if len(sizes) > 1 else 0, stacked=stacked)
+    features = (1 - channels) if len(sizes) > 1 else 0
+    groups = node.attrs.get("groups", 1) if node.row.transposed else 1
+    return TensorView(sizes, channels, features, stacked=stacked, groups=groups)
 
 
 def activation_view(graph: Graph, node: Node, source: str) -> TensorView:
@@ -88,6 +95,10 @@ def fitted(spec: QuantizationSpec, view: TensorView, role: str) -> QuantizationS
     if view.rank is not None and -view.rank <= axis < view.rank:
         axis %= view.rank
     group_size = spec.group_size if spec.qscheme == "per_group" else None
+    if spec.qscheme == "per_channel" and axis == view.channels and view.sizes and view.groups > 1:
+        # The axis has the outputs of one group; those of the others are beside other inputs.
+        inputs = view.sizes[0] or 0
+        group_size = inputs // view.groups
     return dataclasses.replace(spec, ch_axis=axis, group_size=group_size)
 
 
@@ -125,7 +136,7 @@ def misfit(
 
     Source: OCP Microscaling Formats v1.0, section 5.
     """
-    size = spec.group_size
+    size = spec.group_size if spec.qscheme == "per_group" else None
     if spec.ch_axis is None or size is None or size < 1 or spec.scale_type in SHARED or view.sizes is None:
         return None
     length = view.sizes[spec.ch_axis] if -len(view.sizes) <= spec.ch_axis < len(view.sizes) else None

@@ -1,30 +1,24 @@
 """Values that stay float whatever a config says, and why: read off the graph alone, before there is any data."""
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from quantizer.graph.axis_rules import ALIKE
-from quantizer.graph.ir import Graph, Node, references
+from quantizer.graph.ir import Graph, Node, readers, references
+from quantizer.plan.arguments import arguments
+from quantizer.plan.sentinels import masks, sentinels
 
 DERIVED = "computed from constants and integers alone"
-MASK = "may hold a mask's lowest values, which leave no resolution for the others"
+MASK = "may hold sentinels, as a mask's lowest values, which leave no resolution for the others"
 BOUNDED = "bounds what a float operator computes"
 DENOMINATOR = "divides, and rounding would make small values zero"
 COMPARED = "is compared to count an index, and rounding could count none"
+ARGUMENT = "makes an angle, an index or what is rounded to integers, and a small error there makes another value"
 FLOAT_READERS = "only float operators read it"
 UNREAD = "nothing reads it"
 RESIDUAL = "only normalizations, and sums that they read, take it"
 OUTSIDE = "outside QuantStub … DeQuantStub"
 
-LOWEST = -100.0  # what is filled in to vanish in a softmax: -100, -1e4, the dtype's lowest, -inf
-_FACTOR = 1e4  # what turns a mask of zeros and ones into such values
 _NORM_PARTS = ("rsqrt", "pow", "square")  # of a normalization that is written by hand
-_FILLS = ("masked_fill", "where", "full", "full_like", "new_full", "scalar_tensor", "index_fill")
-_CARRIES = (
-    *("add", "sub", "rsub", "mul", "div", "where", "masked_fill", "minimum", "cat", "stack"),
-    *("slice_scatter", "select_scatter", "diagonal_scatter", "scatter", "masked_scatter", "index_put", "index_copy"),
-    "index_fill",
-)
 _NEVER = ("size", "constant", "zeros", "ones", "full", "arange", "empty")  # on either side of a stub
 _PICKS = ("gather", "take_along_dim", "index_select", "index")  # by integers
 _COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal")
@@ -35,10 +29,13 @@ _PRODUCTS_PLUS = ("addmm", "baddbmm")  # their first argument is added to a prod
 def floating(graph: Graph) -> dict[str, str]:
     """The reason for each layer whose values stay float, unless a layer that multiplies reads them."""
     found = dict.fromkeys(derived(graph), DERIVED)
-    found |= dict.fromkeys((name for name in _masks(graph) if name not in found), MASK)
+    constants = set(found)
+    found |= dict.fromkeys((name for name in masks(graph) if name not in found), MASK)
+    found |= dict.fromkeys((name for name in sentinels(graph, constants) if name not in found), MASK)
     found |= dict.fromkeys((name for name in _bounded(graph) if name not in found), BOUNDED)
     found |= dict.fromkeys((name for name in _denominators(graph) if name not in found), DENOMINATOR)
     found |= dict.fromkeys((name for name in _compared(graph) if name not in found), COMPARED)
+    found |= dict.fromkeys((name for name in arguments(graph, constants) if name not in found), ARGUMENT)
     found |= dict.fromkeys((name for name, read_by in graph.consumers.items() if not read_by), UNREAD)
     for node in reversed(graph.nodes):
         if node.name not in found and _read_by_float_only(graph, node, found):
@@ -72,13 +69,13 @@ def multiplied(node: Node, name: str) -> bool:
     return any(name in references(value) for key, value in node.inputs.items() if key not in added)
 
 
-def readers(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
-    """(reader, what it reads) of a node's values, directly or through moves; reader "" is the network's output."""
-    for reader in graph.consumers[name]:
-        if reader and graph.by_name[reader].row.kind == "passthrough":
-            yield from readers(graph, reader)
-        else:
-            yield reader, name
+def computes_in_float(node: Node, floats: Mapping[str, str]) -> bool:
+    """Return whether a node multiplies floats though it could multiply integers; `floats` are those of the graph.
+
+    A product with constants does so where it makes an argument. A layer with weights never does.
+    """
+    reason = floats.get(node.name)
+    return reason == DERIVED or (reason == ARGUMENT and not node.row.weight)
 
 
 def outside_stubs(graph: Graph) -> set[str]:
@@ -118,17 +115,6 @@ def _feeds_norm(graph: Graph, reader: Node, found: set[str]) -> bool:
     return (
         scaled or reader.row.normalizes or reader.op in _NORM_PARTS or (reader.name in found and not reader.row.weight)
     )
-
-
-def _masks(graph: Graph) -> Iterator[str]:
-    """Layers whose values may be as low as a mask's, from where such values arise to where a softmax takes them."""
-    found: set[str] = set()
-    for node in graph.nodes:
-        moved = node.refs() if node.row.kind == "passthrough" or node.op in _CARRIES else iter(())
-        carried = references(node.inputs.get("input")) if node.op in _PRODUCTS_PLUS else moved
-        if _is_mask_input(graph, node) or _fills_lowest(graph, node) or not found.isdisjoint(carried):
-            found.add(node.name)
-            yield node.name
 
 
 def _bounded(graph: Graph) -> Iterator[str]:
@@ -180,31 +166,6 @@ def _made_of(graph: Graph, names: Iterable[str]) -> Iterator[str]:
         refs = set(node.refs())
         if (len(refs) == 1 and node.row.kind in _HANDS_ON and not node.row.weight) or node.row.axes is ALIKE:
             pending += refs
-
-
-def _fills_lowest(graph: Graph, node: Node) -> bool:
-    """Whether the node writes very low constants, or holds them."""
-    if node.op == "constant" and node.is_float:
-        tensor = graph.weight(node)
-        return tensor.numel() > 0 and float(tensor.min()) <= LOWEST
-    numbers = [value for value in node.attrs.values() if isinstance(value, (int, float)) and not math.isnan(value)]
-    if node.op == "mul":
-        return any(abs(number) >= _FACTOR for number in numbers)
-    return node.op in _FILLS and any(number <= LOWEST for number in numbers)
-
-
-def _is_mask_input(graph: Graph, node: Node) -> bool:
-    """A floating-point value that is only added to attention scores before their softmax."""
-    found = list(readers(graph, node.name)) if node.is_float and node.row.kind != "passthrough" else []
-    return bool(found) and all(name and _adds_to_scores(graph, graph.by_name[name], read, node) for name, read in found)
-
-
-def _adds_to_scores(graph: Graph, reader: Node, read: str, value: Node) -> bool:
-    if read in references(reader.inputs.get("attn_mask")):
-        return True
-    to_softmax = [name for name, _ in readers(graph, reader.name)]
-    adds = reader.op == "add" and bool(to_softmax)
-    return value.op == "input" and adds and all(n and graph.by_name[n].op == "softmax" for n in to_softmax)
 
 
 def _read_by_float_only(graph: Graph, node: Node, floats: dict[str, str]) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from quantizer.graph.axis_rules import ALIKE, PADDED, PRODUCT, QUOTIENT, SAME, pads_zeros
-from quantizer.graph.ir import Graph, Node
+from quantizer.graph.ir import Graph, Node, readers
 from quantizer.graph.origins import Origins, maker, origins_of
-from quantizer.plan.floating import DERIVED, floating, multiplied, readers
+from quantizer.plan.floating import ARGUMENT, MASK, computes_in_float, floating, multiplied
+from quantizer.plan.sentinels import chooses
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class _Layouter:
         for node in self.graph.nodes:
             is_placed = node.name in self.where.served or node.name in self.where.groups
             is_carried = node.name in self.where.origins or node.name in self.after_joins
+            is_carried = is_carried and not self._is_chosen(node)
             if is_placed or not node.is_float:
                 continue
             if node.is_join:
@@ -152,7 +154,8 @@ class _Layouter:
         self.after_joins.update(group.members)
         if outer:
             self.feeds[node.name] = outer
-        outside = [(name, read) for name, read in readers(self.graph, group.point) if not self._is_join(name)]
+        reading = values_readers(self.graph, group.point, self.where.floats)
+        outside = [(name, read) for name, read in reading if not self._is_join(name)]
         products = [Product(name, read) for name, read in outside if self._needs_one_grid(name, read)]
         is_named = node.name in self.single and self.single is not EVERY_JOIN
         is_scaled = self.graph.by_name[group.point].op == PART_SCALE
@@ -199,8 +202,7 @@ class _Layouter:
 
     def _needs_one_grid(self, reader: str, read: str) -> bool:
         """Whether a layer multiplies a value whose parts are on different grids."""
-        is_derived = self.where.floats.get(reader) == DERIVED
-        if not reader or is_derived or not multiplied(self.graph.by_name[reader], read):
+        if not reader or not self._multiplies(reader, read):
             return False
         origins = self.where.origins.get(read)
         if origins is None:
@@ -216,18 +218,31 @@ class _Layouter:
         if self._is_written_over(node):
             return False
         if node.name in where.floats or kind in ("unknown", "float"):
-            for reader, read in outer_readers(self.graph, node.name):
-                is_derived = where.floats.get(reader) == DERIVED
-                if reader and not is_derived and multiplied(self.graph.by_name[reader], read):
+            # A join of an argument with others is quantized for what multiplies it, and the argument stays as it is.
+            is_argument = where.floats.get(node.name) == ARGUMENT
+            readers_of = values_readers if is_argument else outer_readers
+            for reader, read in readers_of(self.graph, node.name, where.floats):
+                if reader and self._multiplies(reader, read):
                     return True
             return False
-        if node.op == "input":
+        if node.op == "input" or self._is_chosen(node):
             return True
         if node.row.axes is PADDED and not pads_zeros(node.attrs):
             return True
         if node.row.rectifies:
             return quantization_point(self.graph, where, node.name) is None
         return kind not in ("passthrough", "structural")
+
+    def _multiplies(self, reader: str, read: str) -> bool:
+        """Whether a layer multiplies a value in integers."""
+        node = self.graph.by_name[reader]
+        return multiplied(node, read) and not computes_in_float(node, self.where.floats)
+
+    def _is_chosen(self, node: Node) -> bool:
+        """Whether the node's values are those that were chosen among values with sentinels."""
+        producer = _producer(self.graph, node)
+        among_sentinels = any(self.where.floats.get(name) == MASK for name in producer.refs())
+        return among_sentinels and chooses(producer)
 
     def _is_written_over(self, node: Node) -> bool:
         """Whether nothing is left of the node's values in the joins that alone read them."""
@@ -262,11 +277,25 @@ class _Layouter:
         return Group(point, tuple(members)), ""
 
 
-def outer_readers(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (reader, what it reads) of a node's values, directly or through moves and joins; "" is the output."""
+def values_readers(graph: Graph, name: str, floats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the `readers` of a node's values; of values with sentinels, which do not outlive it, a choice is one."""
+    for reader in graph.consumers[name]:
+        is_moved = reader and graph.by_name[reader].row.kind == "passthrough"
+        if is_moved and not (floats.get(name) == MASK and chooses(graph.by_name[reader])):
+            yield from values_readers(graph, reader, floats)
+        else:
+            yield reader, name
+
+
+def outer_readers(graph: Graph, name: str, floats: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:
+    """Yield (reader, what it reads) of a node's values, directly or through moves and joins; "" is the output.
+
+    Args:
+        floats: of the layout; where it is given, sentinels end at a choice.
+    """
     pending, joins = [name], {name}
     while pending:
-        for reader, read in readers(graph, pending.pop()):
+        for reader, read in values_readers(graph, pending.pop(), floats or {}):
             if not reader or not graph.by_name[reader].is_join:
                 yield reader, read
             elif reader not in joins:

@@ -146,7 +146,7 @@ def left_out(join: JoinPlan, *, is_close: bool) -> tuple[Key, ...]:
     """
     has_one = join.is_single or (is_close and not join.is_returned)
     if join.single is not None and has_one:
-        return (*join.alone, *join.inputs)
+        return (*join.alone, *join.inputs, *join.observed)
     if join.is_single:
         return ()
     single = () if join.single is None else (join.single,)
@@ -164,7 +164,22 @@ def decide(join: JoinPlan, lost_bits: Mapping[str, float], gains: Mapping[str, M
     lost_db = max((_lost_db(lost_bits, weights) for weights in gains.values()), default=0.0)
     left = left_out(join, is_close=lost_db <= CLOSE_DB)
     has_one = join.single is not None and join.single not in left
-    return JoinDecision("one" if has_one else "own", gains, lost_bits, lost_db, left)
+    return JoinDecision(join, "one" if has_one else "own", gains, lost_bits, lost_db, left)
+
+
+def lost_bits(join: JoinPlan, widths: Mapping[Key, float]) -> dict[str, float]:
+    """Return the base-2 logarithm of how much wider the range of the whole is, by the layer that makes a part.
+
+    Args:
+        widths: of the ranges of tensors. Those that lose nothing on another scale have none: all zero, or in a format
+            with an exponent.
+    """
+    whole = widths.get(join.single or join.inputs[0])
+    lost: dict[str, float] = {}
+    for key in join.sources:
+        if key in widths and whole is not None:
+            lost[key[0]] = round(max(0.0, math.log2(whole / widths[key])), 3)
+    return lost
 
 
 def _lost_db(lost_bits: Mapping[str, float], gains: Mapping[str, float]) -> float:

@@ -93,6 +93,7 @@ class JoinDecision:
     """How calibration has decided that a join is quantized.
 
     Attributes:
+        join: what was to be decided.
         scale: "one" for all parts, "own" for each, or "scaled": one for parts that are brought to one range first.
         gains: by layer that multiplies the join, how much the error of each part weighs in its output.
         lost_bits: by layer, how many bits its values would lose on the scale of the whole.
@@ -100,6 +101,7 @@ class JoinDecision:
         left: the tensors that were observed for this decision and are not quantized after it.
     """
 
+    join: JoinPlan
     scale: str
     gains: Mapping[str, Mapping[str, float]]
     lost_bits: Mapping[str, float]
@@ -188,6 +190,9 @@ class Plan:
             tensors = self.of_layer(node.name)
             if tensors:
                 row["tensors"] = {role: tensor.to_json() for role, tensor in tensors.items()}
+            observed = {role: tensor.to_json() for (layer, role), tensor in self.left.items() if layer == node.name}
+            if observed:
+                row["left_by_joins"] = observed
             if node.name in off:
                 row["float32"] = {role: _portable(origin) for role, origin in off[node.name].items()}
             if node.name in ungrouped:

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Iterator
 
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import shortened
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, readers
 from quantizer.graph.passes import summary
-from quantizer.plan.floating import readers
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES
 

@@ -77,6 +77,8 @@ def _content(info: Json, plan: Json, tested: Mapping[str, Any], statistics: Mapp
         "header": {name: info["header"][name] for name in _SHOWN if name in info["header"]},
         "metrics": tested.get("metrics", {}),
         "pairs": tested.get("pairs", {}),
+        "outputs": tested.get("outputs", []),
+        "warnings": tested.get("warnings", []),
         "gates": tested.get("gates", {}),
         "passes": tested.get("passes"),
         "stamp": tested.get("stamp", info["header"].get("stamp")),

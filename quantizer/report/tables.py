@@ -3,13 +3,17 @@
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.engine.evaluate import Comparison, LayerNoise
+from quantizer.engine.output_figures import OutputFigures
+from quantizer.engine.output_warnings import OutputWarning
 from quantizer.engine.pass_loss import PassLoss
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.output_parts import Output
 from quantizer.plan.model import Plan
 from quantizer.report.view import Listing, View
 
@@ -31,15 +35,83 @@ def report(
     rows: list[dict[str, Any]],
     stamp: str | None,
     passes: PassLoss | None = None,
+    *,
+    outputs: Iterable[OutputFigures] = (),
+    warnings: Iterable[OutputWarning] = (),
 ) -> dict[str, Any]:
     """What test mode found, infinite figures as null. `stamp` marks results that say nothing of real data."""
     found: dict[str, Any] = {"metrics": {key: finite(value) for key, value in metrics.items()}}
     if pairs:
         found["pairs"] = {name: {kind: finite(value) for kind, value in pair.items()} for name, pair in pairs.items()}
+    found["outputs"] = output_rows(outputs)
+    found["warnings"] = [warning.to_json() for warning in warnings]
     if passes is not None:
         found["passes"] = passes.to_json()
     found["layers"] = [{key: finite(value) for key, value in row.items()} for row in rows]
     return found | {"stamp": stamp} if stamp else found
+
+
+def output_rows(outputs: Iterable[OutputFigures]) -> list[dict[str, Any]]:
+    """Return the figures of each output and of its parts, for programs; infinite ones as null."""
+    rows: list[dict[str, Any]] = []
+    for output in outputs:
+        for part in output.rows:
+            row = {key: finite(value) for key, value in part.to_json().items()}
+            row["output"] = output.whole.name
+            if part is output.whole and output.order is not None:
+                row["rows"] = asdict(output.order)
+            rows.append(row)
+    return rows
+
+
+def named_outputs(outputs: Iterable[Output]) -> list[dict[str, Any]]:
+    """Return the names of outputs and of their parts before a run, for programs."""
+    rows: list[dict[str, Any]] = []
+    for output in outputs:
+        parts: list[dict[str, Any]] = []
+        for part in output.parts:
+            parts.append({"name": part.name, "index": part.index, "layer": part.layer, "pooled": part.pooled})
+        rows.append({"name": output.name, "parts": parts if len(parts) > 1 else []})
+    return rows
+
+
+def output_lines(outputs: Iterable[Output]) -> Iterator[str]:
+    """Yield a line on each output: the names that gates may have, as in `sqnr_db[0.scores]>=30`."""
+    for output in outputs:
+        words: list[str] = []
+        for part in output.parts:
+            names = dict.fromkeys((part.name, part.index or part.name))
+            pooled = f" ({part.pooled} sources together)" if part.pooled > 1 else ""
+            words.append(f"{' or '.join(names)}{pooled}")
+        if len(words) == 1:
+            yield f"output {output.name}"
+        else:
+            yield f"output {output.name}, in {len(words)} parts: {', '.join(words)}"
+
+
+def output_table(rows: Sequence[Mapping[str, Any]], view: View) -> Listing:
+    """Return the figures of outputs and parts for people; `rows` are those of `output_rows`."""
+    lines: list[tuple[str, ...]] = []
+    for row in rows:
+        figures = [_db(row["sqnr_db"]), _digits(row["cosine"]), _digits(row["equal"])]
+        name = row["name"] if row["pooled"] == 1 else f"{row['name']} ({row['pooled']} sources)"
+        lines.append((row["layer"], name, row["index"] or "", row["kind"], *figures))
+    titles = ("layer", "output", "index", "kind", "dB", "cosine", "equal")
+    order = ("output", "index", "kind", "dB", "cosine", "equal", "layer")
+    return view.listing(
+        titles,
+        lines,
+        [row["sqnr_db"] for row in rows],
+        numbers=titles[4:],
+        layouts=(order, order[:-1]),
+        what="output",
+        idle="without an SQNR",
+        also=", and report.json has them all",
+    )
+
+
+def _digits(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:

@@ -35,6 +35,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.ops import OPS
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
+from quantizer.numerics.granularity import to_rows
 from quantizer.numerics.rounding import NEAREST
 from quantizer.sources.batches import Batch
 
@@ -162,10 +163,8 @@ def assert_on_the_codes(graph: Graph, before: Solution, made: Finetuned) -> None
         spec, scale = solution.tensors[name, "weights"].spec, solution.tensors[name, "weights"].scale
         weight = network.layers[name].get_parameter("weight")
         assert torch.equal(weight, found.weight)
-        step = (
-            scale if spec.ch_axis is None else scale.view([-1 if d == spec.ch_axis else 1 for d in range(weight.dim())])
-        )
-        moved = (weight - nearest.layers[name].get_parameter("weight")) / step
+        difference = weight - nearest.layers[name].get_parameter("weight")
+        moved = to_rows(difference, *spec.cut) / scale.reshape(-1, 1)
         assert moved.abs().max() <= 1.01
         assert found.after <= found.before
 

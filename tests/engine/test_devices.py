@@ -153,6 +153,8 @@ GIVE_TO_THE_CPU = {
     "algorithms/bias_correction.py:observe",
     "algorithms/fast_finetune.py:solve",
     "algorithms/optimal_rounding.py:optimal_rounding",
+    "engine/output_comparison.py:see",
+    "engine/output_figures.py:_ends_along",
     "graph/passes/equalization.py:__init__",
     "nn/quantized_tensor.py:at",
     "nn/quantized_tensor.py:encoded",
@@ -160,8 +162,8 @@ GIVE_TO_THE_CPU = {
     "observers/observed_batch.py:counted",
     "observers/observed_batch.py:<genexpr>",
 }
-"""What moves more than single numbers: ranges, histograms, means and scales; which scale a column has, once
-for a layer; and weights, once, for their codes."""
+"""What moves more than single numbers: ranges, histograms, means and scales; what tells parts of outputs apart; which
+scale a column has, once for a layer; and weights, once, for their codes."""
 SPILLS = "numerics/deferred.py:bytes_of"
 """What moves values beyond the budget of an activation store into files."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from torch.utils import _pytree as pytree
 
 import quantizer
 from configs import document, layer
+from quantizer.cli.main import run_command
+from quantizer.engine.joins import decided_again
+from quantizer.errors import ResultError
+from quantizer.plan.joins import decide
+from quantizer.plan.model import JoinPlan
 
 ROOT = Path(__file__).parents[2]
 CPU = json.loads((ROOT / "configs" / "cpu_int8.json").read_text()) | {"include_bias_corr": False}
@@ -297,3 +303,37 @@ def test_what_is_overwritten_has_no_part_in_scales(tmp_path: Path) -> None:
         tensors = json.loads((tmp_path / str(garbage) / "quant_info.json").read_text())["tensors"]
         scales.append([[role["scale"] for role in roles.values()] for roles in tensors.values()])
     assert scales[0] == scales[1]
+
+
+def close_or_far(net: Detector, b: Tensor, s: Tensor) -> Tensor:
+    """A join of about one range, one of rows, and one that is returned, too."""
+    alike = joined(b / IMAGE, s)
+    return net.mix(alike), net.mix(joined(b / IMAGE, 0.5 * s)), net.linear(rows(b / IMAGE, s)) + alike.mean()
+
+
+def test_retuned_joins_are_those_of_a_calibration_with_that_config(tmp_path: Path) -> None:
+    model = Detector(close_or_far).eval()
+    for name, statistic in (("before", "max"), ("wanted", "mean")):
+        activations = {role: {"calib_statistic_method": statistic} for role in ("input", "activation")}
+        config = document(tensor=activations, overall={"per_channel": True})
+        quantizer.calibrate(model, config, images(1)).save(tmp_path / name)
+    words = ["--statistic", "mean", "--output_dir", str(tmp_path / "after")]
+    assert run_command(["retune", str(tmp_path / "before"), *words]) == 0
+    after, wanted = (json.loads((tmp_path / name / "quant_info.json").read_text()) for name in ("after", "wanted"))
+    assert after["tensors"] == wanted["tensors"]
+    assert after["header"]["joins"] == wanted["header"]["joins"]
+    assert after["header"]["config"] == wanted["header"]["config"]
+
+
+def test_decisions_follow_ranges_that_are_found_anew() -> None:
+    keys = tuple((name, "activation") for name in ("whole", "a", "b"))
+    join = JoinPlan("cat", keys[0], keys[1:], keys[1:], (), (), (), (), is_returned=False)
+    before = decide(join, {"a": 0.0, "b": 1.0}, {"linear": {"a": 1.0, "b": 100.0}})
+    assert before.scale == "one" and before.left == keys[1:]
+    ranges = dict(zip(keys, (8.0, 8.0, 0.5), strict=True))
+    after = decided_again({"cat": before}, ranges)["cat"]
+    assert after.scale == "own" and after.left == keys[:1]
+    with pytest.raises(ResultError, match="weights would have to change"):
+        decided_again({"cat": replace(before, join=replace(join, scalable=("linear",)))}, ranges)
+    scaled = replace(after, scale="scaled")
+    assert decided_again({"cat": scaled}, dict.fromkeys(keys, 8.0))["cat"] == scaled

@@ -43,7 +43,7 @@ def compared(size: float, caplog: pytest.LogCaptureFixture, config: dict[str, An
 def test_the_first_layer_and_the_best_change_are_named(config: Any, caplog: pytest.LogCaptureFixture) -> None:
     sqnr, said = compared(1e4, caplog, config)
     assert sqnr < 15
-    assert "It is below that from the activation of Outlier::Outlier/Linear[third]/linear on" in said
+    assert "It is below that from the activation of Outlier::Outlier/Linear[second]/linear on" in said
     assert "the activation of Outlier::Outlier/Linear[second]/linear helps most" in said
 
 

@@ -23,6 +23,8 @@ from quantizer.numerics.histogram import Histogram
         ({"group_size": 0}, "weights", "per_tensor has no groups of 0"),
         ({"group_size": 1}, "input", "per_tensor has no groups of 1"),
         ({"qscheme": "per_channel", "ch_axis": 0, "group_size": 4}, "weights", "per_channel has no groups of 4"),
+        ({"qscheme": "per_channel", "ch_axis": 1, "group_size": 0}, "weights", "per_channel has no groups of 0"),
+        ({"qscheme": "per_channel", "ch_axis": 1, "group_size": 4}, "activation", "per_channel has no groups of 4"),
         ({"qscheme": "per_channel"}, "activation", "per_channel has no ch_axis"),
         ({"qscheme": "per_group", "group_size": 4}, "weights", "per_group has no ch_axis"),
         ({"bit_width": True}, "weights", "True is no bit_width"),

@@ -18,8 +18,9 @@ QSCHEMES = ["per_tensor", "per_channel", "per_group", "per_token"]
 @settings(derandomize=True, max_examples=200, deadline=None)
 def test_rows_come_back_and_are_as_many_as_scales(shape, qscheme, group, data):
     axis = data.draw(st.integers(-len(shape), len(shape) - 1))
-    if qscheme == "per_tensor" and group is not None and (group < 0 or shape[0] % group):
-        group = None  # a stack of tensors holds each of them whole
+    if qscheme in ("per_tensor", "per_channel") and group is not None:
+        is_stack = group > 0 and shape[0] % group == 0 and (qscheme == "per_tensor" or axis % len(shape) > 0)
+        group = group if is_stack else None  # a stack of tensors holds each of them whole
     x = torch.rand(shape) + 1
     rows = to_rows(x, qscheme, axis, group)
     assert rows.ndim == 2
@@ -36,6 +37,15 @@ def test_a_row_is_what_its_scale_is_for():
     assert to_rows(weight, "per_group", 1, 3)[2 * 2 + 1].tolist() == weight[2, 3:].tolist()
     assert scale_shape((4, 6), "per_group", 0, 2) == (6, 2)
     assert to_rows(weight, "per_group", 0, 2)[5 * 2 + 1].tolist() == weight[2:, 5].tolist()
+
+
+def test_a_row_of_a_stack_is_one_channel_of_one_tensor():
+    """The weight [in, out of a group] of two groups: outputs 0 to 2 read inputs 0 and 1, the others 2 and 3."""
+    weight = torch.arange(4 * 3 * 5).view(4, 3, 5)
+    assert scale_shape((4, 3, 5), "per_channel", 1, 2) == (6,)
+    rows = to_rows(weight, "per_channel", 1, 2)
+    assert rows[4].tolist() == weight[2:, 1].flatten().tolist()
+    assert rows[2].tolist() == weight[:2, 2].flatten().tolist()
 
 
 def test_tokens_of_an_image_are_its_places():

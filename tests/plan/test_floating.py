@@ -14,7 +14,7 @@ from toys import traced
 
 import quantizer
 from quantizer.graph.trace import trace
-from quantizer.plan.floating import BOUNDED, COMPARED, DENOMINATOR, DERIVED, FLOAT_READERS, MASK, UNREAD
+from quantizer.plan.floating import ARGUMENT, BOUNDED, COMPARED, DENOMINATOR, DERIVED, FLOAT_READERS, MASK, UNREAD
 from quantizer.plan.groups import layout
 
 
@@ -51,6 +51,14 @@ def with_a_row_of(value: float, scores: Tensor) -> Tensor:
     scores = scores.clone()
     scores[:, 0] = value
     return scores
+
+
+def both(net: Net, x: Tensor) -> Tensor:
+    return x.sin() + net.b(x)
+
+
+def with_its_sine(x: Tensor) -> Tensor:
+    return (x + x.sin()).relu()
 
 
 def sparsemax(x: Tensor) -> Tensor:
@@ -130,6 +138,53 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "what is compared to count an index": (lambda n, x, i, g: n.b(sparsemax(n.a(x))), GIVEN | SPARSEMAX),
     "what is compared to choose a value": (lambda n, x, i, g: torch.where(n.a(x) > 0, n.a(x), n.b(x)), GIVEN),
     "division by a number": (lambda n, x, i, g: n.a(x) / 3.0, GIVEN),
+    "a layer before a sine": (lambda n, x, i, g: n.a(x).sin(), GIVEN | {"linear": ARGUMENT}),
+    "a product with constants before a cosine": (
+        lambda n, x, i, g: n.b((torch.cat([x, x.neg()], -1) @ n.far.repeat(4, 2)).cos()),
+        GIVEN | dict.fromkeys(("Net::input_0", "neg", "cat", "matmul"), ARGUMENT) | {"repeat": DERIVED},
+    ),
+    "a product of two values before a cosine": (
+        lambda n, x, i, g: (n.a(x) @ n.b(x).mT).cos(),
+        GIVEN | {"matmul": ARGUMENT},
+    ),
+    "an angle that is also returned": (lambda n, x, i, g: (n.a(x).sin(), n.a(x)), GIVEN | {"linear": ARGUMENT}),
+    "a layer that a sine and another layer read": (lambda n, x, i, g: both(n, n.a(x)), GIVEN),
+    "a sum that a sine and another layer read": (lambda n, x, i, g: both(n, n.a(x) + 1), GIVEN),
+    "a sum that a sine and a sum read": (
+        lambda n, x, i, g: with_its_sine(n.a(x) * 2),
+        GIVEN | {"mul": ARGUMENT},
+    ),
+    "an input and its sine, joined": (
+        lambda n, x, i, g: n.b(torch.cat([x[..., :2], (x[..., 2:] * 9).sin()], -1)),
+        GIVEN | {"Net::input_0": ARGUMENT, "slice.1": ARGUMENT, "mul": ARGUMENT},
+    ),
+    "a trained frequency": (
+        lambda n, x, i, g: (n.factor * x).sin(),
+        GIVEN | {"Net::input_0": ARGUMENT, "mul": ARGUMENT},
+    ),
+    "an index": (
+        lambda n, x, i, g: n.near[(n.a(x).sigmoid() * 3).long()],
+        GIVEN | dict.fromkeys(("linear", "sigmoid", "mul"), ARGUMENT),
+    ),
+    "a remainder": (lambda n, x, i, g: n.b((n.a(x) + 1) % 1.0), GIVEN | {"linear": ARGUMENT, "add": ARGUMENT}),
+    "a quotient without a remainder": (
+        lambda n, x, i, g: n.b(torch.div(n.a(x), 0.1, rounding_mode="floor")),
+        GIVEN | {"linear": ARGUMENT},
+    ),
+    "what is rounded": (
+        lambda n, x, i, g: n.b((n.a(x).tanh() * 4).round() / 4),
+        GIVEN | dict.fromkeys(("linear", "tanh", "mul"), ARGUMENT),
+    ),
+    "what is compared with buckets": (
+        lambda n, x, i, g: n.near[torch.bucketize(n.a(x), n.near)],
+        GIVEN | {"linear": ARGUMENT},
+    ),
+    "a complex exponential": (lambda n, x, i, g: torch.exp(1j * n.a(x)).real, GIVEN | {"linear": ARGUMENT}),
+    "where an image is read": (
+        lambda n, x, i, g: F.grid_sample(n.a(x)[:, None], n.b(x)[:, None, :, :2].tanh()),
+        GIVEN | dict.fromkeys(("linear", "slice.1", "unsqueeze.1", "slice.2", "tanh"), ARGUMENT),
+    ),
+    "truth values": (lambda n, x, i, g: torch.where(n.a(x).bool(), x, 0.0), GIVEN),
     "a layer before an exponential": (lambda n, x, i, g: n.a(x).exp(), GIVEN),
     "a scaled exponential": (lambda n, x, i, g: n.a(x) * n.factor.exp(), GIVEN),
 }  # fmt: skip

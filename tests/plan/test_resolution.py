@@ -269,7 +269,7 @@ def test_the_channels_of_a_transposed_convolution_are_on_axis_one(planned: Any) 
     plan = planned(overall={"per_channel": True}, toy="transposed")
     axes = {name.rpartition("/")[2]: (t.spec.ch_axis, t.scales) for (name, role), t in plan.tensors.items()
             if role == "weights"}  # fmt: skip
-    assert axes == {"conv_transpose2d": (1, 3), "conv1d": (0, 4), "conv3d": (0, 2)}
+    assert axes == {"conv_transpose2d": (1, 6), "conv1d": (0, 4), "conv3d": (0, 2)}, "two groups have three each"
     assert {t.spec.qscheme for (_, role), t in plan.tensors.items() if role != "weights"} == {"per_tensor"}
 
 

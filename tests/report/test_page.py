@@ -20,6 +20,8 @@ from quantizer.report import tables
 from quantizer.report.files import report_of
 from quantizer.report.page.page import SECTIONS, page
 
+ABSENT = ("outputs", "depth", "algorithms", "sensitivity", "config")
+"""Sections of which a calibration alone has nothing to show."""
 HOSTILE = '<img src=x onerror="alert(1)">&'
 
 
@@ -78,6 +80,9 @@ def test_texts_are_texts_and_nothing_is_loaded(folder: Path) -> None:
     values["paths"] = {name: f"{HOSTILE}{path}" for name, path in values["paths"].items()}
     for row in values["layers"]:
         row["spec"] = f"{HOSTILE}{row['spec']}"
+    row = {"name": HOSTILE, "index": HOSTILE, "layer": HOSTILE, "kind": HOSTILE, "values": 1, "pooled": 1}
+    values["outputs"] = [row | {"output": HOSTILE, "sqnr_db": 1.0, "cosine": 1.0, "equal": 1.0}]
+    values["warnings"] = [{"kind": "below", "output": HOSTILE, "text": HOSTILE, "layer": "", "tensor": ""}]
     made = page(values)
     found = Texts(made)
     assert {HOSTILE, f"</pre>{HOSTILE}"} <= set(found.texts)
@@ -100,7 +105,7 @@ def test_the_page_says_what_the_values_say(folder: Path) -> None:
         if "clipped" in row:
             assert f"{100 * row['clipped']:.3g}" in cells
     sections = [attributes["id"] for tag, attributes in found.tags if tag == "section"]
-    assert sections == [name for name in SECTIONS if name not in ("depth", "algorithms", "sensitivity", "config")]
+    assert sections == [name for name in SECTIONS if name not in ABSENT]
 
 
 def test_figures_are_those_of_the_data(folder: Path) -> None:

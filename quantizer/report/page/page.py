@@ -12,6 +12,7 @@ from quantizer.report.page.html import Markup, element
 
 Section = Callable[[dict[str, Any]], Markup | None]
 SECTIONS: dict[str, tuple[str, Section]] = {
+    "outputs": ("Outputs", sections.outputs),
     "layers": ("Layers by damage", sections.layers),
     "depth": ("Error along the network", sections.depth),
     "activations": ("Activations: values and ranges", sections.activations),

@@ -46,6 +46,12 @@ def most_damaged(rows: Sequence[Json]) -> Json | None:
     return min(measured, key=lambda row: row["local_sqnr_db"], default=None)
 
 
+def weakest_output(rows: Sequence[Json]) -> Json | None:
+    """Return the output or part with the lowest SQNR, once one was measured."""
+    measured = [row for row in rows if row["sqnr_db"] is not None]
+    return min(measured, key=lambda row: row["sqnr_db"], default=None)
+
+
 def in_order(content: Json) -> list[Json]:
     """The tensors in the order of execution."""
     return sorted(content["layers"], key=lambda row: row["order"])

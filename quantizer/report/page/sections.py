@@ -24,6 +24,7 @@ from quantizer.report.page.parts import (
     severity,
     summary_of,
     table,
+    weakest_output,
 )
 
 NO_COMMANDS = "No command is known that makes these results: Python has written them, or run.json is of others."
@@ -43,7 +44,10 @@ def verdict(content: Json) -> Markup:
     layers = {row["layer"] for row in rows}
     said = [f"{len(rows)} tensors of {len(layers)} layers quantized"]
     if (ratio := metrics.get("sqnr_db")) is not None:
-        said.append(f"output SQNR {ratio:.1f} dB")
+        measured = content.get("outputs", ())
+        weakest = weakest_output(measured)
+        name = "output" if weakest is None or len(measured) == 1 else f"worst output {weakest['name']}:"
+        said.append(f"{name} SQNR {ratio:.1f} dB")
     if (worst := most_damaged(rows)) is not None:
         said.append(f"worst: {of(content, worst)}, {worst['local_sqnr_db']:.1f} dB")
     if content.get("passes"):
@@ -58,11 +62,38 @@ def verdict(content: Json) -> Markup:
     shown["weights"] = f"{sizes['float'] / 1e6:.2f} → {sizes['quantized'] / 1e6:.2f} MB"
     shown["compression"] = f"{sizes['float'] / max(1, sizes['quantized']):.2f}"
     cells = [element("div", element("dt", name), element("dd", text)) for name, text in shown.items()]
-    return fragment(element("p", "; ".join(said), class_="verdict"), element("dl", cells, class_="figures"))
+    warnings = [element("p", warning["text"], class_="warning") for warning in content.get("warnings", ())]
+    verdict_line = element("p", "; ".join(said), class_="verdict")
+    return fragment(verdict_line, warnings, element("dl", cells, class_="figures"))
 
 
 def _figure(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
+
+
+def outputs(content: Json) -> Markup | None:
+    """Show the figures of each output and of its parts."""
+    rows = content.get("outputs")
+    if not rows:
+        return None
+    warned = {warning["output"] for warning in content.get("warnings", ()) if warning["kind"] != "rows"}
+    titles = ("output", "index", "kind", "made by", "values", "SQNR dB", "cosine", "equal %")
+    lines = []
+    for row in rows:
+        equal = row["equal"]
+        name = row["name"] if row["pooled"] == 1 else f"{row['name']} ({row['pooled']} sources)"
+        cells: list[Child] = [
+            element("td", name, class_="name"),
+            element("td", row["index"] or ""),
+            element("td", row["kind"]),
+            element("td", name_of(content, row["layer"]), title=row["layer"]),
+            number_cell(row["values"], "{}"),
+            number_cell(row["sqnr_db"], "{:.2f}"),
+            number_cell(row["cosine"], "{:.6f}"),
+            number_cell(None if equal is None else 100 * equal, "{:.4g}"),
+        ]
+        lines.append(element("tr", cells, class_="bad" if row["name"] in warned else None))
+    return table(titles, lines, numbers=titles[4:])
 
 
 def layers(content: Json) -> Markup | None:

@@ -1,0 +1,135 @@
+"""The names of what a network returns: of its outputs, and of the parts of each, by the
+layers that make them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from quantizer.graph.ir import Graph, Node, Ref
+
+CONSTANT = "constant"
+"""The name of a part that is filled in."""
+OTHERS = "others"
+"""The name of the parts of an output beyond those that have names."""
+
+
+def leaf_names(value: Any, prefix: str = "") -> tuple[str, ...]:
+    """Return a name for each leaf of a nested output: keys, fields, else numbers, joined by
+    dots.
+
+    >>> leaf_names({"boxes": 1, "aux": [2, 3]}), leaf_names(1)
+    (('boxes', 'aux.0', 'aux.1'), ('0',))
+    """
+    items = _items(value)
+    if items is None:
+        return (prefix or "0",)
+    names: list[str] = []
+    for key, item in items:
+        names += leaf_names(item, f"{prefix}.{key}" if prefix else str(key))
+    return tuple(names)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return the keys and values of a container, None for what is none."""
+    if isinstance(value, Ref):
+        return None
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, Mapping) or hasattr(value, "items"):
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        return list(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    return None
+
+
+def short_names(node: Node) -> list[str]:
+    """Return what a part may be called that a node makes, the shortest name first.
+
+    >>> node = Node("Net::Net/conv2d.1", "conv2d", "aten.conv2d.default", scope="head.boxes.0")
+    >>> short_names(node)
+    ['boxes', 'boxes.0', 'head.boxes.0', 'head.boxes.0.conv2d']
+    """
+    operator = node.name.rpartition("::")[2].rpartition("/")[2].partition(".")[0]
+    is_tensor = not node.inputs and "weight" in node.params
+    path = node.params["weight"] if is_tensor else node.scope
+    if not path:
+        return [operator]
+    words = path.split(".")
+    start = len(words) - 1
+    while start and words[start].isdecimal():
+        start -= 1
+    names = [words[start], ".".join(words[start:]), path]
+    if not is_tensor:
+        names.append(f"{path}.{operator}")
+    return list(dict.fromkeys(names))
+
+
+def unique_names(makers: Sequence[Node | None]) -> list[str]:
+    """Return a name for each part of an output: the shortest that tells its maker from the
+    others.
+
+    Parts of one maker, or of several calls of one, have the same name.
+
+    Args:
+        makers: what makes field part, None for what is filled in.
+    """
+    choices: list[tuple[str, ...]] = []
+    for maker in makers:
+        choices.append((CONSTANT,) if maker is None else tuple(short_names(maker)))
+    levels = dict.fromkeys(choices, 0)
+    while True:
+        names = {choice: choice[level] for choice, level in levels.items()}
+        counts = Counter(names.values())
+        longer: list[tuple[str, ...]] = []
+        for choice, name in names.items():
+            if counts[name] > 1 and levels[choice] + 1 < len(choice):
+                longer.append(choice)
+        if not longer:
+            return [names[choice] for choice in choices]
+        for choice in longer:
+            levels[choice] += 1
+
+
+def numbered(names: Sequence[str], taken: Collection[str]) -> list[str]:
+    """Return the names with numbers behind those that are taken, or there again.
+
+    >>> numbered(["0.head", "0.head"], {"0"})
+    ['0.head', '0.head.1']
+    """
+    used = set(taken)
+    unique: list[str] = []
+    for name in names:
+        count, candidate = 0, name
+        while candidate in used:
+            count += 1
+            candidate = f"{name}.{count}"
+        used.add(candidate)
+        unique.append(candidate)
+    return unique
+
+
+def output_leaves(graph: Graph) -> list[tuple[str, str]]:
+    """Return name and node of each tensor that a network returns, in the order in which it
+    returns them."""
+    leaves = list(_leaves(graph.output))
+    names = graph.output_names
+    if len(names) != len(leaves):
+        names = leaf_names(graph.output)
+    tensors: list[tuple[str, str]] = []
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, Ref) and graph.by_name[leaf.name].shape is not None:
+            tensors.append((name, leaf.name))
+    return tensors
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what is in a nested output, `Ref`s and constants alike."""
+    items = _items(value)
+    if items is None:
+        yield value
+        return
+    for _, item in items:
+        yield from _leaves(item)
