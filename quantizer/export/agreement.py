@@ -79,9 +79,9 @@ class Verification:
     layers: tuple[LayerCodes, ...] = ()
     speed: Speed | None = None
     remarks: tuple[str, ...] = ()
+    engines: tuple[EngineCheck, ...] = ()
     sqnr_db_pooled: float | None = None
     parts: tuple[PartAgreement, ...] = ()
-    engines: tuple[EngineCheck, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The figures it has but the speed, infinite ones left out: without a difference there is no ratio to it."""
@@ -188,13 +188,14 @@ class Agreement:
         return Recorder(self.outputs)
 
     def add(self, expected: Sequence[Tensor], found: Sequence[Tensor], recorder: Recorder | None = None) -> None:
-        """Take in one batch, pairwise; NaN and infinity equal themselves, complex numbers are pairs of reals.
+        """Take in one batch, pairwise; NaN and infinity equal themselves, complex numbers are
+        pairs of reals.
 
         Raises:
             ValueError: the number of tensors or a shape differs.
         """
-        in_reals = zip(map(_in_reals, expected), map(_in_reals, found), strict=True)
-        for index, (want, got) in enumerate(in_reals):
+        pairs_of_reals = zip(map(_in_reals, expected), map(_in_reals, found), strict=True)
+        for index, (want, got) in enumerate(pairs_of_reals):
             if want.shape != got.shape:
                 raise ValueError(f"The file gives shape {tuple(got.shape)} where test mode gives {tuple(want.shape)}.")
             if index == 0 and want.dim() == 2 and want.shape[1] > 1:
@@ -243,6 +244,10 @@ class Agreement:
         )
 
 
+def _in_reals(values: Tensor) -> Tensor:
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
 def _pooled(parts: Iterable[PartAgreement]) -> float | None:
     """Return the SQNR of all floating-point values together; None if there are none."""
     noise = Noise()
@@ -251,10 +256,6 @@ def _pooled(parts: Iterable[PartAgreement]) -> float | None:
     if not noise.signal:
         return None
     return noise.sqnr_db if math.isfinite(noise.error) else -math.inf
-
-
-def _in_reals(values: Tensor) -> Tensor:
-    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def verify(compared: str, expected: Iterable[Tensor], found: Iterable[Tensor]) -> Verification:

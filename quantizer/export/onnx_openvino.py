@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from quantizer.errors import VerificationError
 from quantizer.export.acceptance import with_float_figures, worst_of
-from quantizer.export.agreement import Agreement, EngineCheck
+from quantizer.export.agreement import Agreement, EngineCheck, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.float32 import HALF, widened
 from quantizer.export.onnx_layers import LayerCheck
@@ -79,21 +80,26 @@ class OpenVinoCheck:
             logger.warning("%s: %s", self.file.name, checked.line)
             return checked
         outputs = [torch.from_numpy(arrays[value.name]) for value in self.file.model.graph.output]
-        one_call = replace(self.deployment, batches=())
-        agreement = Agreement("outputs", one_call.outputs, one_call.part_steps)
-        recorder = agreement.recorder()
-        network = one_call.network()
-        with torch.no_grad():
-            output = network.observe(one_call.args, one_call.kwargs, recorder.watchers)
-        agreement.add(widened(tensor_leaves(output)), outputs, recorder)
-        verification = agreement.result()
-        if worst_of(verification, one_call) is not None:
+        verification = self._compared(outputs)
+        if worst_of(verification, self.deployment) is not None:
+            one_call = replace(self.deployment, batches=())
             verification = with_float_figures(verification, lambda *_: outputs, one_call)
-        if worst_of(verification, one_call) is None:
+        if worst_of(verification, self.deployment) is None:
             return EngineCheck(self.engine, agrees=True, figures=verification)
         checked = EngineCheck(self.engine, agrees=False, figures=verification, layer=self._first_layer())
         logger.warning("%s: %s", self.file.name, checked.line)
         return checked
+
+    @torch.no_grad()
+    def _compared(self, outputs: list[Tensor]) -> Verification:
+        """Return how far outputs and their parts are from test mode's."""
+        deployment = self.deployment
+        agreement = Agreement("outputs", deployment.outputs, deployment.part_steps)
+        recorder = agreement.recorder()
+        network = deployment.network()
+        made = network.observe(deployment.args, deployment.kwargs, recorder.watchers)
+        agreement.add(widened(tensor_leaves(made)), outputs, recorder)
+        return agreement.result()
 
     def _first_layer(self) -> str:
         """Return the first layer whose codes differ by more than rounding, each made of the codes that it reads."""
