@@ -1,4 +1,6 @@
-"""Small networks drawn at random, written as a model file: images or tokens, with residual sums, gates and norms."""
+"""Small networks drawn at random, written as a model file: images or tokens, with residual sums, gates and norms,
+writes in place, and outputs of very different ranges, joined or one by one.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,11 @@ def model_file(seed: int) -> tuple[str, bool]:
         made, lines, channels = (_image if images else _token)(draw, f"l{index}", channels)
         layers += made
         body += lines
-    if draw.random() < 0.7:
+    if draw.random() < 0.4:
+        made, lines = _two_ranges(draw, channels, images=images)
+        layers += made
+        body += lines
+    elif draw.random() < 0.7:
         body.append("x = x.mean((2, 3))" if images else "x = x.mean(1)")
         layers.append(f"self.head = nn.Linear({channels}, 5)")
         body.append("x = self.head(x)")
@@ -66,6 +72,40 @@ def model_file(seed: int) -> tuple[str, bool]:
         batches=draw.choice([1, 2, 4]),
     )
     return text, not any("BatchNorm" in line for line in layers)
+
+
+RETURNED = {
+    "joined": ["x = torch.cat([far, near], {axis})"],
+    "stacked": ["x = torch.stack([far, near], {axis})"],
+    "moved": ["x = torch.cat([far, near], {axis}).flatten(2).transpose(1, 2)"],
+    "filled": ["x = torch.empty_like(both)", "x[{far}] = far", "x[{near}] = near"],
+    "in place": ["x = torch.cat([far / {factor}, near], {axis})", "x[{far}] *= {factor}"],
+    "written": ["x = both.clone()", "x[{near}] = near * near"],
+    "chosen": ["x = torch.where(both > 1, both, both * 0.5)"],
+    "several": ["x = {{'far': far, 'near': near, 'index': near.argmax({axis})}}"],
+    "nested": ["x = [torch.cat([both, near], {axis}), (far,)]"],
+    "multiplied": ["x = self.last(both)"],
+    "multiplied and returned": ["x = both, self.last(both)"],
+}
+"""What is returned of two values, of which one is far larger."""
+
+
+def _two_ranges(draw: random.Random, channels: int, *, images: bool) -> tuple[list[str], list[str]]:
+    """Layers and lines that end a network with values of two ranges, put together in some way."""
+    axis, factor = (1, draw.choice([64.0, 640.0])) if images else (2, draw.choice([64.0, 640.0]))
+    layer = "nn.Conv2d({}, {}, 1)" if images else "nn.Linear({}, {})"
+    layers = [f"self.{name} = {layer.format(channels, 3)}" for name in ("far", "near")]
+    layers.append(f"self.last = {layer.format(6, 4)}")
+    layers.append(f"self.last.weight.data[:, :3] /= {factor}")
+    squash = draw.choice(["torch.sigmoid", "torch.tanh", "F.relu"])
+    places = {"far": "..., :3", "near": "..., 3:"} if axis == 2 else {"far": ":, :3", "near": ":, 3:"}
+    words = {"axis": axis, "factor": factor, **places}
+    lines = [
+        f"far, near = {squash}(self.far(x)) * {factor}, {squash}(self.near(x))",
+        f"both = torch.cat([far, near], {axis})",
+    ]
+    kind = draw.choice(list(RETURNED))
+    return layers, lines + [line.format(**words) for line in RETURNED[kind]]
 
 
 def _image(draw: random.Random, name: str, channels: int) -> Step:
