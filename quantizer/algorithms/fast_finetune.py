@@ -182,9 +182,9 @@ class _Layer:
         return torch.cat(inputs, 1), wanted_outputs.reshape(-1, *shape[:2]).transpose(0, 1)
 
     def rows_of(self, values: Tensor) -> Tensor:
-        """Values of the scale's shape, or one for all, by rows of the weight matrix: [groups, rows]."""
+        """Values of the scale's shape by rows of the weight matrix: [groups, rows]."""
         groups, rows, _ = weight_matrix(self.layer, self.layer.get_parameter("weight")).shape
-        if values.numel() == 1:
+        if self.quantizer.scale.numel() == 1:
             return values.reshape(1, 1).expand(groups, rows)
         return values.reshape(groups, rows)
 

@@ -17,6 +17,8 @@ _STOPPING = (
 )
 """What only moves or picks values, too, but for some forms of Pad and Resize."""
 MOVES = (*_PASSED, *_STOPPING)
+_JOIN = "Concat"
+"""Which moves values that have one scale before it."""
 Makers = Mapping[str, NodeProto]
 Constants = Mapping[str, TensorProto]
 
@@ -36,7 +38,7 @@ def quantized_again(nodes: list[NodeProto], constants: Constants) -> list[NodePr
             *moved, origin = way(name, makers, constants)
             made = makers.get(origin)
             if made is not None and made.op_type == "DequantizeLinear" and made.input[0] not in constants:
-                stopped = [each for each in moved if makers[each].op_type in _STOPPING]
+                stopped = [each for each in moved if makers[each].op_type in (*_STOPPING, _JOIN)]
                 wanted |= dict.fromkeys(stopped if made.input[1] in constants else (), made)
     found: list[NodeProto] = []
     for node in nodes:
@@ -54,9 +56,26 @@ def quantized_again(nodes: list[NodeProto], constants: Constants) -> list[NodePr
 def way(name: str, makers: Makers, constants: Constants) -> Iterator[str]:
     """Yield the values that a value was before it was moved, itself the first."""
     yield name
-    while name in makers and moves(makers[name], constants):
-        name = makers[name].input[0]
+    while name in makers:
+        node = makers[name]
+        if not (moves(node, constants) or _joins_one_grid(node, makers, constants)):
+            return
+        name = node.input[0]
         yield name
+
+
+def _joins_one_grid(node: NodeProto, makers: Makers, constants: Constants) -> bool:
+    """Whether a node joins values that all have the same scale and zero point, as parts of one value have."""
+    if node.op_type != _JOIN:
+        return False
+    grids: set[tuple[str, ...]] = set()
+    for name in node.input:
+        *_, origin = way(name, makers, constants)
+        maker = makers.get(origin)
+        if maker is None or maker.op_type != "DequantizeLinear":
+            return False
+        grids.add(tuple(maker.input[1:]))
+    return len(grids) == 1
 
 
 def moves(node: NodeProto, constants: Constants) -> bool:

@@ -11,7 +11,15 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.onnx_tensors import INT32, Carrier, activation_carrier, codes_tensor, float_tensor, weight_carrier
+from quantizer.export.onnx_tensors import (
+    INT8,
+    INT32,
+    Carrier,
+    activation_carrier,
+    codes_tensor,
+    float_tensor,
+    weight_carrier,
+)
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.numerics.granularity import from_rows, to_rows
@@ -286,6 +294,9 @@ def _carrier(tensor: QuantizedTensor, opset: int) -> Carrier | None:
     """The type of the codes; DequantizeLinear takes 32-bit ones without a zero point, and groups from set 21 on."""
     if tensor.spec.dtype != "int" or (tensor.spec.qscheme == "per_group" and opset < BLOCKS):
         return None
+    # Codes that were shifted to int8 have a zero point, and a spec has no signed codes with one.
+    if tensor.spec.bit_width == 8 and tensor.codes is not None and tensor.codes.dtype == torch.int8:
+        return INT8
     narrow = weight_carrier(tensor.spec, opset)
     if narrow is not None or tensor.zero_point.any() or tensor.spec.quant_max > INT32.high:
         return narrow

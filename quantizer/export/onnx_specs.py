@@ -12,6 +12,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
 from quantizer.engine.solution import Solution
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.origins import maker
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.deferred import loaded
 from quantizer.plan.groups import PART_SCALE, Join, Layout, layout
@@ -179,11 +180,15 @@ def _rescaled(tensor: QuantizedTensor, spec: QuantizationSpec, spread: Callable[
 
 
 def _up(layer: str, graph: Graph) -> Iterable[Key]:
-    """The layer's source, and those that only hand its value on."""
+    """The layer's source, and those that only hand its value on, or join parts of it."""
     node: Node | None = graph.source(graph.by_name[layer])
     while node is not None:
         yield node.name, "input" if node.op == "input" else "activation"
-        node = graph.source(node) if node.row.keeps_scale else None
+        if node.is_join:
+            makers = {maker(graph, name) for name in node.joined()}
+            node = graph.by_name[makers.pop()] if len(makers) == 1 else None
+        else:
+            node = graph.source(node) if node.row.keeps_scale else None
 
 
 def _down(layer: str, graph: Graph) -> Iterable[str]:

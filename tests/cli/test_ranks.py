@@ -375,8 +375,9 @@ def test_a_stopped_run_goes_on_with_another_number_of_ranks(
     kind: str, before: int, after: int, net: str, tmp_path: Path
 ) -> None:
     config = config_file(tmp_path, kind)
-    assert run_command(calib(net, config, tmp_path / "whole", "-q")) == 0
-    stopped = calib(net, config, tmp_path / "q", "--data", f"{net}:calibration_data")
+    data = ("--data", f"{net}:calibration_data")
+    assert run_command(calib(net, config, tmp_path / "whole", "-q", *data)) == 0
+    stopped = calib(net, config, tmp_path / "q", *data)
 
     def interrupt() -> None:
         raise KeyboardInterrupt
