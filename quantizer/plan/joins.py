@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 from quantizer.config.model import Config
@@ -39,12 +39,20 @@ def open_joins(where: Layout) -> dict[str, Join]:
 
     It decides on those that products read. Of those that have one scale anyway it says what that costs.
     """
-    return {join.group.point: join for join in where.joins.values() if join.products or join.is_single}
+    by_point: dict[str, Join] = {}
+    for join in where.joins.values():
+        if join.products or join.is_single:
+            by_point[join.group.point] = join
+    return by_point
 
 
 def watched(joins: Iterable[Join]) -> dict[str, Group]:
     """Return the parts of joins that are not quantized on their own, but observed, by where they would be."""
-    return {part.point: part for join in joins if join.is_single for part in join.alone}
+    parts: dict[str, Group] = {}
+    for join in joins:
+        if join.is_single:
+            parts.update({part.point: part for part in join.alone})
+    return parts
 
 
 def products_of(joins: Iterable[Join]) -> dict[str, list[tuple[Join, Product]]]:
@@ -63,79 +71,170 @@ def observed_at(where: Layout, join: Join, value: str) -> str:
     return join.group.point if is_whole else value
 
 
-def unplanned_parts(
-    where: Layout, graph: Graph, tensors: Mapping[Key, TensorPlan], stated: Container[Key]
-) -> dict[Key, TensorPlan]:
-    """Return tensors for parts of joins that nothing quantizes on their own, so that their ranges are seen.
-
-    They are specified as the whole is, where a layer multiplies it.
-    """
-    parts: dict[Key, TensorPlan] = {}
-    for join in open_joins(where).values():
-        keys = [(join.group.point, "activation")]
-        for product in join.products:
-            key = (product.layer, input_role(graph, product) or "")
-            keys += [] if key in stated else [key]
-        whole = next((tensors[key] for key in keys if key in tensors), None)
-        if whole is None or join.is_single:
-            continue
-        for name in where.origins[join.name].sources:
-            node = graph.by_name[name]
-            point = quantization_point(graph, where, name) or name
-            role = _output_role(graph, point)
-            if (point, role) not in tensors and (node.row.kind != "structural" or node.op in ENTRIES):
-                parts[point, role] = replace(whole, layer=point, role=role, source=point, members=(point,))
-    return parts
+def input_role(graph: Graph, product: Product) -> str | None:
+    """Return the role in which a layer reads a value, None if it reads it as one of a list."""
+    for role, name in graph.by_name[product.layer].input_roles().items():
+        if name == product.value:
+            return role
+    return None
 
 
-def join_plans(
-    where: Layout,
-    graph: Graph,
-    tensors: Mapping[Key, TensorPlan],
-    *,
-    stated: Container[Key],
-    observed: Container[Key],
-) -> list[JoinPlan]:
-    """Return what calibration has to decide, of the tensors that are planned for both ways.
+class JoinPlanner:
+    """Says of joins what calibration has to decide.
 
     Args:
+        where: the layout of the graph.
+        graph: the planned graph.
+        tensors: what is planned, for both ways of each join.
         stated: inputs of layers that an entry of the config asks for; they stay.
-        observed: parts of joins that are quantized in neither way.
     """
-    plans: list[JoinPlan] = []
-    for join in open_joins(where).values():
-        single = (join.group.point, "activation")
-        sources = _source_keys(where, graph, join, tensors)
-        has_grids = len(sources) >= len(where.origins[join.name].sources)
+
+    def __init__(
+        self,
+        where: Layout,
+        graph: Graph,
+        tensors: Mapping[Key, TensorPlan],
+        *,
+        stated: Container[Key],
+    ) -> None:
+        self.where, self.graph = where, graph
+        self.tensors, self.stated = tensors, stated
+
+    def unplanned_parts(self) -> dict[Key, TensorPlan]:
+        """Return tensors for parts of joins that nothing quantizes on their own, so that their ranges are seen.
+
+        They are specified as the whole is, where a layer multiplies it.
+        """
+        parts: dict[Key, TensorPlan] = {}
+        for join in open_joins(self.where).values():
+            whole = self._whole(join)
+            if whole is None or join.is_single:
+                continue
+            for name in self.where.origins[join.name].sources:
+                key = self._part_key(name)
+                node = self.graph.by_name[name]
+                is_constant = node.row.kind == "structural" and node.op not in ENTRIES
+                if key in self.tensors or is_constant:
+                    continue
+                point, role = key
+                parts[key] = replace(whole, layer=point, role=role, source=point, members=(point,))
+        return parts
+
+    def plans(self, observed: Container[Key]) -> list[JoinPlan]:
+        """Return the open joins; `observed` are the parts that are quantized in neither way."""
+        plans: list[JoinPlan] = []
+        for join in open_joins(self.where).values():
+            plan = self._plan(join, observed)
+            if plan.single is not None or plan.inputs:
+                plans.append(plan)
+        return plans
+
+    def _plan(self, join: Join, observed: Container[Key]) -> JoinPlan:
+        sources = self._source_keys(join)
+        has_grids = len(sources) >= len(self.where.origins[join.name].sources)
         inputs: list[Key] = []
         divisible: list[Key] = []
         scalable: list[str] = []
         parts: dict[str, tuple[tuple[Key | None, int], ...]] = {}
         for product in join.products:
-            key = (product.layer, input_role(graph, product) or "")
-            if key in tensors and key not in stated:
+            key = self._input_key(product)
+            if key is not None:
                 inputs.append(key)
-            if has_grids and _is_divisible(where, graph, product):
-                divisible += [key] if key in inputs else []
-                scalable += [product.layer] if _is_scalable(where, graph, product) else []
-                parts[product.layer] = _channels(where, graph, product, tensors)
-        if single in tensors or inputs:
-            plans.append(
-                JoinPlan(
-                    name=join.name,
-                    single=single if single in tensors else None,
-                    sources=sources,
-                    alone=_keys(graph, [part.point for part in join.alone], tensors),
-                    observed=tuple(key for key in sources if key in observed),
-                    inputs=tuple(inputs),
-                    divisible=tuple(divisible),
-                    scalable=tuple(scalable),
-                    is_returned=join.is_returned,
-                    is_single=join.is_single,
-                    parts=parts,
-                )
-            )
-    return plans
+            if not has_grids or not self._is_divisible(product):
+                continue
+            parts[product.layer] = self._channels(product)
+            if key is not None:
+                divisible.append(key)
+            if self._is_scalable(product):
+                scalable.append(product.layer)
+        single = (join.group.point, "activation")
+        alone = [self._key_at(part.point) for part in join.alone]
+        return JoinPlan(
+            name=join.name,
+            single=single if single in self.tensors else None,
+            sources=sources,
+            alone=tuple(key for key in alone if key in self.tensors),
+            observed=tuple(key for key in sources if key in observed),
+            inputs=tuple(inputs),
+            divisible=tuple(divisible),
+            scalable=tuple(scalable),
+            is_returned=join.is_returned,
+            is_single=join.is_single,
+            parts=parts,
+        )
+
+    def _whole(self, join: Join) -> TensorPlan | None:
+        """How all of a join is quantized: at the join, or where a layer multiplies it."""
+        single = self.tensors.get((join.group.point, "activation"))
+        if single is not None:
+            return single
+        for product in join.products:
+            key = self._input_key(product)
+            if key is not None:
+                return self.tensors[key]
+        return None
+
+    def _input_key(self, product: Product) -> Key | None:
+        """The quantization of what a layer multiplies, where it has one that calibration may drop."""
+        role = input_role(self.graph, product)
+        key = (product.layer, role or "")
+        return key if key in self.tensors and key not in self.stated else None
+
+    def _key_at(self, point: str) -> Key:
+        """The tensor of what is quantized at a layer."""
+        role = "input" if self.graph.by_name[point].op in ENTRIES else "activation"
+        return point, role
+
+    def _part_key(self, source: str) -> Key:
+        """The tensor of a part, whether it is planned or not."""
+        return self._key_at(quantization_point(self.graph, self.where, source) or source)
+
+    def _source_keys(self, join: Join) -> tuple[Key, ...]:
+        """The tensors of a join's parts, each once; trained tensors that stand among them are weights."""
+        alone: dict[str, Key] = {}
+        for part in join.alone:
+            alone.update(dict.fromkeys(part.members, self._key_at(part.point)))
+        keys: dict[Key, None] = {}
+        for source in self.where.origins[join.name].sources:
+            key = alone.get(source) or self._part_key(source)
+            trained = (source, "weights")
+            is_trained = self.graph.by_name[source].row.kind == "structural" and trained in self.tensors
+            if is_trained:
+                keys[trained] = None
+            elif key in self.tensors:
+                keys[key] = None
+        return tuple(keys)
+
+    def _channels(self, product: Product) -> tuple[tuple[Key | None, int], ...]:
+        """Which tensor each run of a layer's input channels comes from; None for constants."""
+        runs: list[tuple[Key | None, int]] = []
+        for source, length in self.where.origins[product.value].parts:
+            key = self._part_key(source) if source else None
+            is_planned = key in self.tensors
+            runs.append((key if is_planned else None, length))
+        return tuple(runs)
+
+    def _is_divisible(self, product: Product) -> bool:
+        """Whether a layer's product is a sum, or a row, of the products of the parts with a weight of its own."""
+        node = self.graph.by_name[product.layer]
+        origins = self.where.origins.get(product.value)
+        if origins is None or origins.axis is None or origins.constants:
+            return False
+        if node.row.scales_channels:
+            return origins.axis == node.row.channels
+        if not node.is_multiplying or node.operands.get("input") != product.value:
+            return False
+        return node.row.spatial == 0 or origins.axis == _CHANNELS_OF_IMAGES
+
+    def _is_scalable(self, product: Product) -> bool:
+        """Whether the parts of a divisible product lie along the layer's input channels."""
+        row = self.graph.by_name[product.layer].row
+        axis = self.where.origins[product.value].axis
+        if row.scales_channels:
+            return False  # on integers of their own its products are as good
+        if row.spatial == 0:
+            return axis == self.graph.by_name[product.value].rank - 1
+        return axis == _CHANNELS_OF_IMAGES
 
 
 def left_out(join: JoinPlan, *, is_close: bool) -> tuple[Key, ...]:
@@ -214,70 +313,3 @@ def decided(plan: Plan, decisions: Mapping[str, JoinDecision]) -> Plan:
         why.update(dict.fromkeys(decision.left, reason))
     left = {key: tensor for key, tensor in plan.tensors.items() if key in why}
     return replace(plan.without(why), joins=(), left=left)
-
-
-def input_role(graph: Graph, product: Product) -> str | None:
-    """Return the role in which a layer reads a value, None if it reads it as one of a list."""
-    for role, name in graph.by_name[product.layer].input_roles().items():
-        if name == product.value:
-            return role
-    return None
-
-
-def _keys(graph: Graph, points: Sequence[str], tensors: Mapping[Key, TensorPlan]) -> tuple[Key, ...]:
-    """The tensors that are quantized at these layers."""
-    keys: list[Key] = []
-    for point in points:
-        key = (point, _output_role(graph, point))
-        if key in tensors:
-            keys.append(key)
-    return tuple(keys)
-
-
-def _output_role(graph: Graph, name: str) -> str:
-    """The role in which a node's values are quantized."""
-    return "input" if graph.by_name[name].op in ENTRIES else "activation"
-
-
-def _source_keys(where: Layout, graph: Graph, join: Join, tensors: Mapping[Key, TensorPlan]) -> tuple[Key, ...]:
-    """The tensors of a join's parts; trained tensors that stand among them are weights."""
-    sources = where.origins[join.name].sources
-    own: dict[str, str] = {}
-    for part in join.alone:
-        own.update(dict.fromkeys(part.members, part.point))
-    points = [own.get(name) or quantization_point(graph, where, name) or name for name in sources]
-    trained = [(name, "weights") for name in sources if (name, "weights") in tensors]
-    parameters = [key for key in trained if graph.by_name[key[0]].row.kind == "structural"]
-    return (*_keys(graph, list(dict.fromkeys(points)), tensors), *parameters)
-
-
-def _channels(
-    where: Layout, graph: Graph, product: Product, tensors: Mapping[Key, TensorPlan]
-) -> tuple[tuple[Key | None, int], ...]:
-    """Which tensor each run of a layer's input channels comes from."""
-    runs: list[tuple[Key | None, int]] = []
-    for source, length in where.origins[product.value].parts:
-        point = quantization_point(graph, where, source) or source if source else ""
-        keys = _keys(graph, [point], tensors) if point else ()
-        runs.append((keys[0] if keys else None, length))
-    return tuple(runs)
-
-
-def _is_divisible(where: Layout, graph: Graph, product: Product) -> bool:
-    """Whether a layer's product is a sum, or a row, of the products of the parts with a weight of its own."""
-    node, origins = graph.by_name[product.layer], where.origins.get(product.value)
-    if origins is None or origins.axis is None or origins.constants:
-        return False
-    if node.row.scales_channels:
-        return origins.axis == node.row.channels
-    reads_it = node.is_multiplying and node.operands.get("input") == product.value
-    return reads_it and (node.row.spatial == 0 or origins.axis == _CHANNELS_OF_IMAGES)
-
-
-def _is_scalable(where: Layout, graph: Graph, product: Product) -> bool:
-    """Whether the parts of a divisible product lie along the layer's input channels."""
-    axis = where.origins[product.value].axis
-    if graph.by_name[product.layer].row.scales_channels:
-        return False  # on integers of their own its products are as good
-    is_linear = graph.by_name[product.layer].row.spatial == 0
-    return axis == (graph.by_name[product.value].rank - 1 if is_linear else _CHANNELS_OF_IMAGES)

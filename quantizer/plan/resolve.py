@@ -18,14 +18,13 @@ from quantizer.plan.floating import OUTSIDE, RESIDUAL
 from quantizer.plan.groups import Group, layout, quantization_point
 from quantizer.plan.joins import (
     OWN,
+    JoinPlanner,
     decided_unseen,
     input_role,
-    join_plans,
     observed_at,
     open_joins,
     products_of,
     single_joins,
-    unplanned_parts,
     watched,
 )
 from quantizer.plan.kept_float import FIRST_LAST, kept_float, residual
@@ -80,9 +79,10 @@ class _Resolver:
             self._plan_activation(node)
             self._plan_inputs(node)
             self._plan_joined_inputs(node)
-        observed = unplanned_parts(self.where, self.graph, self.tensors, self.stated)
+        planner = JoinPlanner(self.where, self.graph, self.tensors, stated=self.stated)
+        observed = planner.unplanned_parts()
         self.tensors |= observed
-        joins = join_plans(self.where, self.graph, self.tensors, stated=self.stated, observed=observed)
+        joins = planner.plans(observed)
         for name, point in self.where.served.items():
             is_planned = (name, "activation") in self.tensors
             if point in self.where.groups and point in self.floats and not is_planned:
