@@ -112,3 +112,18 @@ def lacks_memory(error: BaseException) -> bool:
         seen.append(found)
         found = found.__cause__ or found.__context__
     return False
+
+
+def lost_worker(error: BaseException | None) -> str | None:
+    """Return what torch says of the end of a loader's process, None for any other error.
+
+    torch raises that by a signal, wherever this process is just then.
+    """
+    text = str(error)
+    if not isinstance(error, RuntimeError) or not text.startswith("DataLoader worker (pid"):
+        return None
+    return text.split(". ")[0].strip().rstrip(".")
+
+
+WORKER_HELP = "the worker may have run out of memory; with num_workers=0 its own error is shown"
+"""What to do about it."""

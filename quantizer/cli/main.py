@@ -33,12 +33,15 @@ from quantizer.config.diagnostics import ConfigError
 from quantizer.config.wording import closest
 from quantizer.errors import (
     TORCH,
+    WORKER_HELP,
+    DataError,
     ModelError,
     OutOfMemoryError,
     QuantizerError,
     ResultError,
     UsageError,
     lacks_memory,
+    lost_worker,
     pip_line,
 )
 from quantizer.printable import one_line
@@ -200,7 +203,11 @@ def _run(arguments: list[str]) -> int:
         _show(f"this command needs {error.name}, which this Python does not have", pip_line("torch"))
         return UsageError.exit_code
     except Exception as error:  # noqa: BLE001 - the last boundary: whatever it is, the user gets a sentence
-        return _internal_error(error, arguments)
+        text = lost_worker(error)
+        if text is None:
+            return _internal_error(error, arguments)
+        _show(text, WORKER_HELP)
+        return DataError.exit_code
     except KeyboardInterrupt:
         raise
     except BaseException as error:

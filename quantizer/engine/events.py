@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.errors import DataError
+from quantizer.errors import WORKER_HELP, DataError, lost_worker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,12 +76,11 @@ class Stage:
             raise lost from error
 
     def _lost_worker(self, error: BaseException | None) -> DataError | None:
-        """The end of a loader's process, which torch raises by a signal, wherever this process is just then."""
-        if not isinstance(error, RuntimeError) or not str(error).startswith("DataLoader worker (pid"):
+        """The end of a loader's process, with how far the stage was."""
+        text = lost_worker(error)
+        if text is None:
             return None
-        said = str(error).split(". ")[0].strip().rstrip(".")
-        remedy = "the worker may have run out of memory; with num_workers=0 its own error is shown"
-        return DataError(f"after {self.done} {self.unit}: {said}", help=remedy)
+        return DataError(f"after {self.done} {self.unit}: {text}", help=WORKER_HELP)
 
 
 class Events:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import quantizer
 from quantizer import atomic
+from quantizer.cli import session
 from quantizer.cli.main import run_command
 from quantizer.engine.result_set import locked
 
@@ -500,6 +501,17 @@ def test_a_worker_of_the_loader_that_ends_is_told(end: str, toy: Toy, tmp_path: 
     assert done.returncode == 4, done.stderr
     assert "DataLoader worker (pid" in done.stderr
     assert "internal error" not in done.stderr
+
+
+def test_the_end_of_a_worker_is_told_wherever_it_is_raised(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def raises(*_: object, **__: object) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 3. Details are lost.")
+
+    monkeypatch.setattr(session, "open_model", raises)
+    assert run_command(["inspect", "--model", toy()]) == 4
+    assert "error: DataLoader worker (pid 7) exited unexpectedly with exit code 3\nhelp:" in capsys.readouterr().err
 
 
 def test_a_width_that_is_no_number_is_none(toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
