@@ -33,7 +33,7 @@ def decide_joins(job: Job) -> None:
     waiting = job.plan
     first = _decisions(job.calibration)
     scaled = _scale_parts(job, first)
-    decisions = _decisions(job.calibration)
+    decisions = _decisions(job.calibration) if scaled else first
     for name in scaled:
         after = decisions.get(name)
         left = () if after is None else after.left

@@ -68,6 +68,8 @@ class Observer:
         lookup(METHODS, spec.method, "calibration method")
         lookup({**STATISTICS, POOLED: None}, spec.statistic, "statistic over batches")
         self._memory = memory_of(spec)
+        # What was found of all that was seen, as long as nothing more is.
+        self._qparams: QParams | None = None
 
     @property
     def low(self) -> Tensor:
@@ -105,10 +107,10 @@ class Observer:
                 f"where others have {math.prod(self._shape or ())}."
             )
         self._memory.add(x, batch)
-        self._shape = shape
+        self._shape, self._qparams = shape, None
         if beside is not None:
             beside._memory.add(x, batch if beside.spec.cut == self.spec.cut else beside._batch(x))
-            beside._shape = scale_shape(tuple(x.shape), *beside.spec.cut)
+            beside._shape, beside._qparams = scale_shape(tuple(x.shape), *beside.spec.cut), None
 
     def qparams(self) -> QParams:
         """Return scale and zero point for the batches so far, of `scale_shape`.
@@ -116,6 +118,14 @@ class Observer:
         Raises:
             UnobservedError: there was no batch yet.
         """
+        if self._qparams is not None:
+            return self._qparams
+        qparams = self._found_qparams()
+        if self.spec.has_one_scale:  # many would be held in memory for nothing
+            self._qparams = qparams
+        return qparams
+
+    def _found_qparams(self) -> QParams:
         lows, highs = self._seen().ranges()
         if len(lows) == 1:  # any statistic of one range is that range
             qparams = qparams_from_range(lows[0], highs[0], self._code_range)
@@ -131,6 +141,7 @@ class Observer:
     def forget_after(self, batches: int) -> None:
         """Drop what came after the first `batches` batches, so that one broken off leaves no trace."""
         self._memory.forget_after(batches)
+        self._qparams = None
 
     def merge(self, *others: Observer) -> None:
         """Take in what others saw, as if their batches had come here: those of several in turn, one of each.
@@ -143,6 +154,7 @@ class Observer:
                 raise ValueError(f"Only observers of one spec can be merged, not of {self.spec} and {other.spec}.")
             self._shape = other._shape if self._shape is None else self._shape
         self._memory.merge(*(other._memory for other in others))
+        self._qparams = None
 
     def restated(self, spec: QuantizationSpec, beside: Observer | None = None) -> Observer:
         """What would be here had the same batches been observed for another spec of the same granularity.
@@ -199,10 +211,11 @@ class Observer:
             ValueError: it is something else.
         """
         self._memory.load_state_dict(state)
+        self._qparams = None
 
     def expect(self, shape: tuple[int, ...]) -> None:
         """Say what shape values have that only a state tells of."""
-        self._shape = scale_shape(shape, *self.spec.cut)
+        self._shape, self._qparams = scale_shape(shape, *self.spec.cut), None
 
     def _batch(self, x: Tensor) -> ObservedBatch:
         """Return `x` with its extremes, read once; NaN and infinity show in them."""
