@@ -158,7 +158,9 @@ class _Search:
             rounded = self._rounded(name, sums, factors)
             if rounded.after > rounded.before:
                 ratio = rounded.after / max(rounded.before, 1e-30)
-                text = f"its error is {ratio:.2f} times that of round-to-nearest; other layers gain more"
+                text = f"its error is {ratio:.2f} times that of round-to-nearest"
+                if len(sums.layers) > 1:
+                    text += "; other layers gain more"
                 self.found = self.found.with_remarks(Remark(name, text, is_warning=False))
             qparams = {**self.found.qparams, name: rounded.qparams}
             self.found = replace(self.found.with_rounded({name: rounded}), qparams=qparams)
@@ -169,13 +171,16 @@ class _Search:
         weight = stored.float()
         qparams = layer_qparams(name, spec, weight)
         plain = error = self._error(sums, name, weight, qparams)
-        if self.settings.clip_search:
-            clipped = ClipSearch(layer, spec, weight, sums.alive(name), candidates(spec)).qparams
-            if (cut := self._error(sums, name, weight, clipped)) < error:
-                qparams, error = clipped, cut
         if not bool((factors == 1).all()):  # what round-to-nearest would lose without the factors
             before = rescaled(self.task.graph.by_name[name], weight, inputs=1 / factors)
             plain = self._error(sums, name, before, layer_qparams(name, spec, before), factors)
+        if self.settings.clip_search:
+            for gram in (sums.alive(name), sums.matrix(name)):
+                clipped = ClipSearch(layer, spec, weight, gram, candidates(spec)).qparams
+                if (cut := self._error(sums, name, weight, clipped)) < error:
+                    qparams, error = clipped, cut
+                if error <= plain:  # else a range that leaves room for inputs that were always zero costs too much
+                    break
         energy = output_error(sums.matrix(name), weight_matrix(layer, weight)) or 1.0
         return Rounded(nearest(stored, spec, qparams), qparams, plain / energy, error / energy).beside(stored)
 

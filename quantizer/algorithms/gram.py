@@ -23,6 +23,8 @@ LEAST_TILE = 128
 PATCHES = 1 << 24  # values of a convolution's patches at once
 DEEPEST = 16384
 """Inputs of an output channel: the Gram matrix has the square of it."""
+LEAST_SQUARE = 2.0**-102
+"""float32 holds 24 bits of squares of errors down to 2^-24 of the inputs from here on; smaller sums say nothing."""
 UNREACHED = "no token of the calibration data reached it; it stays at round-to-nearest"
 
 
@@ -173,7 +175,7 @@ class GroupSums:
     @cached_property
     def _matrices(self) -> dict[tuple[Any, ...], Tensor]:
         """The sums, once all batches are in."""
-        return {key: gram.matrix for key, gram in self._grams.items()}
+        return {key: _without_tiny(gram.matrix) for key, gram in self._grams.items()}
 
     def matrix(self, layer: str) -> Tensor:
         """Sum of x x^T of a layer's inputs, [groups, depth, depth]."""
@@ -222,6 +224,15 @@ class GroupSums:
         """All matrices so; nothing is added any more."""
         for key, name in self._first.items():
             self._matrices[key] = self.divided(name, factors)
+
+
+def _without_tiny(matrix: Tensor) -> Tensor:
+    """The matrix, changed in place: inputs whose squares float32 cannot tell apart are zero, as if they never came."""
+    diagonal = matrix.diagonal(dim1=1, dim2=2)
+    is_tiny = (diagonal > 0) & (diagonal < LEAST_SQUARE)
+    if bool(is_tiny.any()):
+        matrix.masked_fill_(is_tiny[:, :, None] | is_tiny[:, None, :], 0.0)
+    return matrix
 
 
 def quantized_layers(task: Task, group: InputGroup) -> list[str]:
