@@ -76,6 +76,7 @@ def _merged(places: list[Path], folder: Path, options: Options) -> Outcome:
             seed=infos[0].header["seed"],
             statistics=tuple(statistics_of(info) for info in infos),
             absorption=first.solution.absorption,
+            levels=first.solution.levels,
         )
         pipeline.run(job)
         results.write_results(folder, original, config, job.calibration, job.solution, job.header, origins)

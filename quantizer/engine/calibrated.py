@@ -19,7 +19,7 @@ from quantizer.config.roles import is_parameter
 from quantizer.engine import absorption
 from quantizer.engine.faithful import compare_with_model
 from quantizer.engine.fingerprint import input_shapes
-from quantizer.engine.fits_model import check_absorption, check_insertions, check_solution
+from quantizer.engine.fits_model import check_absorption, check_insertions, check_levels, check_solution
 from quantizer.engine.result_files import read_json
 from quantizer.engine.results import RESOLVED, OpenedResults, QuantInfo
 from quantizer.engine.same_calibration import check_model
@@ -145,6 +145,7 @@ def reopened(module: nn.Module, batch: Batch, original: Graph, info: QuantInfo) 
     check_absorption(solution.absorption, calibrated, info.path)
     check_insertions(solution.insertions, calibrated, info.path)
     found = Calibrated(calibrated, info.settings, solution)
+    check_levels(solution.levels, found.passed, info.path)
     check_solution(solution, info.entries, inserted(found.passed, solution.insertions), info.path)
     if calibrated is original:
         return found

@@ -12,6 +12,7 @@ from quantizer.algorithms.adjustment import Adjustment
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.typed_fields import fits
+from quantizer.engine.level_channels import LARGEST_EXPONENT
 from quantizer.engine.solution import Solution, writes_inplace
 from quantizer.engine.stored_checks import damaged
 from quantizer.graph.edits import Insertion, channels_of, inserted
@@ -32,6 +33,23 @@ def check_absorption(absorption: Mapping[str, Any], original: Graph, path: Path 
         strange = [layer for layer in (name, row["into"]) if layer not in original.by_name]
         if strange:
             raise damaged(path, f"header/absorption/layers/{name}", f"there is no layer {strange[0]}")
+
+
+def check_levels(levels: Mapping[str, Any], passed: Graph, path: Path | str) -> None:
+    """Refuse factors for channels that the model does not have.
+
+    Raises:
+        ResultError: naming the first layer.
+    """
+    for name, exponents in levels.items():
+        place = f"header/levels/{name}"
+        node = passed.by_name.get(name)
+        if node is None or not node.is_multiplying:
+            raise damaged(path, place, "there is no such layer with weights")
+        channels, _ = channels_of(node, passed.weight(node))
+        is_list = isinstance(exponents, list) and all(type(exponent) is int for exponent in exponents)
+        if not is_list or len(exponents) != channels or max(map(abs, exponents)) > LARGEST_EXPONENT:
+            raise damaged(path, place, f"expected {channels} integers up to {LARGEST_EXPONENT}")
 
 
 def check_insertions(insertions: Sequence[Insertion], original: Graph, path: Path | str) -> None:

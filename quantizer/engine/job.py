@@ -18,6 +18,7 @@ from quantizer.engine.absorption import Record
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.checkpoint import Checkpoints, shared
 from quantizer.engine.events import Events, Logged, Snapshot, Stage
+from quantizer.engine.level_channels import Exponents
 from quantizer.engine.solution import Solution
 from quantizer.engine.target import Target
 from quantizer.errors import DataError
@@ -53,6 +54,7 @@ class Job:
         memory: bytes of the network's values that may stay in memory; None for half of what is free.
         statistics: what calibrations before have seen, in their order, instead of data.
         absorption: which layers take up high biases, as `engine.absorption` records it; None until data have decided.
+        levels: exponents by which channels are levelled, as `engine.level_channels` has them; None until data have decided.
         confirm: called when the plan is made and nothing is changed yet; it may raise.
         plan, adjustment, calibration, joins, solution, is_finetuned: found by the steps.
     """
@@ -72,6 +74,7 @@ class Job:
     dpu_accuracy: str | None = None
     statistics: tuple[Statistics, ...] = ()
     absorption: Record | None = None
+    levels: Exponents | None = None
     plan: Plan = field(init=False)
     adjustment: Adjustment | None = None
     calibration: Calibration = field(init=False)

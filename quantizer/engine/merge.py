@@ -54,6 +54,7 @@ def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
         "inputs": "the shapes of the inputs differ",
         "fast_finetune": "only one is finetuned",
         "seed": "the seeds differ",
+        "levels": "their first batches have levelled channels by other factors",
     }.items():
         if first.get(key) != other.get(key):
             yield what

@@ -18,7 +18,7 @@ from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Settings
 from quantizer.distributed import ALONE
-from quantizer.engine import absorption, calibrate, shards
+from quantizer.engine import absorption, calibrate, level_channels, shards
 from quantizer.engine.checkpoint import other_run, telling_damage
 from quantizer.engine.events import Snapshot
 from quantizer.engine.finetune import finetune_weights
@@ -81,6 +81,24 @@ def check_absorption(job: Job) -> None:
             job.events.message(logging.INFO, sentence)
         job.target.prepare(job.config, refused)
         job.plan = job.target.plan(job.config)
+
+
+def level_far_channels(job: Job) -> None:
+    """Level channels that one scale cannot serve, as the first batches show them, and plan again if there are any.
+
+    Of several ranks the first decides. The DPU has one scale for all weights of a layer, so nothing is levelled there.
+    """
+    if job.levels is None:
+        levels: dict[str, list[int]] = {}
+        if job.ranks.is_first and not job.batches.stands_in:
+            levels = level_channels.decide(job.plan, job.read())
+        job.levels = job.ranks.broadcast(levels, "the ranges of channels")
+    if not job.levels:
+        return
+    job.adjustment = level_channels.adjustment(job.plan.graph, job.levels)
+    job.target.adjust(job.adjustment)
+    job.plan = job.target.plan(job.config)
+    job.events.message(logging.INFO, level_channels.sentence(job.levels))
 
 
 def plan_again(job: Job) -> None:
@@ -163,7 +181,7 @@ def find_scales(job: Job) -> None:
         job.calibration.batches = job.batches.fingerprint["batches"]
     decide_joins(job)
     absorbed = job.absorption or absorption.NOTHING
-    job.solution = replace(calibrate.solution(job.calibration), joins=job.joins, absorption=absorbed)
+    job.solution = replace(calibrate.solution(job.calibration), joins=job.joins, absorption=absorbed, levels=job.levels or {})
     if job.adjustment:
         job.solution = job.target.solved(job.solution, job.adjustment)
     if job.adjustment and job.config.algorithms:
@@ -234,6 +252,7 @@ STEPS: tuple[Step, ...] = (
     Step(run_passes),
     Step(make_plan),
     Step(check_absorption, when=lambda job: job.config.settings.include_cle and job.absorption is None),
+    Step(level_far_channels, when=lambda job: job.plan.settings.target_device != "DPU"),
     Step(run_algorithms, when=lambda job: bool(job.config.algorithms)),
     Step(plan_again, when=lambda job: bool(job.config.algorithms)),
     Step(start_observers),

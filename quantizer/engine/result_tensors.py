@@ -57,7 +57,9 @@ def _packed(codes: Tensor, spec: QuantizationSpec) -> Tensor:
 def header_of(network: Network, found: Solution) -> dict[str, Any]:
     """The header's entries on what algorithms and finetuning replaced."""
     modules = network.module_names
-    checked = {"absorption": found.absorption} if found.absorption else {}
+    checked: dict[str, Any] = {"absorption": found.absorption} if found.absorption else {}
+    if found.levels:
+        checked["levels"] = dict(found.levels)
     return checked | {
         "replaced": {
             name: {
@@ -104,4 +106,5 @@ def solution_of(opened: OpenedFiles, header: Mapping[str, Any], entries: Mapping
         insertions=tuple(insertions),
         rescaled=replaced("rescaled", {**stored, **files[RESCALED]}),
         absorption=header.get("absorption", {}),
+        levels=header.get("levels", {}),
     )

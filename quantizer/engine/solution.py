@@ -4,7 +4,7 @@ only place that does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ class Solution:
     a scale is not the observed one. What algorithms did before: `insertions`, layers that the graph of the network has;
     `rescaled`, parameters of the float network, with them as good as the model; `algorithms` is algorithms.json.
     `absorption` is what data have decided on the absorption of high biases, as `engine.absorption` records it.
+    `levels` has the exponents by which data have levelled channels, as `engine.level_channels` has them.
     `joins` says by layer how the parts of joins were decided to be quantized.
     """
 
@@ -45,6 +46,7 @@ class Solution:
     rescaled: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     algorithms: Mapping[str, Any] = field(default_factory=dict)
     absorption: Mapping[str, Any] = field(default_factory=dict)
+    levels: Mapping[str, Sequence[int]] = field(default_factory=dict)
     joins: Mapping[str, JoinDecision] = field(default_factory=dict)
 
     @property
