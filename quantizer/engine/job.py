@@ -54,7 +54,7 @@ class Job:
         memory: bytes of the network's values that may stay in memory; None for half of what is free.
         statistics: what calibrations before have seen, in their order, instead of data.
         absorption: which layers take up high biases, as `engine.absorption` records it; None until data have decided.
-        levels: exponents by which channels are levelled, as `engine.level_channels` has them; None until data have decided.
+        levels: by how much channels are levelled, as `engine.level_channels` records it; None until data have decided.
         confirm: called when the plan is made and nothing is changed yet; it may raise.
         plan, adjustment, calibration, joins, solution, is_finetuned: found by the steps.
     """

@@ -8,9 +8,8 @@ those of the first calibration batches, and the factors are recorded in the resu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,14 +44,20 @@ def candidates(plan: Plan) -> list[Pair]:
     There are none if the weights of no first layer are far apart: calibration is not to read data in vain.
     """
     graph = plan.graph
+    if not any(_reads_one_by_one(graph, node) for node in graph.nodes):
+        return []  # without a look at how channels run through the graph
     pairs: list[Pair] = []
     for pair in find_pairs(graph):
-        weight = graph.weight(pair.second)
-        reads_one_channel = by_channel(pair.second, weight).shape[2] == 1
-        has_room = graph.weight(pair.first).dtype in _WIDE and weight.dtype in _WIDE
-        if reads_one_channel and has_room and _has_one_scale(plan, pair) and _has_scale_by_channel(plan, pair):
-            pairs.append(pair)
+        has_room = graph.weight(pair.first).dtype in _WIDE and graph.weight(pair.second).dtype in _WIDE
+        if has_room and _reads_one_by_one(graph, pair.second):
+            if _has_one_scale(plan, pair) and _has_scale_by_channel(plan, pair):
+                pairs.append(pair)
     return pairs if any(_is_far_apart(_row_sizes(graph, pair)) for pair in pairs) else []
+
+
+def _reads_one_by_one(graph: Graph, node: Node) -> bool:
+    """Whether each output channel of a layer is of one input channel."""
+    return node.is_multiplying and by_channel(node, graph.weight(node)).shape[2] == 1
 
 
 def _has_one_scale(plan: Plan, pair: Pair) -> bool:
@@ -129,21 +134,20 @@ def decide(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
 def _channel_ranges(graph: Graph, pairs: Iterable[Pair], batches: Iterable[Batch]) -> dict[str, Tensor]:
     """The largest magnitude of each input channel of second layers, on the CPU."""
     ranges: dict[str, Tensor] = {}
-    sources = {pair.second.operands["input"]: pair.second for pair in pairs}
 
-    def watcher(source: str) -> Any:
-        second = sources[source]
+    def watcher(second: Node) -> Callable[[Tensor], None]:
+        axes_behind = second.row.spatial or 0
 
         def look(value: Tensor) -> None:
-            axis = value.dim() - 1 - second.row.spatial
-            others = [dim for dim in range(value.dim()) if dim != axis]
+            axis = value.dim() - 1 - axes_behind
+            others = [other for other in range(value.dim()) if other != axis]
             sizes = value.float().abs().amax(others).cpu()
             ranges[second.name] = torch.maximum(ranges.get(second.name, sizes), sizes)
 
         return look
 
+    watchers = {pair.second.operands["input"]: watcher(pair.second) for pair in pairs}
     network = Network(graph)
-    watchers = {source: watcher(source) for source in sources}
     for number, batch in enumerate(islice(batches, CHECKED_BATCHES)):
         with naming_batch(number), torch.no_grad():
             network.observe(batch.args, batch.kwargs, watchers)

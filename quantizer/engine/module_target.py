@@ -44,6 +44,8 @@ class ModuleTarget(Target):
         ModelError: it is no module, compiled, quantized already, or has layers without weights.
     """
 
+    is_traced = False
+
     def __init__(self, model: nn.Module) -> None:
         check_float(model)
         self.model = model

@@ -180,8 +180,12 @@ def find_scales(job: Job) -> None:
     if job.algorithms_need_data and not job.calibration.batches and job.batches.fingerprint is not None:
         job.calibration.batches = job.batches.fingerprint["batches"]
     decide_joins(job)
-    absorbed = job.absorption or absorption.NOTHING
-    job.solution = replace(calibrate.solution(job.calibration), joins=job.joins, absorption=absorbed, levels=job.levels or {})
+    job.solution = replace(
+        calibrate.solution(job.calibration),
+        joins=job.joins,
+        absorption=job.absorption or absorption.NOTHING,
+        levels=job.levels or {},
+    )
     if job.adjustment:
         job.solution = job.target.solved(job.solution, job.adjustment)
     if job.adjustment and job.config.algorithms:
@@ -252,7 +256,7 @@ STEPS: tuple[Step, ...] = (
     Step(run_passes),
     Step(make_plan),
     Step(check_absorption, when=lambda job: job.config.settings.include_cle and job.absorption is None),
-    Step(level_far_channels, when=lambda job: job.plan.settings.target_device != "DPU"),
+    Step(level_far_channels, when=lambda job: job.target.is_traced and job.plan.settings.target_device != "DPU"),
     Step(run_algorithms, when=lambda job: bool(job.config.algorithms)),
     Step(plan_again, when=lambda job: bool(job.config.algorithms)),
     Step(start_observers),

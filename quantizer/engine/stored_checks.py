@@ -51,6 +51,9 @@ def check_content(content: Any, path: Path) -> None:
     for index, shape in enumerate(header["inputs"]):
         if math.prod(size or 1 for size in shape or ()) > LARGEST:
             raise damaged(path, f"header/inputs/{index}", f"{shape} has more than {LARGEST} values")
+    first_sizes = {shape[0] for shape in header["inputs"] if shape}
+    if first_sizes == {0}:
+        raise damaged(path, "header/inputs", "a batch without samples")
     for layer, roles in content["tensors"].items():
         for role, entry in roles.items():
             if why := _misfit(entry, role):

@@ -31,9 +31,15 @@ class AlgorithmScope:
 
 
 class Target(Protocol):
-    """What the steps of the pipeline do to a model, whichever way it is held: `original`, as it was given."""
+    """What the steps of the pipeline do to a model, whichever way it is held.
+
+    Attributes:
+        original: the model as it was given.
+        is_traced: whether the graph shows what layers read of each other.
+    """
 
     original: Graph
+    is_traced: bool
 
     def prepare(self, config: Config, refused: Collection[str] = ()) -> None:
         """Bring the graph into the form that is planned.
@@ -81,6 +87,8 @@ class Target(Protocol):
 
 class TracedTarget(Target):
     """A graph that `torch.export` made of a model: `original` as traced, `graph` with what was done to it since."""
+
+    is_traced = True
 
     def __init__(self, original: Graph) -> None:
         self.original = self.graph = original

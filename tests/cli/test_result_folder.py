@@ -160,6 +160,13 @@ def test_results_of_another_format_are_refused(folder: Path, toy: Toy, capsys: p
     assert "quant_info.json has another format than" in capsys.readouterr().err
 
 
+def test_inputs_without_samples_are_refused(folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    content = json.loads((folder / "quant_info.json").read_text())
+    write_info(folder, content["header"] | {"inputs": [[0, 3]]}, content["tensors"])
+    assert check(folder, model=toy()) == 5
+    assert "is damaged: header/inputs: a batch without samples" in capsys.readouterr().err
+
+
 def test_a_link_to_a_folder_is_a_result_folder(toy: Toy, tmp_path: Path) -> None:
     (tmp_path / "large_disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "large_disk")

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 import quantizer
 from quantizer.cli.main import run_command
+from quantizer.engine.fits_model import check_levels
+from quantizer.errors import ResultError
+from quantizer.graph.trace import trace
 
 ROOT = Path(__file__).parents[2]
 CPU = json.loads((ROOT / "configs" / "cpu_int8.json").read_text()) | {"include_bias_corr": False}
@@ -20,6 +23,7 @@ DPU = json.loads((ROOT / "configs" / "dpu.json").read_text())
 INT8 = {"dtype": "int8", "qscheme": "per_tensor", "symmetric": True, "is_dynamic": False}
 WEIGHT = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False}
 HIERARCHICAL = {"global_quant_config": {"weight": WEIGHT, "input_tensors": INT8, "output_tensors": INT8}}
+FIRST = "Sequential::Sequential/Conv2d[0]/conv2d"
 RANGES = torch.logspace(0, -3, 8)
 """How wide each channel is, from 1 to a thousandth."""
 
@@ -183,3 +187,14 @@ def test_merged_calibrations_have_the_levels_of_both(
     else:
         assert status == 5
         assert "levelled channels by other factors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"Sequential::nothing": [0] * 8}, {FIRST: [0] * 7}, {FIRST: [0.5] * 8}, {FIRST: [0] * 7 + [900]}, {FIRST: None}],
+    ids=["no such layer", "too few", "no integers", "too large", "no list"],
+)
+def test_levels_of_another_network_are_refused(wrong: dict[str, Any]) -> None:
+    graph = trace(MODELS["two depthwise"](), (images(1)[0],))
+    with pytest.raises(ResultError, match="header/levels/Sequential::"):
+        check_levels(wrong, graph, "quant_info.json")
