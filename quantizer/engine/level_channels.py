@@ -48,10 +48,11 @@ def candidates(plan: Plan) -> list[Pair]:
         return []  # without a look at how channels run through the graph
     pairs: list[Pair] = []
     for pair in find_pairs(graph):
+        if not _reads_one_by_one(graph, pair.second):
+            continue
         has_room = graph.weight(pair.first).dtype in _WIDE and graph.weight(pair.second).dtype in _WIDE
-        if has_room and _reads_one_by_one(graph, pair.second):
-            if _has_one_scale(plan, pair) and _has_scale_by_channel(plan, pair):
-                pairs.append(pair)
+        if has_room and _has_one_scale(plan, pair) and _has_scale_by_channel(plan, pair):
+            pairs.append(pair)
     return pairs if any(_is_far_apart(_row_sizes(graph, pair)) for pair in pairs) else []
 
 
