@@ -4,7 +4,7 @@ tensor that is to blame."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
@@ -54,16 +54,29 @@ class OutputWarning:
         return asdict(self)
 
 
-def output_warnings(compared: Comparison, networks: Networks) -> list[OutputWarning]:
-    """Return what outputs and parts lose that is not seen in the figures of all together."""
+def output_warnings(
+    compared: Comparison,
+    networks: Networks,
+    explained: Collection[str] = (),
+) -> list[OutputWarning]:
+    """Return what outputs and parts lose that is not seen in the figures of all together.
+
+    Args:
+        compared: what the test found.
+        networks: what it compared.
+        explained: outputs and parts whose loss has been said to come from somewhere else.
+    """
     if compared.spoiled is not None:
         return []
     warnings: list[OutputWarning] = []
     for output, figures in zip(networks.float_outputs, compared.outputs, strict=True):
-        lost = [part for part in figures.leaves if loss_of(part, compared.outputs) is not None]
+        if figures.whole.name in explained:
+            continue
+        open_parts = [part for part in figures.leaves if part.name not in explained]
+        lost = [part for part in open_parts if loss_of(part, compared.outputs) is not None]
         for part in lost:
             warnings.append(_with_blame(part, output, compared, networks))
-        for part in figures.leaves:
+        for part in open_parts:
             if part.appears:
                 warnings.append(_of_varying(part))
         if not any(part.collapses for part in lost):

@@ -16,6 +16,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_parts import Output
 from quantizer.plan.model import Plan
 from quantizer.report.view import Listing, View
+from quantizer.sources.directions import BY_NAME, Directions
 
 _BAR = 20
 """Characters of a full bar."""
@@ -38,11 +39,15 @@ def report(
     *,
     outputs: Iterable[OutputFigures] = (),
     warnings: Iterable[OutputWarning] = (),
+    directions: Directions = BY_NAME,
 ) -> dict[str, Any]:
     """What test mode found, infinite figures as null. `stamp` marks results that say nothing of real data."""
     found: dict[str, Any] = {"metrics": {key: finite(value) for key, value in metrics.items()}}
     if pairs:
         found["pairs"] = {name: {kind: finite(value) for kind, value in pair.items()} for name, pair in pairs.items()}
+    declared = directions.declared_of(pairs)
+    if declared:
+        found["lower_is_better"] = declared
     found["outputs"] = output_rows(outputs)
     found["warnings"] = [warning.to_json() for warning in warnings]
     if passes is not None:
