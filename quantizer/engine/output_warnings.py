@@ -36,7 +36,7 @@ class OutputWarning:
     """One loss.
 
     Attributes:
-        kind: "constant", "below", "channels", "varies" or "rows".
+        kind: "constant", "below", "channels", "varies", "rows" or "unmatched".
         output: the output or part that loses.
         text: a sentence for people.
         layer: what is to blame, "" if that is not known; `tensor` is the role of the tensor in
@@ -190,12 +190,17 @@ def _of_channels(figures: OutputFigures) -> Iterator[OutputWarning]:
 
 
 def _of_rows(figures: OutputFigures) -> Iterator[OutputWarning]:
-    """Yield what is to be said of rows that have changed their order."""
+    """Yield what is to be said of rows that have changed their order, or may have."""
     order = figures.order
+    name, layer = figures.whole.name, figures.whole.layer
+    if order is not None and order.unmatched:
+        text = f"{name}: {order.unmatched} rows that are selected by values cannot be matched with those of the float "
+        text += "network, as it is not known where they were; its figures compare them by place, "
+        text += "so that another order counts as an error"
+        yield OutputWarning("unmatched", name, text, layer)
     if order is None or not (order.moved or order.exchanged):
         return
-    name = figures.whole.name
     text = f"{name}: of {order.rows} rows that the float network selects, "
     text += f"{order.moved} are in another order in the quantized one, "
     text += f"and {order.exchanged} are others; its figures are of rows that both select"
-    yield OutputWarning("rows", name, text, figures.whole.layer)
+    yield OutputWarning("rows", name, text, layer)

@@ -72,7 +72,7 @@ class Scores:
     @property
     def lost(self) -> list[str]:
         """Sentences on the outputs and parts that have lost."""
-        return [warning.text for warning in self.warnings if warning.kind != "rows"]
+        return [warning.text for warning in self.warnings if warning.kind not in ("rows", "unmatched")]
 
     @property
     def is_task_held(self) -> bool:

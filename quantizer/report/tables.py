@@ -4,7 +4,6 @@ import csv
 import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from quantizer.config.model import QuantizationSpec
@@ -64,7 +63,7 @@ def output_rows(outputs: Iterable[OutputFigures]) -> list[dict[str, Any]]:
             row = {key: finite(value) for key, value in part.to_json().items()}
             row["output"] = output.whole.name
             if part is output.whole and output.order is not None:
-                row["rows"] = asdict(output.order)
+                row["rows"] = output.order.to_json()
             rows.append(row)
     return rows
 
