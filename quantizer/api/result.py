@@ -30,6 +30,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.plan.model import Plan
 from quantizer.report import tables
 from quantizer.report.files import READ, write_report
+from quantizer.report.page.html import element
 from quantizer.report.view import View
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.directions import Directions
@@ -121,14 +122,12 @@ class Comparison:
 
     def _is_bounded_above(self, name: str) -> bool:
         """Whether more of a metric is worse."""
-        if name in self._pairs:
-            return self._directions.lower_is_better(name) is True
         for base in self._pairs:
             if name == f"{base}_float":
                 return self._directions.lower_is_better(base) is True
             if name in (f"{base}{DROP}", f"{base}{RATIO}"):
                 return True
-        return False
+        return self._directions.of_figure(name, self._pairs) is True
 
     def to_json(self) -> dict[str, Any]:
         """As report.json has it, beside what calibration found."""
@@ -140,6 +139,7 @@ class Comparison:
             self.passes,
             outputs=self._scores.comparison.outputs,
             warnings=self._scores.warnings,
+            directions=self._directions,
         )
 
     def __repr__(self) -> str:
@@ -148,7 +148,7 @@ class Comparison:
     def _repr_html_(self) -> str:
         shown = html_table(tables.damage_table(self.layers, View()))
         pairs = html_table(tables.metric_table(self._pairs)) if self._pairs else ""
-        passes = "" if self.passes is None else f"<p>{self.passes.line}</p>"
+        passes = "" if self.passes is None else element("p", self.passes.line)
         outputs = html_table(tables.output_table(self.outputs, View())) if len(self.outputs) > 1 else ""
         return f"<p>{self!r}</p>{passes}{pairs}{outputs}{shown}"
 

@@ -13,11 +13,9 @@ from quantizer.cli.render import say
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.compared import compared
 from quantizer.config.load import load_config
+from quantizer.config.wording import quoted
 from quantizer.errors import GateError, UsageError
 from quantizer.printable import json_text
-
-FIGURES = "sqnr_db, cosine, top1, top1_agreement, perplexity and weight_bytes"
-
 
 _OF_MODELS = ("no_cache", *(name for name in LOOK if name not in ("config_file", "output", "json")))
 """The options about a model."""
@@ -28,7 +26,9 @@ class DiffOptions(Options):
     """Those of commands about a model, and its own."""
 
     fail_on: str | None = option(
-        f"Exit with 1 if the second is worse by a thousandth or more: by {FIGURES}.", type=click.Choice(["worse"])
+        "Exit with 1 if a figure of the second is worse by a thousandth or more: of the outputs and each part, metrics "
+        "of which it is known whether less or more is better, the size of the weights.",
+        type=click.Choice(["worse"]),
     )
 
 
@@ -58,8 +58,13 @@ def diff(first: str, second: str, options: DiffOptions) -> None:
         _show_values(first, second, options)
         return
     from quantizer.cli.diff_layers import of_configs, of_folders  # which need torch
+    from quantizer.sources.directions import how_to_declare
 
     found = (of_folders if are_folders[0] else of_configs)(first, second, options)
+    if options.fail_on and found.unknown:
+        names = ", ".join(map(quoted, found.unknown))
+        text = f"note: not judged, as it is not known whether less or more is better: {names}"
+        say(f"{text}; {how_to_declare(found.unknown[0])}, and test both again", err=True)
     if options.fail_on and found.worse:
         raise GateError(f"worse: {', '.join(found.worse)}", help="the table above shows which layers lose most")
 

@@ -356,6 +356,7 @@ def _report(
         scores.passes,
         outputs=compared.outputs,
         warnings=scores.warnings,
+        directions=scores.directions,
     )
     if gates:
         report["gates"] = gates

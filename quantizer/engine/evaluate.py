@@ -138,17 +138,21 @@ class Comparison:
     def metrics(self) -> dict[str, float]:
         """The figures that gates and reports use; of outputs that are no numbers there are none.
 
-        SQNR and cosine are the lowest of all outputs and parts; those together have a "pooled" one. Where no output has
-        an SQNR, as all are constant, there is their share of equal values.
+        SQNR and cosine are the lowest of all outputs and parts; those together have a "pooled" one. Of integers there
+        is the lowest share of equal values, and of constants, where no output has an SQNR.
         """
         found: dict[str, float] = {}
         lowest, cosine = worst(self.outputs), lowest_cosine(self.outputs)
         if lowest is not None and lowest.sqnr_db is not None and cosine is not None:
             found = {"sqnr_db": lowest.sqnr_db, "cosine": cosine, POOLED_FIGURE: self.output.sqnr_db}
         kinds = ("integer",) if lowest is not None else ("integer", "constant")
-        others = [output.whole for output in self.outputs if output.whole.kind in kinds]
-        if others:
-            found["equal_outputs"] = sum(part.equal for part in others) / sum(part.count for part in others)
+        shares: list[float] = []
+        for output in self.outputs:
+            share = output.whole.equal_share
+            if output.whole.kind in kinds and share is not None:
+                shares.append(share)
+        if shares:
+            found["equal_outputs"] = min(shares)
         orders = [output.order.share for output in self.outputs if output.order is not None and output.order.rows]
         if orders:
             found[ROWS_KEPT] = min(orders)

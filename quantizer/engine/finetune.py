@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,10 +21,11 @@ from quantizer.engine import fingerprint
 from quantizer.engine.checkpoint import Checkpoints, other_run, register, snapshot_of, value_of
 from quantizer.engine.fits_model import check_weight
 from quantizer.engine.job import Job
-from quantizer.engine.noise import Noise
+from quantizer.engine.output_measure import OutputNoises
 from quantizer.engine.solution import Solution, quantized_network
 from quantizer.errors import ResultError, UsageError
 from quantizer.graph.ir import Graph
+from quantizer.graph.output_parts import Output, output_parts
 from quantizer.graph.parameters import placed
 from quantizer.nn.execution import float_leaves
 from quantizer.nn.network import Network
@@ -90,8 +91,8 @@ class Finetuned:
 
     solution: Solution
     layers: Mapping[str, FinetunedLayer]
-    before: Noise
-    after: Noise
+    before: OutputNoises
+    after: OutputNoises
     plain: int = 0
 
     @property
@@ -106,7 +107,7 @@ class Finetuned:
             return (
                 "there is nothing to finetune: no layer has integer weights of at most 8 bits with a scale per channel"
             )
-        figures = f"output SQNR on the calibration data {self.before.sqnr_db:.2f} -> {self.after.sqnr_db:.2f} dB"
+        figures = f"output SQNR on the calibration data {self.before.worst} -> {self.after.worst} dB"
         if self.undone:
             return f"finetuning undone, as the output became worse: {figures}"
         changed = [layer.after / layer.before for layer in self.layers.values() if layer.after < layer.before]
@@ -202,7 +203,8 @@ def finetune(
         quantized = SequentialRunner(placed(quantized_network(graph, found), graph.device), batches(), store)
     layers = fast_finetune(reference, quantized, mode, seed=seed, done=done, after_layer=after_layer)
     targets = list(reference.outputs())
-    before, after = _noise(targets, outputs), _noise(targets, quantized.outputs())
+    named = output_parts(graph)
+    before, after = _noises(named, targets, outputs), _noises(named, targets, quantized.outputs())
     quantized_weights = {name for name, role in found.tensors if role == "weights"}
     left = quantized_weights - layers.keys()
     rest = [node for node in graph.nodes if node.row.is_linear_or_convolution and node.name in left]
@@ -219,10 +221,9 @@ def finetuned(found: Solution, layers: Mapping[str, FinetunedLayer]) -> Solution
     return found.with_rounded(rounded)
 
 
-def _noise(targets: Iterable[Any], outputs: Iterable[Any]) -> Noise:
+def _noises(named: Sequence[Output], targets: Iterable[Any], outputs: Iterable[Any]) -> OutputNoises:
     """Over all floating-point outputs of all batches."""
-    noise = Noise()
+    noises = OutputNoises(named)
     for target, output in zip(targets, outputs, strict=True):
-        for x, y in zip(float_leaves(target), float_leaves(output), strict=True):
-            noise.add(x, y)
-    return noise
+        noises.add(float_leaves(target), float_leaves(output))
+    return noises

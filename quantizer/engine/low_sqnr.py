@@ -22,13 +22,20 @@ LEAST_DB = 0.1
 """What is gained by less is not worth a word."""
 
 
+def lost_to_passes(passes: PassLoss | None) -> frozenset[str]:
+    """Return the outputs and parts of which passes alone leave less than LOW_DB."""
+    ratios = {} if passes is None else passes.by_output
+    return frozenset(name for name, ratio in ratios.items() if ratio < LOW_DB)
+
+
 def remark_on_passes(passes: PassLoss | None) -> str | None:
-    """Return a sentence on passes that alone leave less than LOW_DB of the model; None if they do not."""
-    if passes is None or passes.passes_db >= LOW_DB:
+    """Return a sentence on passes that alone leave less than LOW_DB of an output; None if they do not."""
+    if passes is None or passes.passes.db >= LOW_DB:
         return None
     names = ", ".join(passes.names)
+    output = "the model's output" if passes.passes.name is None else f"the model's output {passes.passes.name}"
     return (
-        f"before anything is quantized, {names} leave {passes.passes_db:.1f} dB of the model's output on one batch: "
+        f"before anything is quantized, {names} leave {passes.passes.db:.1f} dB of {output} on one batch: "
         "switch them off, or train the model with what they put in"
     )
 

@@ -18,7 +18,7 @@ from quantizer.engine.output_figures import (
 from quantizer.errors import ModelError
 from quantizer.graph.label_replay import Seen
 from quantizer.graph.output_parts import Output, Part, output_parts, parts_named_as
-from quantizer.graph.row_order import RowOrder, matched_rows
+from quantizer.graph.row_order import RowOrder, matched_rows, places_of_rows
 from quantizer.nn.execution import Execution, Watchers
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
@@ -40,7 +40,7 @@ class Recorder:
             if output.labels is not None:
                 self._kept |= output.labels.replay.steering
             if output.order is not None:
-                self._kept |= output.order.replay.steering | {output.order.node}
+                self._kept |= output.order.kept
 
     def see(self, name: str, value: Any) -> None:
         """Take in the value of a node, if it is watched; of several results the last."""
@@ -134,6 +134,8 @@ class OutputComparison:
             figures.order = matched.counts
         elif x.shape != y.shape:
             raise _other_sizes(x, y)
+        elif output.order is not None:
+            figures.order = _unmatched(output.order, recorders[0])
         if split is not None and split.is_unwritten:
             figures.channels = None
         if split is None:
@@ -279,23 +281,24 @@ def _matched(
     recorders: tuple[Recorder, Recorder],
 ) -> _MatchedRows | None:
     """Return which values belong together; None if the rows of a network cannot be followed
-    to its output."""
+    from where they were at first to its output."""
     tables: list[tuple[Tensor, Tensor]] = []
+    before: list[Tensor] = []
     for value, recorder in zip(values, recorders, strict=True):
         if order.node not in recorder.values:
             return None
         try:
             rows = order.rows(recorder.seen, value.shape)
+            before.append(order.places(recorder.seen))
         except ValueError:
             return None
-        table = _table(rows.reshape(-1), recorder.values[order.node].numel())
+        table = places_of_rows(rows.reshape(-1), recorder.values[order.node].numel())
         if table is None:
             return None
         tables.append(table)
     (mine, unordered), (its, others) = tables
     if mine.shape[1] != its.shape[1] or unordered.shape != others.shape:
         return None
-    before = [recorder.values[order.node] for recorder in recorders]
     matches = matched_rows(before[0], before[1], order.axis).reshape(-1)
     is_kept = matches >= 0
     places = torch.zeros(values[0].numel(), dtype=torch.int64)
@@ -309,22 +312,18 @@ def _matched(
     return _MatchedRows(places, is_there, RowCounts(len(matches), moved, int((~is_kept).sum())))
 
 
-def _table(rows: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
-    """Return the places of each row's values, [rows, values], and those of what is in no
-    row; None if rows have different numbers of values."""
-    order = rows.argsort(stable=True)
-    outside = int((rows < 0).sum())
-    if not count or (len(rows) - outside) % count:
+def _unmatched(order: RowOrder, recorder: Recorder) -> RowCounts | None:
+    """Return the counts of rows that were compared by place; None if what was reduced may have been rows, whose order
+    makes no difference then."""
+    if order.is_reduced:
         return None
-    counts = torch.bincount(rows[rows >= 0], minlength=count)
-    if bool((counts != counts[0]).any()):
-        return None
-    return order[outside:].view(count, -1), order[:outside]
+    positions = recorder.values.get(order.node)
+    return RowCounts(unmatched=positions.numel() if isinstance(positions, Tensor) else 1)
 
 
 def _empty(output: Output) -> OutputFigures:
     """Return the figures of an output without a batch."""
-    order = None if output.order is None else RowCounts()
+    order = None if output.order is None or output.order.is_reduced else RowCounts()
     if output.labels is None:
         return OutputFigures(_part(output.parts[0]), order=order)
     is_fixed = all(part.is_constant for part in output.parts)

@@ -241,17 +241,27 @@ def _ends_along(values: Tensor, axis: int) -> list[Tensor]:
 @dataclass
 class RowCounts:
     """Of the rows that the float network selects: how many the quantized one does not, and
-    has in another place."""
+    has in another place.
+
+    `unmatched` are those, besides, that cannot be followed back to where they were.
+    """
 
     rows: int = 0
     moved: int = 0
     exchanged: int = 0
+    unmatched: int = 0
 
     def merge(self, other: RowCounts) -> None:
         """Take in other batches."""
         self.rows += other.rows
         self.moved += other.moved
         self.exchanged += other.exchanged
+        self.unmatched += other.unmatched
+
+    def to_json(self) -> dict[str, int]:
+        """Return the counts by name; that of unmatched rows where there are such."""
+        counts = {"rows": self.rows, "moved": self.moved, "exchanged": self.exchanged}
+        return counts | {"unmatched": self.unmatched} if self.unmatched else counts
 
     @property
     def share(self) -> float:
@@ -282,7 +292,8 @@ class OutputFigures:
         self.whole.merge(other.whole)
         for part, its in zip(self.parts, other.parts, strict=True):
             part.merge(its)
-        if self.order is not None and other.order is not None:
+        if other.order is not None:
+            self.order = self.order or RowCounts()
             self.order.merge(other.order)
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from quantizer.engine.noise import Noise
 from quantizer.engine.output_comparison import OutputComparison, Recorder
 from quantizer.engine.output_figures import NOT_FINITE
 from quantizer.errors import DataError
@@ -104,6 +105,49 @@ def _weights(signals: dict[str, float]) -> dict[str, float]:
         return dict.fromkeys(present, 1.0)
     total = math.fsum(present.values())
     return {name: total / signal / len(present) for name, signal in present.items()}
+
+
+class OutputNoises:
+    """The noise of each floating-point output, and of each of its parts that lie one after the other.
+
+    Args:
+        outputs: of the network, as its graph names them.
+    """
+
+    def __init__(self, outputs: Sequence[Output]) -> None:
+        self._floats = [output for output in outputs if output.is_float]
+        self.noises: dict[str, Noise] = {}
+
+    def add(self, targets: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+        """Take in the floating-point outputs of one batch."""
+        if len(targets) != len(self._floats):
+            self._floats = []
+        for number, (x, y) in enumerate(zip(targets, found, strict=True)):
+            if not self._floats:
+                self._noise(str(number)).add(x, y)
+                continue
+            output = self._floats[number]
+            pairs = zip(_pieces(output, x), _pieces(output, y), strict=True)
+            for (name, mine), (_, its) in pairs:
+                self._noise(name).add(mine, its)
+
+    def _noise(self, name: str) -> Noise:
+        return self.noises.setdefault(name, Noise())
+
+    @property
+    def error(self) -> float:
+        """The errors of all, each weighted so that all count alike."""
+        weights = _weights({name: noise.signal for name, noise in self.noises.items()})
+        return math.fsum(weights.get(name, 1.0) * noise.error for name, noise in self.noises.items())
+
+    @property
+    def worst(self) -> str:
+        """The lowest SQNR as text, with the name of the output or part if there are several."""
+        if not self.noises:
+            return f"{math.inf:.2f}"
+        name = min(self.noises, key=lambda each: self.noises[each].sqnr_db)
+        ratio = f"{self.noises[name].sqnr_db:.2f}"
+        return ratio if len(self.noises) == 1 else f"{ratio} ({name})"
 
 
 class AlikeOutputs:

@@ -4,7 +4,7 @@ tensor that is to blame."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
@@ -36,7 +36,7 @@ class OutputWarning:
     """One loss.
 
     Attributes:
-        kind: "constant", "below", "channels", "varies" or "rows".
+        kind: "constant", "below", "channels", "varies", "rows" or "unmatched".
         output: the output or part that loses.
         text: a sentence for people.
         layer: what is to blame, "" if that is not known; `tensor` is the role of the tensor in
@@ -54,16 +54,29 @@ class OutputWarning:
         return asdict(self)
 
 
-def output_warnings(compared: Comparison, networks: Networks) -> list[OutputWarning]:
-    """Return what outputs and parts lose that is not seen in the figures of all together."""
+def output_warnings(
+    compared: Comparison,
+    networks: Networks,
+    explained: Collection[str] = (),
+) -> list[OutputWarning]:
+    """Return what outputs and parts lose that is not seen in the figures of all together.
+
+    Args:
+        compared: what the test found.
+        networks: what it compared.
+        explained: outputs and parts whose loss has been said to come from somewhere else.
+    """
     if compared.spoiled is not None:
         return []
     warnings: list[OutputWarning] = []
     for output, figures in zip(networks.float_outputs, compared.outputs, strict=True):
-        lost = [part for part in figures.leaves if loss_of(part, compared.outputs) is not None]
+        if figures.whole.name in explained:
+            continue
+        open_parts = [part for part in figures.leaves if part.name not in explained]
+        lost = [part for part in open_parts if loss_of(part, compared.outputs) is not None]
         for part in lost:
             warnings.append(_with_blame(part, output, compared, networks))
-        for part in figures.leaves:
+        for part in open_parts:
             if part.appears:
                 warnings.append(_of_varying(part))
         if not any(part.collapses for part in lost):
@@ -177,12 +190,17 @@ def _of_channels(figures: OutputFigures) -> Iterator[OutputWarning]:
 
 
 def _of_rows(figures: OutputFigures) -> Iterator[OutputWarning]:
-    """Yield what is to be said of rows that have changed their order."""
+    """Yield what is to be said of rows that have changed their order, or may have."""
     order = figures.order
+    name, layer = figures.whole.name, figures.whole.layer
+    if order is not None and order.unmatched:
+        text = f"{name}: {order.unmatched} rows that are selected by values cannot be matched with those of the float "
+        text += "network, as it is not known where they were; its figures compare them by place, "
+        text += "so that another order counts as an error"
+        yield OutputWarning("unmatched", name, text, layer)
     if order is None or not (order.moved or order.exchanged):
         return
-    name = figures.whole.name
     text = f"{name}: of {order.rows} rows that the float network selects, "
     text += f"{order.moved} are in another order in the quantized one, "
     text += f"and {order.exchanged} are others; its figures are of rows that both select"
-    yield OutputWarning("rows", name, text, figures.whole.layer)
+    yield OutputWarning("rows", name, text, layer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from quantizer.engine.calibrated import Calibrated
-from quantizer.engine.noise import Noise
+from quantizer.engine.output_comparison import OutputComparison, Recorder
+from quantizer.engine.output_figures import OutputFigures, leaves, pooled, worst
+from quantizer.errors import DataError, ModelError
+from quantizer.graph.output_parts import Output, parts_named_as
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
 
@@ -19,49 +22,74 @@ LEAST_DB = -999.0
 """The SQNR of outputs that are not finite or have other shapes."""
 SAME_DB = 100.0
 """The SQNR from which on a difference is that of float arithmetic, and the function is the same."""
+FIGURES = ("passes_db", "quantization_db", "together_db")
+"""The names of the figures in files."""
+
+
+@dataclass(frozen=True)
+class WorstOutput:
+    """The SQNR, in dB, of the output or part that a change costs most; infinite where there is no difference.
+
+    `name` is that of the output or part, where there are several and one can be told.
+    """
+
+    db: float
+    name: str | None = None
+
+    def to_json(self) -> float | None:
+        """Return the figure as JSON can hold it: null where there is no difference."""
+        return None if self.db == math.inf else max(LEAST_DB, self.db)
 
 
 @dataclass(frozen=True)
 class PassLoss:
-    """The SQNR of all outputs on one batch, in dB; infinite where there is no difference.
+    """What passes and quantization cost on one batch, each by the output or part that loses most.
 
     Args:
         names: the passes that have changed the function.
-        passes_db: of the float network after all passes against the user's model.
-        quantization_db: of the quantized network against that float network.
-        together_db: of the quantized network against the user's model.
+        passes: of the float network after all passes against the user's model.
+        quantization: of the quantized network against that float network.
+        together: of the quantized network against the user's model.
+        by_output: the SQNR of each output and part of `passes`, in dB; of an output with parts, its best one.
     """
 
     names: tuple[str, ...]
-    passes_db: float
-    quantization_db: float
-    together_db: float
+    passes: WorstOutput
+    quantization: WorstOutput
+    together: WorstOutput
+    by_output: Mapping[str, float]
 
     @property
     def line(self) -> str:
         """Return all three figures as a sentence."""
         return sentence(self.to_json())
 
-    def to_json(self) -> Mapping[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return what report.json and run.json say, infinite figures as null."""
-        return {
-            "names": list(self.names),
-            "passes_db": _finite(self.passes_db),
-            "quantization_db": _finite(self.quantization_db),
-            "together_db": _finite(self.together_db),
-        }
+        figures = dict(zip(FIGURES, (self.passes, self.quantization, self.together), strict=True))
+        content: dict[str, Any] = {"names": list(self.names)}
+        for key, figure in figures.items():
+            content[key] = figure.to_json()
+        content["outputs"] = {key: figure.name for key, figure in figures.items()}
+        return content
 
 
 def sentence(figures: Mapping[str, Any]) -> str:
     """Return a sentence on figures as report.json has them.
 
-    >>> figures = {"passes_db": 25.31, "quantization_db": 38.7, "together_db": 25.1}
-    >>> sentence(figures | {"names": ["a_pass"]})
+    >>> figures = {"names": ["a_pass"], "passes_db": 25.31, "quantization_db": 38.7, "together_db": 25.1}
+    >>> sentence(figures)
     'passes: 25.3 dB, quantization: 38.7 dB, together 25.1 dB on one batch (a_pass)'
+    >>> sentence(figures | {"outputs": {"passes_db": "scores", "quantization_db": "boxes", "together_db": "scores"}})
+    'passes: 25.3 dB (scores), quantization: 38.7 dB (boxes), together 25.1 dB (scores) on one batch (a_pass)'
     """
-    passes = _in_words(figures["passes_db"])
-    quantization = _in_words(figures["quantization_db"])
-    together = _in_words(figures["together_db"])
+    outputs = figures.get("outputs", {})
+    words: list[str] = []
+    for key in FIGURES:
+        output = outputs.get(key)
+        ratio = _in_words(figures[key])
+        words.append(ratio if output is None else f"{ratio} ({output})")
+    passes, quantization, together = words
     names = ", ".join(figures["names"])
     ratios = f"passes: {passes}, quantization: {quantization}, together {together}"
     return f"{ratios} on one batch ({names})"
@@ -78,35 +106,72 @@ def pass_loss(calibrated: Calibrated, quantized: Network, batch: Batch) -> PassL
     graph = calibrated.float_as_run
     if not graph.deviations:
         return None
-    outputs = []
-    with torch.no_grad():
-        for network in (Network(calibrated.original), Network(graph), quantized):
-            outputs.append(network.start(batch.args, batch.kwargs).advance().float_outputs())
-    user, passed, rounded = outputs
-    passes_db = _sqnr_db(user, passed)
-    if passes_db >= SAME_DB:
+    user_outputs = parts_named_as(calibrated.original, calibrated.original)
+    passed_outputs = parts_named_as(graph, calibrated.original)
+    watched = [*user_outputs, *passed_outputs]
+    user = _Run(Network(calibrated.original), batch, watched)
+    passed = _Run(Network(graph), batch, watched)
+    rounded = _Run(quantized, batch, watched)
+    of_passes = _compared(user_outputs, user, passed)
+    worst_of_passes = _worst(of_passes)
+    if worst_of_passes.db >= SAME_DB:
         return None
     return PassLoss(
         graph.deviations,
-        passes_db=passes_db,
-        quantization_db=_sqnr_db(passed, rounded),
-        together_db=_sqnr_db(user, rounded),
+        passes=worst_of_passes,
+        quantization=_worst(_compared(passed_outputs, passed, rounded)),
+        together=_worst(_compared(user_outputs, user, rounded)),
+        by_output=_by_output(of_passes, user_outputs),
     )
 
 
-def _sqnr_db(reference: list[Tensor], other: list[Tensor]) -> float:
-    """The SQNR of all values together."""
-    noise = Noise()
-    for x, y in zip(reference, other, strict=True):
-        if x.shape != y.shape:
-            return LEAST_DB
-        noise.add(x, y)
-    return noise.sqnr_db
+class _Run:
+    """What a network returns for a batch, and what tells the parts of it apart."""
+
+    def __init__(self, network: Network, batch: Batch, watched: Sequence[Output]) -> None:
+        self.recorder = Recorder(watched)
+        with torch.no_grad():
+            execution = network.start(batch.args, batch.kwargs).advance(watch=self.recorder.watchers)
+        self.outputs: list[Tensor] = execution.outputs()
 
 
-def _finite(ratio: float) -> float | None:
-    """The ratio as JSON can hold it, None where there is no difference."""
-    return None if ratio == math.inf else max(LEAST_DB, ratio)
+def _compared(outputs: Sequence[Output], reference: _Run, other: _Run) -> list[OutputFigures] | None:
+    """Return the figures of outputs; None if they cannot be compared, as they are not finite or have other shapes."""
+    comparison = OutputComparison(outputs)
+    try:
+        return comparison.figures(reference.outputs, other.outputs, reference.recorder, other.recorder)
+    except (DataError, ModelError):
+        return None
+
+
+def _worst(figures: Sequence[OutputFigures] | None) -> WorstOutput:
+    """Return the output or part with the lowest SQNR; of those that are one value in float, what they lose together."""
+    if figures is None:
+        return WorstOutput(LEAST_DB)
+    lowest = worst(figures)
+    if lowest is None or lowest.sqnr_db is None:
+        return WorstOutput(pooled(figures).sqnr_db)
+    is_only = len(list(leaves(figures))) == 1
+    name = None if is_only or lowest.sqnr_db == math.inf else lowest.name
+    return WorstOutput(lowest.sqnr_db, name)
+
+
+def _by_output(figures: Sequence[OutputFigures] | None, outputs: Sequence[Output]) -> dict[str, float]:
+    """Return the SQNR of each output and part; of an output with parts, the highest of these."""
+    if figures is None:
+        names = [output.name for output in outputs]
+        for output in outputs:
+            names += [part.name for part in output.parts]
+        return dict.fromkeys(names, LEAST_DB)
+    ratios: dict[str, float] = {}
+    for measured in figures:
+        highest = -math.inf
+        for part in measured.leaves:
+            ratio = math.inf if part.sqnr_db is None else part.sqnr_db
+            ratios[part.name] = ratio
+            highest = max(highest, ratio)
+        ratios[measured.whole.name] = highest
+    return ratios
 
 
 def _in_words(ratio: float | None) -> str:

@@ -72,7 +72,7 @@ class Scores:
     @property
     def lost(self) -> list[str]:
         """Sentences on the outputs and parts that have lost."""
-        return [warning.text for warning in self.warnings if warning.kind != "rows"]
+        return [warning.text for warning in self.warnings if warning.kind not in ("rows", "unmatched")]
 
     @property
     def is_task_held(self) -> bool:
@@ -174,15 +174,15 @@ def score(
 
 def _explained(scores: Scores, networks: Networks) -> tuple[OutputWarning, ...]:
     """Find what outputs lose, and why, and log it."""
-    remark = low_sqnr.remark_on_passes(scores.passes)
-    if remark is not None:
-        logger.warning("%s", remark)
-        return ()
-    warnings = tuple(output_warnings(scores.comparison, networks))
+    remark_on_passes = low_sqnr.remark_on_passes(scores.passes)
+    if remark_on_passes is not None:
+        logger.warning("%s", remark_on_passes)
+    lost_to_passes = low_sqnr.lost_to_passes(scores.passes)
+    warnings = tuple(output_warnings(scores.comparison, networks, lost_to_passes))
     for warning in warnings:
         logger.log(logging.INFO if warning.kind == "rows" else logging.WARNING, "%s", warning.text)
     is_named = any(warning.kind in ("constant", "below") for warning in warnings)
-    if is_named or scores.is_task_held:
+    if is_named or scores.is_task_held or remark_on_passes is not None:
         return warnings
     remark = low_sqnr.remark(scores.comparison, networks)
     if remark is not None:

@@ -7,7 +7,7 @@ were, not where they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from quantizer.graph.axis_rules import (
     MATRIX_PRODUCT,
     PICKED,
     PLAIN_MATRIX_PRODUCT,
+    REDUCED,
 )
 from quantizer.graph.ir import Graph, Node, Ref, references
 from quantizer.graph.label_replay import (
@@ -40,21 +41,36 @@ class RowOrder:
     Attributes:
         node: the operator; its last result says which row each was before.
         axis: of that result, along which rows lie.
+        operand: what it puts in order.
         replay: leads from its results to the output.
         is_pair: whether the operator gives values and positions.
         unordered: values that are joined with ordered ones and are not in that order.
+        before: what had put the rows of the operand in order; None if nothing had.
+        is_traced: whether it is known what had.
+        is_reduced: whether values of an axis become one on the way to the output, which may be that of rows.
     """
 
     node: str
     axis: int
+    operand: str
     replay: Replay
     is_pair: bool
     unordered: tuple[str, ...]
+    before: RowOrder | None
+    is_traced: bool
+    is_reduced: bool
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """The nodes of which a run has to keep values."""
+        earlier = frozenset[str]() if self.before is None else self.before.kept
+        return self.replay.steering | {self.node} | earlier
 
     @property
     def watched(self) -> frozenset[str]:
         """The nodes of which a run has to keep shape or values."""
-        return self.replay.shaped | self.replay.steering | {self.node}
+        earlier = frozenset[str]() if self.before is None else self.before.watched
+        return self.replay.shaped | self.kept | {self.operand} | earlier
 
     def rows(self, seen: Seen, shape: torch.Size) -> Tensor:
         """Return for each value of the output the number of its row, -1 for what is in no
@@ -82,15 +98,75 @@ class RowOrder:
             raise ValueError(f"the rows of {self.replay.end} have shape {sizes}")
         return rows.to(torch.int64)
 
+    def places(self, seen: Seen) -> Tensor:
+        """Return for each row a number that says where it was before anything put it in order.
+
+        Raises:
+            ValueError: that is not known.
+        """
+        return self._places(seen)[0]
+
+    def _places(self, seen: Seen) -> tuple[Tensor, int]:
+        """Return the same, and a number above all that there may be."""
+        if not self.is_traced or self.node not in seen.values or self.operand not in seen.shapes:
+            raise ValueError(f"the rows of {self.operand} are not known")
+        positions: Tensor = seen.values[self.node]
+        shape = seen.shapes[self.operand]
+        if positions.dim() != len(shape) or not shape:
+            raise ValueError(f"{self.node} selects no rows of {self.operand}")
+        if self.before is None:
+            return _numbered(positions, self.axis, shape[self.axis]), shape.numel()
+        earlier, end = self.before._places(seen)
+        table = places_of_rows(self.before.rows(seen, shape).reshape(-1), earlier.numel())
+        if table is None:
+            raise ValueError(f"the rows of {self.operand} have different lengths")
+        of_rows, outside = table
+        width = of_rows.shape[1]
+        numbers = torch.empty(shape.numel(), dtype=torch.int64)
+        numbers[of_rows] = earlier.reshape(-1, 1) * width + torch.arange(width)
+        numbers[outside] = end * width + torch.arange(len(outside))
+        return numbers.view(shape).gather(self.axis, positions), end * width + len(outside)
+
+
+def _numbered(positions: Tensor, axis: int, length: int) -> Tensor:
+    """Return positions along an axis so that those of no two lines are the same number."""
+    lines = list(positions.shape)
+    lines[axis] = 1
+    starts = torch.arange(torch.Size(lines).numel()).view(lines)
+    return positions + starts * length
+
+
+def places_of_rows(rows: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+    """Return the places of each row's values, [rows, values], and those of what is in no
+    row; None if rows have different numbers of values.
+
+    Args:
+        rows: the number of the row of each value, -1 for none.
+        count: how many rows there are.
+    """
+    order = rows.argsort(stable=True)
+    outside = int((rows < 0).sum())
+    if not count or (len(rows) - outside) % count:
+        return None
+    counts = torch.bincount(rows[rows >= 0], minlength=count)
+    if bool((counts != counts[0]).any()):
+        return None
+    return order[outside:].view(count, -1), order[:outside]
+
 
 def row_order(graph: Graph, end: str) -> RowOrder | None:
     """Return what orders the rows of a node's value; None if nothing does."""
-    leads = _operators_before(graph)
+    return _row_order(graph, end, _operators_before(graph))
+
+
+def _row_order(graph: Graph, end: str, order_of: _Orders) -> RowOrder | None:
+    leads = order_of.leads
     first = leads[end]
     if first is None:
         return None
     carriers: dict[str, str] = {}
     unordered: dict[str, None] = {}
+    is_reduced = False
     pending, visited = [end], {first}
     while pending:
         name = pending.pop()
@@ -104,30 +180,81 @@ def row_order(graph: Graph, end: str) -> RowOrder | None:
             pending += ordered
             unordered |= dict.fromkeys(name for name in operands if name not in ordered)
         else:
-            carriers[name] = ordered[0]
-            pending.append(ordered[0])
+            is_reduced |= node.row.axes is REDUCED
+            carriers[name] = _carrier(graph, node, ordered, order_of.reduced)
+            pending.append(carriers[name])
     replay = Replay(graph, end, [first, *unordered], carriers, spread=_spread)
     operator = graph.by_name[first]
     axis = 0 if operator.rank == 1 else operator.attrs.get("dim", -1)
-    return RowOrder(first, axis, replay, operator.shape is None, tuple(unordered))
+    operand = _ordered_operand(operator)
+    before = _row_order(graph, operand, order_of)
+    is_traced = operand not in order_of.mixed
+    is_pair = operator.shape is None
+    return RowOrder(first, axis, operand, replay, is_pair, tuple(unordered), before, is_traced, is_reduced)
 
 
-def _operators_before(graph: Graph) -> dict[str, str | None]:
-    """Return for each node the operator in whose order its rows are, the nearest one before
-    it."""
-    leads: dict[str, str | None] = {}
+def _ordered_operand(operator: Node) -> str:
+    """Return what an operator puts in order: of boxes and scores the scores."""
+    scores = list(references(operator.inputs.get("scores")))
+    return scores[0] if scores else next(iter(operator.refs()))
+
+
+def _carrier(graph: Graph, node: Node, ordered: list[str], reduced: Collection[str]) -> str:
+    """Return the operand whose rows a node keeps: of those in that order one that is neither reduced nor spread out,
+    if there is one."""
+
+    def strangeness(operand: str) -> tuple[bool, bool]:
+        return operand in reduced, graph.by_name[operand].shape != node.shape
+
+    return min(ordered, key=strangeness)
+
+
+@dataclass(frozen=True)
+class _Orders:
+    """In which order rows of nodes are.
+
+    Attributes:
+        leads: for each node the operator in whose order its rows are, the nearest one before it.
+        mixed: the nodes that ordered rows lead to and whose rows are in no order that is known.
+        reduced: the nodes whose rows may be made of several.
+    """
+
+    leads: dict[str, str | None]
+    mixed: set[str]
+    reduced: set[str]
+
+
+def _operators_before(graph: Graph) -> _Orders:
+    """Return in which order the rows of each node are."""
+    orders = _Orders({}, set(), set())
+    leads, mixed = orders.leads, orders.mixed
     for node in graph.nodes:
         nearest = node.name if node.row.orders else None
         for name in _row_operands(graph, node):
             nearest = nearest or leads[name]
         leads[node.name] = nearest
-    return leads
+        ordered = [name for name in _row_operands(graph, node) if leads[name] is not None]
+        is_of_reduced = bool(ordered) and all(name in orders.reduced for name in ordered)
+        if node.row.axes is REDUCED or is_of_reduced:
+            orders.reduced.add(node.name)
+        if nearest is None and node.row.reads_values:
+            sources = list(node.refs())
+            if _keeps_first_rows(node):
+                sources = sources[:1]
+            if any(leads[name] is not None or name in mixed for name in sources):
+                mixed.add(node.name)
+    return orders
 
 
 def _is_moving(node: Node) -> bool:
     """Return whether labels go through a node as values do, and nothing that it reads
     decides which."""
     return not _indices(node) and bool(node.row.joins or node.row.only_moves)
+
+
+def _keeps_first_rows(node: Node) -> bool:
+    """Return whether rows of what a node makes are those of its first operand."""
+    return node.row.axes in _PRODUCTS or node.row.spatial == 0
 
 
 def _indices(node: Node) -> list[str]:
@@ -148,7 +275,7 @@ def _row_operands(graph: Graph, node: Node) -> Iterator[str]:
         yield from moved_operands(node)
     elif is_pointwise(node):
         yield from node.refs()
-    elif node.row.axes in _PRODUCTS or node.row.spatial == 0:
+    elif _keeps_first_rows(node) or node.row.axes is REDUCED:
         yield from list(node.refs())[:1]
     elif node.row.normalizes or node.row.kind == "nonlinear":
         source = graph.source(node)
@@ -159,8 +286,10 @@ def _row_operands(graph: Graph, node: Node) -> Iterator[str]:
 def _spread(node: Node, labels: Tensor, shape: torch.Size) -> Tensor:
     """Return the rows of what a node computes, of those of the operand that it keeps the
     rows of."""
-    if node.row.axes in _PRODUCTS or node.row.spatial == 0:
+    if _keeps_first_rows(node):
         return _along_last(labels).expand(shape)
+    if node.row.axes is REDUCED:
+        return _reduced(node, labels).expand(shape)
     if node.row.looks_up:
         return labels.unsqueeze(-1).expand(shape)
     if node.row.axes is INDEXED:
@@ -183,6 +312,23 @@ def _along_last(labels: Tensor) -> Tensor:
     if not torch.equal(first.expand(labels.shape), labels):
         raise ValueError("rows are mixed")
     return first
+
+
+def _reduced(node: Node, labels: Tensor) -> Tensor:
+    """Return the labels of values of which one is made, all of which must be the same.
+
+    Raises:
+        ValueError: they are not.
+    """
+    arguments = {**node.attrs, **node.inputs}
+    axes = arguments.get("dim")
+    if axes is None or axes == []:
+        axes = list(range(labels.dim()))
+    keepdim = bool(arguments.get("keepdim", False))
+    lowest = labels.amin(axes, keepdim=keepdim)
+    if not torch.equal(lowest, labels.amax(axes, keepdim=keepdim)):
+        raise ValueError("rows are mixed")
+    return lowest
 
 
 def _leading(indices: object) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from quantizer.nn.image_layout import channels_last
 from quantizer.nn.layer import Layer
+from quantizer.nn.projections import spend_warning
 
 _OPERATORS = {
     "LSTM": torch.ops.aten.lstm.input,
@@ -144,6 +145,11 @@ class _Recurrent(_Filled, nn.RNNBase):
 
 class LSTM(_Recurrent, nn.LSTM):  # type: ignore[misc]  # torch's forward may go without a state
     """torch.nn.LSTM with quantizers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.proj_size:
+            spend_warning()
 
 
 class GRU(_Recurrent, nn.GRU):  # type: ignore[misc]  # torch's forward may go without a state

@@ -6,14 +6,16 @@ import torch
 
 from quantizer.graph.ir import Graph, Node, references
 
-_KERNELS = ("mac", "fusable", "passthrough", "structural")  # what makes integers, or has no quantization of its own
+_KERNELS = ("mac", "fusable")  # what makes integers
+_UNQUANTIZED = ("passthrough", "structural")  # what has no quantization of its own
 
 
 def arguments(graph: Graph, constants: Set[str]) -> Set[str]:
     """Return the layers that make arguments of sines, of what rounds to integers, and of what reads at places.
 
-    These are found backwards. What kernels of integers make, as a layer with weights, must have no other readers. An
-    input or a sum may: others quantize what they make of it.
+    These are found backwards. Other readers quantize what they make of such a value, and a layer that multiplies it
+    quantizes its own input. What kernels of integers make, as a layer with weights, is no such value where it is
+    returned as well.
     """
     alone: set[str] = set()
     shared: set[str] = set()
@@ -22,7 +24,9 @@ def arguments(graph: Graph, constants: Set[str]) -> Set[str]:
         if not may_be or node.name in constants or not _has_fractions(node):
             continue
         read_by = list(_uses(graph, node.name))
-        may_share = node.op == "input" or node.row.kind not in _KERNELS
+        may_share = node.op == "input" or node.row.kind not in (*_KERNELS, *_UNQUANTIZED)
+        if node.row.kind in _KERNELS:
+            may_share = all(reader for reader, _ in read_by)
         if read_by and all(_is_argument(graph, reader, alone, constants) for reader in read_by):
             alone.add(node.name)
         elif may_share and any(_is_argument(graph, reader, alone | shared, constants) for reader in read_by):

@@ -59,6 +59,7 @@ class Layout:
         floats: why others need no quantization.
         origins: of what each joined value consists.
         joins: the joins that are read by something else than another join, by name.
+        arguments: what stays float as an argument and is multiplied as well; the layers that multiply it quantize it.
     """
 
     groups: dict[str, Group]
@@ -66,6 +67,7 @@ class Layout:
     floats: dict[str, str] = field(default_factory=dict)
     origins: dict[str, Origins] = field(default_factory=dict)
     joins: dict[str, Join] = field(default_factory=dict)
+    arguments: dict[str, tuple[Product, ...]] = field(default_factory=dict)
 
 
 class _Everything(Container[str]):
@@ -221,10 +223,15 @@ class _Layouter:
             # A join of an argument with others is quantized for what multiplies it, and the argument stays as it is.
             is_argument = where.floats.get(node.name) == ARGUMENT
             readers_of = values_readers if is_argument else outer_readers
+            products: list[Product] = []
             for reader, read in readers_of(self.graph, node.name, where.floats):
                 if reader and self._multiplies(reader, read):
-                    return True
-            return False
+                    products.append(Product(reader, read))
+            if is_argument and self.single is not EVERY_JOIN and all(map(self._is_own_input, products)):
+                if products:
+                    where.arguments[node.name] = tuple(products)
+                return False
+            return bool(products)
         if node.op == "input" or self._is_chosen(node):
             return True
         if node.row.axes is PADDED and not pads_zeros(node.attrs):
@@ -237,6 +244,10 @@ class _Layouter:
         """Whether a layer multiplies a value in integers."""
         node = self.graph.by_name[reader]
         return multiplied(node, read) and not computes_in_float(node, self.where.floats)
+
+    def _is_own_input(self, product: Product) -> bool:
+        """Whether a layer can quantize a value as its own input: not one of a list that it reads."""
+        return product.value in self.graph.by_name[product.layer].input_roles().values()
 
     def _is_chosen(self, node: Node) -> bool:
         """Whether the node's values are those that were chosen among values with sentinels."""

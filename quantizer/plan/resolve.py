@@ -14,7 +14,7 @@ from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import SHARED
 from quantizer.plan import axes, checks
 from quantizer.plan.axes import Misfit, TensorView
-from quantizer.plan.floating import OUTSIDE, RESIDUAL
+from quantizer.plan.floating import ARGUMENT, OUTSIDE, RESIDUAL
 from quantizer.plan.groups import Group, layout, quantization_point
 from quantizer.plan.joins import (
     OWN,
@@ -79,6 +79,7 @@ class _Resolver:
             self._plan_activation(node)
             self._plan_inputs(node)
             self._plan_joined_inputs(node)
+        self._plan_argument_inputs()
         planner = JoinPlanner(self.where, self.graph, self.tensors, stated=self.stated)
         observed = planner.unplanned_parts()
         self.tensors |= observed
@@ -125,6 +126,8 @@ class _Resolver:
         group = self.where.groups.get(node.name) or self.watched.get(node.name)
         if join is not None:
             group = join.group
+        if node.name in self.where.arguments:
+            group = Group(node.name, (node.name,))
         if group is None or self.kept.get(node.name) == OUTSIDE:
             self.floats[node.name] = OUTSIDE if self.kept.get(node.name) == OUTSIDE else self._why_float(node)
             return
@@ -216,6 +219,22 @@ class _Resolver:
                 source=observed_at(self.where, join, product.value),
                 members=(node.name,),
             )
+
+    def _plan_argument_inputs(self) -> None:
+        """What a layer multiplies of an argument, quantized by the layer: the argument stays as it is."""
+        for name, products in self.where.arguments.items():
+            role = "input" if self.graph.by_name[name].op in ENTRIES else "activation"
+            whole = self.tensors.pop((name, role), None)
+            if whole is None:
+                continue
+            self.floats[name] = ARGUMENT
+            for product in products:
+                for key, value in self.graph.by_name[product.layer].input_roles().items():
+                    if value == product.value and (product.layer, key) not in self.tensors:
+                        own = dataclasses.replace(
+                            whole, layer=product.layer, role=key, source=value, members=(product.layer,)
+                        )
+                        self.tensors[product.layer, key] = own
 
     def _is_quantized(self, name: str, spec: QuantizationSpec) -> bool:
         """Whether values come from a quantizer with this spec already; moved values keep but one scale for all."""

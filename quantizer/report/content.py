@@ -72,6 +72,7 @@ def _content(info: Json, plan: Json, tested: Mapping[str, Any], statistics: Mapp
         _measured(measured.get((row["layer"], row["tensor"]), {})) | row | {"line": _line(row["origins"], name)}
         for row in _tensors(info["tensors"], plan, _by_tensor(statistics))
     ]
+    declared = {key: tested[key] for key in ("lower_is_better",) if key in tested}
     return {
         "model": info["header"]["model"],
         "header": {name: info["header"][name] for name in _SHOWN if name in info["header"]},
@@ -79,6 +80,7 @@ def _content(info: Json, plan: Json, tested: Mapping[str, Any], statistics: Mapp
         "pairs": tested.get("pairs", {}),
         "outputs": tested.get("outputs", []),
         "warnings": tested.get("warnings", []),
+        **declared,
         "gates": tested.get("gates", {}),
         "passes": tested.get("passes"),
         "stamp": tested.get("stamp", info["header"].get("stamp")),

@@ -2,49 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantizer.engine import results
+from quantizer.engine.output_figures import POOLED_FIGURE, ROWS_KEPT
 from quantizer.engine.results import REPORT
+from quantizer.engine.scores import DROP, RATIO
 from quantizer.plan.model import Plan
 from quantizer.plan.size import weight_bytes
 from quantizer.report.tables import finite
 from quantizer.report.view import Listing, View
+from quantizer.sources.directions import BY_NAME, Directions
 
 Json = dict[str, Any]
 Key = tuple[str, str]
 SQNR = ("local_sqnr_db", "accumulated_sqnr_db")
-MORE_IS_BETTER = ("sqnr_db", "cosine", "top1_agreement", "equal_outputs", "top1")
-LESS_IS_BETTER = ("perplexity", "weight_bytes")
-"""Figures of a result that say which of two is worse. Metrics of the user's own do not tell."""
 TOLERANCE = 1e-3
 """By so little, relative to the first, figures may differ from machine to machine."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: its tensors, each a spec as JSON and what is known of it besides, and its figures by name."""
+    """One of the two: its tensors, each a spec as JSON and what is known of it besides, and its figures by name.
+
+    `metrics` are the names of those that `evaluate` gives; `directions` says which way they are good, as far as that is
+    declared.
+    """
 
     model: str
     tensors: Mapping[Key, Json]
     figures: Mapping[str, float | None]
     paths: Mapping[str, str]
+    metrics: frozenset[str] = frozenset()
+    directions: Directions = BY_NAME
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The tensors and the figures that differ, each with both values; None where one side has none."""
+    """The tensors and the figures that differ, each with both values; None where one side has none.
+
+    `worse` are the figures by which the second loses, `unknown` those of which nothing says whether less is better.
+    """
 
     rows: list[Json]
     figures: Mapping[str, tuple[float | None, float | None]]
     worse: tuple[str, ...]
+    unknown: tuple[str, ...]
 
     def to_json(self) -> Json:
-        """For programs."""
-        return {"tensors": self.rows, "figures": dict(self.figures), "worse": list(self.worse)}
+        """For programs; infinite figures as null."""
+        figures = {name: (finite(before), finite(after)) for name, (before, after) in self.figures.items()}
+        return {"tensors": self.rows, "figures": figures, "worse": list(self.worse), "unknown": list(self.unknown)}
 
 
 def of_folder(place: Path) -> Side:
@@ -62,8 +74,53 @@ def of_folder(place: Path) -> Side:
         for layer, roles in opened.entries.items()
         for role, entry in roles.items()
     }
-    figures = tested.get("metrics", {}) | {"weight_bytes": plan["weight_bytes"]["quantized"]}
-    return Side(opened.header["model"], tensors, figures, plan["paths"])
+    figures = _figures(tested) | {"weight_bytes": plan["weight_bytes"]["quantized"]}
+    return Side(
+        opened.header["model"],
+        tensors,
+        figures,
+        plan["paths"],
+        frozenset(tested.get("pairs", {})),
+        Directions.of_declared(tested.get("lower_is_better", {})),
+    )
+
+
+def _figures(tested: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the figures of a test, and where there are several outputs or parts those of each."""
+    figures: dict[str, float | None] = dict(tested.get("metrics", {}))
+    outputs = tested.get("outputs", [])
+    if "sqnr_db" in figures and figures["sqnr_db"] is None:
+        ratios = [ratio for ratio in map(_sqnr_of, outputs) if ratio is not None]
+        figures["sqnr_db"] = min(ratios, default=None)
+    if len(outputs) < 2:
+        figures.pop(POOLED_FIGURE, None)  # of a single part it says nothing more
+        return figures
+    if POOLED_FIGURE in figures and figures[POOLED_FIGURE] is None:
+        figures[POOLED_FIGURE] = figures["sqnr_db"]
+    for row in outputs:
+        for figure, value in _figures_of(row):
+            figures[f"{figure}[{row['name']}]"] = value
+    return figures
+
+
+def _figures_of(row: Json) -> Iterator[tuple[str, float | None]]:
+    """Yield the figures of one output or part; of floats equal values are no quality."""
+    if row["kind"] == "float":
+        yield "sqnr_db", _sqnr_of(row)
+        yield "cosine", row["cosine"]
+    elif row["kind"] != "empty":
+        yield "equal_outputs", row["equal"]
+    order = row.get("rows")
+    if order is not None and order["rows"]:
+        yield ROWS_KEPT, 1 - order["exchanged"] / order["rows"]
+
+
+def _sqnr_of(row: Json) -> float | None:
+    """Return the SQNR of an output or part; None if it has none. Where it is infinite, files have null."""
+    ratio: float | None = row["sqnr_db"]
+    if ratio is not None or row["kind"] != "float":
+        return ratio
+    return math.inf if row["equal"] == 1 else -math.inf
 
 
 def of_plan(plan: Plan, paths: Mapping[str, str]) -> Side:
@@ -79,7 +136,25 @@ def difference(first: Side, second: Side) -> Difference:
     names = [*first.figures, *(name for name in second.figures if name not in first.figures)]
     figures = {name: (first.figures.get(name), second.figures.get(name)) for name in names}
     differing = {name: pair for name, pair in figures.items() if pair[0] != pair[1]}
-    return Difference(rows, differing, tuple(name for name, pair in differing.items() if _is_worse(name, *pair)))
+    metrics = first.metrics | second.metrics
+    directions = second.directions.beside(first.directions)
+    worse: list[str] = []
+    unknown: list[str] = []
+    for name, (before, after) in differing.items():
+        if _follows(name, metrics):
+            continue
+        is_lower_better = directions.of_figure(name, metrics)
+        if is_lower_better is None:
+            unknown.append(name)
+        elif _is_worse(before, after, is_lower_better=is_lower_better):
+            worse.append(name)
+    return Difference(rows, differing, tuple(worse), tuple(unknown))
+
+
+def _follows(name: str, metrics: Collection[str]) -> bool:
+    """Whether a figure is made of a metric, which is compared itself, and of the float model's."""
+    ends = ("_float", DROP, RATIO)
+    return any(name.endswith(end) and name.removesuffix(end) in metrics for end in ends)
 
 
 def _row(key: Key, before: Json | None, after: Json | None) -> Json | None:
@@ -99,12 +174,14 @@ def _row(key: Key, before: Json | None, after: Json | None) -> Json | None:
     return row | {"spec": specs} | values if specs or values else None
 
 
-def _is_worse(name: str, before: float | None, after: float | None) -> bool:
+def _is_worse(before: float | None, after: float | None, *, is_lower_better: bool) -> bool:
     """Whether a figure says that the second is worse; no figure where there was one is worse, too."""
-    if name not in (*MORE_IS_BETTER, *LESS_IS_BETTER) or before is None:
+    if before is None or before == -math.inf:
         return False
-    sign = 1 if name in MORE_IS_BETTER else -1
-    return after is None or sign * (before - after) > TOLERANCE * abs(before)
+    if after is None:
+        return True
+    loss = after - before if is_lower_better else before - after
+    return loss == math.inf or loss > TOLERANCE * abs(before)
 
 
 def difference_table(found: Difference, view: View) -> Listing:
@@ -155,5 +232,10 @@ def _ratio(pair: list[Any] | None) -> str:
 def figure_lines(found: Difference) -> Iterator[str]:
     """One line for each figure."""
     for name, (before, after) in found.figures.items():
-        texts = ["none" if value is None else f"{finite(value):.6g}" for value in (before, after)]
-        yield f"{name} {' → '.join(texts)}{', worse' if name in found.worse else ''}"
+        texts = ["none" if value is None else f"{value:.6g}" for value in (before, after)]
+        remark = ""
+        if name in found.worse:
+            remark = ", worse"
+        elif name in found.unknown:
+            remark = ", not judged: whether less or more is better is not known"
+        yield f"{name} {' → '.join(texts)}{remark}"

@@ -4,7 +4,6 @@ import csv
 import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from quantizer.config.model import QuantizationSpec
@@ -16,6 +15,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_parts import Output
 from quantizer.plan.model import Plan
 from quantizer.report.view import Listing, View
+from quantizer.sources.directions import BY_NAME, Directions
 
 _BAR = 20
 """Characters of a full bar."""
@@ -38,11 +38,15 @@ def report(
     *,
     outputs: Iterable[OutputFigures] = (),
     warnings: Iterable[OutputWarning] = (),
+    directions: Directions = BY_NAME,
 ) -> dict[str, Any]:
     """What test mode found, infinite figures as null. `stamp` marks results that say nothing of real data."""
     found: dict[str, Any] = {"metrics": {key: finite(value) for key, value in metrics.items()}}
     if pairs:
         found["pairs"] = {name: {kind: finite(value) for kind, value in pair.items()} for name, pair in pairs.items()}
+    declared = directions.declared_of(pairs)
+    if declared:
+        found["lower_is_better"] = declared
     found["outputs"] = output_rows(outputs)
     found["warnings"] = [warning.to_json() for warning in warnings]
     if passes is not None:
@@ -59,7 +63,7 @@ def output_rows(outputs: Iterable[OutputFigures]) -> list[dict[str, Any]]:
             row = {key: finite(value) for key, value in part.to_json().items()}
             row["output"] = output.whole.name
             if part is output.whole and output.order is not None:
-                row["rows"] = asdict(output.order)
+                row["rows"] = output.order.to_json()
             rows.append(row)
     return rows
 

@@ -6,6 +6,7 @@ Knows names alone, no values. Some names have no direction, and then nobody gues
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from quantizer.config.wording import a_kind, quoted
@@ -24,6 +25,18 @@ HIGHER_IS_BETTER = frozenset(
 REVERSING = frozenset(["neg", "negative", "negated", "inverse", "inv", "minus"])
 """Words that turn the meaning of a name round: `neg_mse` is better when it is higher."""
 DECLARATIONS = ("LOWER_IS_BETTER", "HIGHER_IS_BETTER")
+FIGURES_LOWER_IS_BETTER = {
+    "sqnr_db": False,
+    "sqnr_db_pooled": False,
+    "cosine": False,
+    "equal_outputs": False,
+    "rows_kept": False,
+    "top1_agreement": False,
+    "exact_equal": False,
+    "onnx_int8_share": False,
+    "weight_bytes": True,
+}
+"""What the package itself measures: whether less of it is better."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +94,16 @@ class Directions:
         """Return all names that are declared."""
         return self.lower | self.higher
 
+    def declared_of(self, metrics: Iterable[str]) -> dict[str, bool]:
+        """Return which of these metrics are declared, and whether less of each is better."""
+        return {metric: metric in self.lower for metric in metrics if metric in self.declared}
+
+    @classmethod
+    def of_declared(cls, lower_is_better: Mapping[str, bool]) -> Directions:
+        """Return the directions that `declared_of` has written down."""
+        lower = frozenset(metric for metric, is_lower in lower_is_better.items() if is_lower)
+        return cls(lower, frozenset(lower_is_better) - lower)
+
     def beside(self, other: Directions) -> Directions:
         """Return these and, for names that these do not declare, another file's."""
         lower = self.lower | (other.lower - self.higher)
@@ -107,6 +130,23 @@ class Directions:
         is_lower = not LOWER_IS_BETTER.isdisjoint(words)
         is_higher = not HIGHER_IS_BETTER.isdisjoint(words)
         return None if is_lower == is_higher else is_lower
+
+    def of_figure(self, figure: str, metrics: Collection[str]) -> bool | None:
+        """Return whether less of a figure is better, or None if nothing says so.
+
+        Args:
+            figure: a metric of `evaluate`, or what the package measures: of all outputs, or of one as
+                `sqnr_db[0.scores]`.
+            metrics: the names of the metrics of `evaluate`, which go before those of the package.
+
+        >>> [BY_NAME.of_figure(name, ["cosine"]) for name in ("sqnr_db[0.scores]", "weight_bytes", "cosine")]
+        [False, True, None]
+        """
+        if figure not in metrics:
+            own = FIGURES_LOWER_IS_BETTER.get(figure.partition("[")[0])
+            if own is not None:
+                return own
+        return self.lower_is_better(figure)
 
     def loss(self, metric: str, before: float, after: float) -> float | None:
         """Return how much worse a metric has become, or None if its direction is unknown.

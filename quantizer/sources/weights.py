@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from quantizer.config.wording import a_kind, shortened
 from quantizer.errors import ModelError
+from quantizer.nn.projections import keep_quiet_about
 from quantizer.sources.batches import PLAIN, not_finite
 from quantizer.sources.tensor_files import read_file
 from quantizer.sources.tensor_kinds import oddity
@@ -53,11 +54,12 @@ def check_finite(module: nn.Module, besides: Container[str] = ()) -> None:
 
 
 def check_kinds(module: nn.Module) -> None:
-    """Look for parameters and buffers that are sparse, quantized or without values.
+    """Look for parameters and buffers that are sparse, quantized or without values, before the module runs.
 
     Raises:
         ModelError: naming the first.
     """
+    keep_quiet_about(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not is_lazy(tensor) and (reason := oddity(tensor)) is not None:
             raise ModelError(f"the model cannot be computed with: {name} {reason}", help=PLAIN)

@@ -246,6 +246,47 @@ def test_an_output_that_becomes_worse_undoes_everything(tmp_path: Path, monkeypa
     assert "undone" in made.summary
 
 
+class Detector(nn.Module):
+    """Boxes in pixels, and small scores."""
+
+    def __init__(self, *, joined: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.boxes, self.scores, self.joined = nn.Linear(8, 4), nn.Linear(8, 2), joined
+
+    def forward(self, x: Tensor) -> Any:
+        boxes, scores = self.boxes(x) * 6400, self.scores(x)
+        return torch.cat([boxes, scores], 1) if self.joined else {"boxes": boxes, "scores": scores}
+
+
+@pytest.mark.parametrize(("joined", "scores"), [(False, "scores"), (True, "0.scores")])
+def test_a_small_output_that_becomes_worse_undoes_everything(
+    joined: bool, scores: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the large one became better, and with it all outputs together."""
+    original = engine.fast_finetune
+
+    def spoiled(reference: Any, quantized: Any, mode: str, **more: Any) -> dict[str, FinetunedLayer]:
+        name = next(node.name for node in quantized.network.graph.nodes if node.name.endswith("[scores]/linear"))
+        scale = quantized.network.layers[name].quantizers["weights"].scale
+        more["done"] = {name: FinetunedLayer(torch.zeros(2, 8), scale, 1.0, 0.5)}
+        return original(reference, quantized, mode, **more)
+
+    monkeypatch.setattr(engine, "fast_finetune", spoiled)
+    batches = [
+        Batch((torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)),), {}, None, None) for seed in (0, 1)
+    ]
+    narrow = document(
+        layer("Detector::Detector/Linear[boxes]/linear", roles=["weights"], bit_width=3),
+        quantizable_data_type=["weights"],
+    )
+    graph = trace(Detector(joined=joined).eval(), batches[0].args)
+    _, before, made = run(graph, tmp_path, batches, "adaround", narrow)
+    assert made.undone
+    assert made.solution == before
+    assert f" ({scores}) dB" in made.summary
+
+
 class Overflowing(nn.Module):
     """Its second layer's outputs are infinite."""
 

@@ -137,9 +137,10 @@ def test_a_property_of_the_model_says_it(tmp_path: Path, capsys: Capture) -> Non
     """Which runs where nobody thinks of code of the user's."""
     file = written(tmp_path, "init", "pass")
     text = Path(file).read_text()
-    Path(file).write_text(text.replace("    def forward", "    def modules(self): sys.exit(0)\n\n    def forward"))
+    method = "    def named_parameters(self, *_, **__): sys.exit(0)\n\n    def forward"
+    Path(file).write_text(text.replace("    def forward", method))
     assert run_command(["inspect", "--model", file]) == 3
-    assert "SystemExit: 0" in capsys.readouterr().err
+    assert "error: the model raised SystemExit: 0" in capsys.readouterr().err
 
 
 class Ending(nn.Module):
@@ -182,11 +183,23 @@ def test_python_gets_the_errors_of_the_package(call: str, end: BaseException) ->
         run(end)
 
 
+class Unwilling(nn.Linear):
+    """Takes nothing that a linear layer does not have."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "quantizers":
+            raise SystemExit(0)
+        super().__setattr__(name, value)
+
+
 def test_a_model_in_place_stays_as_it_was() -> None:
-    model = Ending(SystemExit(0))
-    with pytest.raises(ModelError):
+    """Its first layer is quantized already when the second one ends the run."""
+    model = nn.Sequential(nn.Linear(3, 3), Unwilling(3, 2))
+    weight = model[0].weight.detach().clone()
+    with pytest.raises(ModelError, match="SystemExit"):
         ModelQuantizer(STATIC).quantize_model(model, BATCHES)
-    assert type(model.layer) is nn.Linear
+    assert type(model[0]) is nn.Linear
+    assert torch.equal(model[0].weight, weight)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -18,10 +18,12 @@ from quantizer.cli.streams import Outlet
 
 LISTING = f"{sys.executable} -m quantizer init --list"
 REFUSED = f"{sys.executable} -m quantizer nonsense"
+INVALID = ROOT / "tests/cases/configs/invalid/documented_issue_half_up_as_method.json"
+FOUND = f"{sys.executable} -m quantizer validate --format json {INVALID}"
 FULL = "standard output cannot be written: No space left on device"
 STREAMS = {
     "full": (f"{LISTING} > /dev/full", 5, FULL),
-    "full, and wrong usage": (f"{REFUSED} > /dev/full", 2, "No such command"),
+    "full, and an invalid config": (f"{FOUND} > /dev/full", 1, FULL),
     "no room for errors": (f"{REFUSED} 2> /dev/full", 2, ""),
     "closed": (f"{LISTING} >&-", 0, ""),
     "all closed": (f"{LISTING} >&- 2>&- <&-", 0, ""),
@@ -103,6 +105,15 @@ def test_what_is_no_file_is_told_with_the_code_of_the_option(
     assert "internal error" not in capsys.readouterr().err
 
 
+REFUSALS = {
+    (".lock", pipe): ".lock is no file, so it cannot be locked",
+    (".lock", folder): "for results: Is a directory",
+    ("plan.json", folder): "plan.json is a folder in place of a file",
+    ("export", pipe): "export is no folder, and exports are written there",
+}
+"""What is said of places that are neither files nor replaced."""
+
+
 @pytest.mark.parametrize("make", [pipe, folder])
 @pytest.mark.parametrize("name", [".lock", "plan.json", "export"])
 def test_a_result_folder_with_something_else_in_place_of_a_file(
@@ -112,10 +123,14 @@ def test_a_result_folder_with_something_else_in_place_of_a_file(
     out = tmp_path / "out"
     out.mkdir()
     make(out / name)
-    is_replaced = (name, make) in (("plan.json", pipe), ("export", folder))
-    assert calibrate(out, model=toy(), config=None) == (0 if is_replaced else 5)
-    assert "internal error" not in capsys.readouterr().err
-    assert (out / "quant_info.json").exists() == is_replaced
+    said = REFUSALS.get((name, make))
+    assert calibrate(out, model=toy(), config=None) == (0 if said is None else 5)
+    shown = capsys.readouterr()
+    assert "internal error" not in shown.err
+    assert (out / "quant_info.json").exists() == (said is None)
+    if said is not None:
+        assert said in shown.err
+        assert not shown.out, "nothing has been calibrated"
 
 
 def test_a_name_that_is_too_long(toy: Callable[..., str], capsys: Capture) -> None:
@@ -139,10 +154,12 @@ def test_a_lock_on_a_disk_without_a_byte(
 
 
 ESCAPES = "\x1b[2J\n::error::forged\r\u202e##[error]x"
+COMMAND = "::error::forged"
 
 
+@pytest.mark.parametrize("name", [ESCAPES, COMMAND])
 def test_names_steer_no_terminal_and_no_log(
-    toy: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    name: str, toy: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """In a metric's name, a key of weights, an exception's text and a config."""
     import torch
@@ -150,13 +167,13 @@ def test_names_steer_no_terminal_and_no_log(
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     toy(model="return torch.nn.Linear(3, 2)")
     path = tmp_path / "toy.py"
-    path.write_text(path.read_text() + f"\ndef evaluate(model, data):\n    return {{{ESCAPES!r}: 1.0}}\n")
+    path.write_text(path.read_text() + f"\ndef evaluate(model, data):\n    return {{{name!r}: 1.0}}\n")
     assert run_command(["--quant_mode", "float", "--model", str(path)]) == 0
     assert run_command(["--quant_mode", "float", "--model", str(path), "--json"]) == 0
-    torch.save({ESCAPES: torch.ones(2)}, tmp_path / "w.pth")
+    torch.save({name: torch.ones(2)}, tmp_path / "w.pth")
     assert run_command(["inspect", "--model", str(path), "--weights", str(tmp_path / "w.pth")]) == 3
-    assert run_command(["inspect", "--model", toy(model=f"raise ValueError({ESCAPES!r})")]) == 3
-    (tmp_path / "net.json").write_text("{" + f'"{ESCAPES.encode("unicode_escape").decode()}": 1' + "}")
+    assert run_command(["inspect", "--model", toy(model=f"raise ValueError({name!r})")]) == 3
+    (tmp_path / "net.json").write_text("{" + f'"{name.encode("unicode_escape").decode()}": 1' + "}")
     for form in ("text", "github", "json", "sarif"):
         assert run_command(["validate", "--format", form, str(tmp_path / "net.json")]) != 0
     shown = capsys.readouterr()

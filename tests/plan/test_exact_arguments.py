@@ -137,3 +137,83 @@ def test_a_file_computes_them_in_float(tmp_path: Path) -> None:
     model, data = built("a product with a buffer")
     result = quantizer.calibrate(model, LAYERED, data)
     assert result.export("onnx", tmp_path / "net.onnx").sqnr_db > 60
+
+
+def by_linear(net: Any, angles: Tensor) -> Tensor:
+    return net.multiplied(angles)  # type: ignore[no-any-return]
+
+
+def by_moved(net: Any, angles: Tensor) -> Tensor:
+    return net.convolved(angles.mT).mT  # type: ignore[no-any-return]
+
+
+def by_rectified(net: Any, angles: Tensor) -> Tensor:
+    return net.multiplied(angles.relu())  # type: ignore[no-any-return]
+
+
+MADE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a product with a buffer": lambda net, x: x @ net.frequencies,
+    "a sum": lambda net, x: x @ net.frequencies + net.phases,
+    "a product with a parameter": lambda net, x: x @ net.trained,
+    "a layer": lambda net, x: net.angle(x),
+    "a layer and its ReLU": lambda net, x: net.angle(x).relu(),
+}
+
+
+class Shared(nn.Module):
+    """Angles are read by sines and multiplied by a layer; either reads the same tensor, or one that is made again."""
+
+    def __init__(self, made: str, multiplied: Callable[[Any, Tensor], Tensor], *, is_one: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.make, self.multiply, self.is_one = MADE[made], multiplied, is_one
+        self.angle, self.first, self.second = nn.Linear(3, 32), nn.Linear(64, 32), nn.Linear(32, 3)
+        self.multiplied, self.convolved = nn.Linear(32, 32), nn.Conv1d(32, 32, 1)
+        with torch.no_grad():
+            self.angle.weight.mul_(20)
+            self.multiplied.weight.mul_(0.1)
+            self.convolved.weight.mul_(0.1)
+        self.register_buffer("frequencies", 10 * torch.randn(3, 32))
+        self.register_buffer("phases", torch.randn(32))
+        self.trained = nn.Parameter(10 * torch.randn(3, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = self.make(self, x)
+        again = angles if self.is_one else self.make(self, x)
+        features = self.first(waves(angles)) + self.multiply(self, again)
+        return self.second(features.relu())  # type: ignore[no-any-return]
+
+
+def rooms() -> list[Tensor]:
+    return [torch.rand(4, 16, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+@pytest.mark.parametrize("config", [LAYERED, OUTPUTS], ids=["layered", "hierarchical"])
+@pytest.mark.parametrize("multiplied", [by_linear, by_moved, by_rectified])
+@pytest.mark.parametrize("made", MADE)
+def test_an_argument_that_a_layer_multiplies_as_well_stays_exact(
+    made: str, multiplied: Callable[[Any, Tensor], Tensor], config: Any
+) -> None:
+    """The layer quantizes its own input, so that it loses no more than where both are made apart."""
+    found = []
+    for is_one in (True, False):
+        model = Shared(made, multiplied, is_one=is_one).eval()
+        found.append(quantizer.calibrate(model, config, rooms()).test().metrics["sqnr_db"])
+    assert found[0] > found[1] - 0.5
+    assert found[0] > 30
+
+
+def test_the_layer_that_multiplies_an_argument_quantizes_it() -> None:
+    model = Shared("a layer", by_linear, is_one=True).eval()
+    tensors = quantizer.calibrate(model, LAYERED, rooms()).plan.plan.tensors
+    names = {layer.partition("[")[2].partition("]")[0]: layer for layer, _ in tensors}
+    assert (names["angle"], "activation") not in tensors
+    own = tensors[names["multiplied"], "input"]
+    assert (own.source, own.spec.bit_width) == (names["angle"], 8)
+
+
+def test_a_file_has_it_quantized_where_it_is_multiplied(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
+    pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
+    result = quantizer.calibrate(Shared("a product with a buffer", by_moved, is_one=True).eval(), LAYERED, rooms())
+    assert result.export("onnx", tmp_path / "net.onnx").sqnr_db > 60

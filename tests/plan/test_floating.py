@@ -57,6 +57,10 @@ def both(net: Net, x: Tensor) -> Tensor:
     return x.sin() + net.b(x)
 
 
+def returned(angles: Tensor) -> tuple[Tensor, Tensor]:
+    return angles, angles.sin()
+
+
 def with_its_sine(x: Tensor) -> Tensor:
     return (x + x.sin()).relu()
 
@@ -148,11 +152,18 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
         GIVEN | {"matmul": ARGUMENT},
     ),
     "an angle that is also returned": (lambda n, x, i, g: (n.a(x).sin(), n.a(x)), GIVEN | {"linear": ARGUMENT}),
-    "a layer that a sine and another layer read": (lambda n, x, i, g: both(n, n.a(x)), GIVEN),
-    "a sum that a sine and another layer read": (lambda n, x, i, g: both(n, n.a(x) + 1), GIVEN),
+    "a layer that a sine and another layer read": (
+        lambda n, x, i, g: both(n, n.a(x)),
+        GIVEN | {"linear": ARGUMENT},
+    ),
+    "a layer that a sine reads, and that is returned": (lambda n, x, i, g: returned(n.a(x)), GIVEN),
+    "a sum that a sine and another layer read": (
+        lambda n, x, i, g: both(n, n.a(x) + 1),
+        GIVEN | {"linear": ARGUMENT, "add": ARGUMENT},
+    ),
     "a sum that a sine and a sum read": (
         lambda n, x, i, g: with_its_sine(n.a(x) * 2),
-        GIVEN | {"mul": ARGUMENT},
+        GIVEN | {"linear": ARGUMENT, "mul": ARGUMENT},
     ),
     "an input and its sine, joined": (
         lambda n, x, i, g: n.b(torch.cat([x[..., :2], (x[..., 2:] * 9).sin()], -1)),
