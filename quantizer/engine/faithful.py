@@ -107,23 +107,37 @@ class _FirstOfEqual(TorchFunctionMode):
 
 
 def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """How far tensors are from others, as a share of the size of those: a root of squares, or of unequal integers.
+    """Return how far tensors are from others: the largest share of any of them.
 
-    >>> distance([torch.tensor([3.0, 4.0])], [torch.tensor([3.0, 4.5])])
+    Of floating-point values it is the root of the squared error as a share of that of the values, of others the root of
+    the share that differs. An output that is nothing but rounding beside the largest one counts as that large.
+
+    >>> boxes, scores = torch.tensor([300.0, 400.0]), torch.tensor([3.0, 4.0])
+    >>> distance([boxes, scores], [boxes, torch.tensor([3.0, 4.5])])
     0.1
     """
-    if [each.shape for each in ours] != [each.shape for each in theirs]:
+    if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
         return math.inf
-    error = size = 0.0
+    largest = max((_mean_square(tensor) for tensor in ours if tensor.is_floating_point()), default=0.0)
+    shares: list[float] = [0.0]
     for one, other in zip(ours, theirs, strict=True):
-        exact = (one == other) | (one.isnan() & other.isnan())
+        is_equal = (one == other) | (one.isnan() & other.isnan())
+        if bool(is_equal.all()):
+            continue
         if one.is_floating_point():
-            error += float(torch.where(exact, 0.0, one.double() - other.double()).square().sum())
-            size += float(torch.nan_to_num(one.double()).square().sum())
+            error = float(torch.where(is_equal, 0.0, one.double() - other.double()).square().mean())
+            least = largest * torch.finfo(one.dtype).eps ** 2
+            size = max(_mean_square(one), least)
         else:
-            error, size = error + int((~exact).sum()), size + one.numel()
-    found = math.sqrt(error / size) if size else error
-    return math.inf if math.isnan(found) or (error and not size) else found
+            error, size = float((~is_equal).double().mean()), 1.0
+        shares.append(math.sqrt(error / size) if size else math.inf)
+    return math.inf if any(map(math.isnan, shares)) else max(shares)
+
+
+def _mean_square(tensor: Tensor) -> float:
+    """The mean square of the values, in which NaN and infinity have no part; 0 if there are none."""
+    finite = torch.nan_to_num(tensor.double(), posinf=0.0, neginf=0.0)
+    return float(finite.square().mean()) if tensor.numel() else 0.0
 
 
 def _is_near(found: float, output: Sequence[Tensor]) -> bool:

@@ -33,6 +33,10 @@ def require_mergeable(infos: Sequence[QuantInfo], config: Config) -> None:
         for what in _differences(first.header, info.header):
             text = f"{info.folder} cannot be merged with {first.folder}: {what}"
             raise ResultError(text, help="calibrate both alike")
+        if first.header.get("levels") != info.header.get("levels"):
+            why = "their data have levelled channels by other factors"
+            text = f"{info.folder} cannot be merged with {first.folder}: {why}"
+            raise ResultError(text, help=APART)
     for why in _insufficient(first.header, config):
         raise ResultError(f"{first.folder} cannot be merged: {why}", help=APART)
 
@@ -54,7 +58,6 @@ def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
         "inputs": "the shapes of the inputs differ",
         "fast_finetune": "only one is finetuned",
         "seed": "the seeds differ",
-        "levels": "their first batches have levelled channels by other factors",
     }.items():
         if first.get(key) != other.get(key):
             yield what

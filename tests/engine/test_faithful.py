@@ -141,6 +141,18 @@ def test_what_a_trace_has_frozen_is_an_error(kind: type[Net]) -> None:
         assert caught.value.message.endswith("first at Otherwise::Otherwise/Linear[b]/linear")
 
 
+@pytest.mark.parametrize("kind", ERRORS)
+def test_what_a_trace_has_frozen_in_a_small_output_is_an_error(kind: type[Net]) -> None:
+    """Beside an output that is right and a million times as large."""
+
+    class Beside(kind):  # type: ignore[misc, valid-type]
+        def forward(self, x: Tensor) -> Any:
+            return x * 1e6, super().forward(x)
+
+    with pytest.raises(ModelError, match=r"gives another output|computes something else"):
+        calibrated(Beside())
+
+
 def test_a_small_difference_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     calibrated(Nearly())
     assert "the trace of Nearly computes something else than Nearly: outputs differ by 0.00" in caplog.text
