@@ -114,7 +114,7 @@ def _even_bags(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """Write bags of one length as rows that are looked up and reduced; torch.onnx writes a loop that no runtime loads."""
+    """Write bags of one length as rows that are looked up and reduced; torch.onnx writes no valid loop."""
     if include_last_offset or padding_idx is not None:
         return NotImplemented
     bags = indices.reshape(offsets.shape[0], -1)
