@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -27,11 +28,19 @@ from quantizer.export.float32 import HALF, widened
 from quantizer.export.onnx_layers import LayerCheck
 from quantizer.export.onnx_verify import OnnxFile, named_inputs
 
+Settings = Mapping[str, str | int]
+"""How OpenVINO is to compile a model."""
 logger = logging.getLogger(__name__)
 SECONDS = 600
 """After which OpenVINO is given up."""
 APART = 3
 """Steps between two codes of a layer that rounding does not explain."""
+EXACT: Settings = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+"""It is asked how the file is read, and not how coarsely it is computed: without these settings OpenVINO computes in
+bfloat16 where a processor can, and otherwise rounds what meets uint8 weights in float to 8 bits, in groups.
+"""
+DEFAULTS: Settings = {}
+"""Those of OpenVINO itself."""
 _PROCESS = Path(__file__).with_name("openvino_process.py")
 Arrays = dict[str, NDArray[Any]]
 
@@ -55,7 +64,7 @@ def started(file: OnnxFile, deployment: Deployment) -> Iterator[OpenVinoCheck | 
         yield None
         return
     with TemporaryDirectory() as folder:
-        run = _Run.started(Path(folder) / "file", file.source, _inputs(file, deployment), "--defaults")
+        run = _Run.started(Path(folder) / "file", file.source, _inputs(file, deployment), EXACT, DEFAULTS)
         with run.process:
             try:
                 yield OpenVinoCheck(engine, file, deployment, run)
@@ -125,7 +134,7 @@ class OpenVinoCheck:
         inputs = _inputs(self.file, self.deployment)
         try:
             folder = self.run.folder.with_name("watched")
-            watched = _Run.started(folder, layers.model.SerializeToString(), inputs)
+            watched = _Run.started(folder, layers.model.SerializeToString(), inputs, EXACT)
             (codes,) = watched.outputs()
             layers.add(self.deployment.args, self.deployment.kwargs, codes)
         except VerificationError:
@@ -140,19 +149,21 @@ class _Run:
     folder: Path
     process: subprocess.Popen[bytes]
     stored: tuple[str, ...]
+    """The files of outputs that the process writes, one for each way to run the model."""
 
     @classmethod
-    def started(cls, folder: Path, model: bytes, inputs: Arrays, *options: str) -> _Run:
-        """Begin to run a serialized model in a folder, which is made, with the options of `openvino_process`."""
+    def started(cls, folder: Path, model: bytes, inputs: Arrays, *settings: Settings) -> _Run:
+        """Begin to run a serialized model with each of the settings in a folder, which is made."""
         folder.mkdir()
         (folder / "model.onnx").write_bytes(model)
         arrays: dict[str, Any] = dict(inputs)
         np.savez(folder / "inputs.npz", **arrays)
+        runs = {f"outputs_{index}.npz": dict(chosen) for index, chosen in enumerate(settings)}
+        (folder / "runs.json").write_text(json.dumps(runs), "utf-8")
         # As text, so that no module beside the program stands for one that OpenVINO imports.
-        command = [sys.executable, "-c", _PROCESS.read_text("utf-8"), *options]
+        command = [sys.executable, "-c", _PROCESS.read_text("utf-8")]
         pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        stored = ("outputs.npz", "defaults.npz") if "--defaults" in options else ("outputs.npz",)
-        return cls(folder, subprocess.Popen(command, cwd=folder, **pipes), stored)
+        return cls(folder, subprocess.Popen(command, cwd=folder, **pipes), tuple(runs))
 
     def outputs(self) -> list[Arrays]:
         """Wait for the outputs, by name, of each way that it was to run the model in.
