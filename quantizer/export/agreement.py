@@ -140,7 +140,9 @@ class Verification:
 class EngineCheck:
     """How another engine reads a file: `figures` against test mode over one call, or its `failure` to run it.
 
-    `agrees` says whether they differ by no more than rounding; `layer` is the first that does, if that can be told.
+    These are computed in float32 wherever nothing is quantized, and `reads` says whether they differ by no more than
+    rounding; `layer` is the first that does, if that can be told. `defaults` are the figures of the engine's own
+    settings, which may be coarser. `agrees` says whether neither differs by more than quantization costs.
     """
 
     engine: str
@@ -148,23 +150,34 @@ class EngineCheck:
     figures: Verification | None = None
     failure: str = ""
     layer: str = ""
+    defaults: Verification | None = None
+    reads: bool = True
 
     @property
     def line(self) -> str:
         """A sentence on it."""
         if self.figures is None:
             return f"{self.engine} cannot run it: {self.failure}"
-        if self.agrees:
+        if not self.reads:
+            where = f"; the first layer that differs is {self.layer}" if self.layer else ""
+            return f"{self.engine} computes something else: {self.figures.figures()}{where}"
+        if self.defaults is None:
             return f"in {self.engine}, {self.figures.figures()}"
-        where = f"; the first layer that differs is {self.layer}" if self.layer else ""
-        return f"{self.engine} computes something else: {self.figures.figures()}{where}"
+        in_float32 = f"in {self.engine} in float32, {self.figures.figures()}"
+        if self.agrees:
+            return f"{in_float32}; by its default settings, {self.defaults.figures()}"
+        return (
+            f"{self.engine} computes something else by its default settings: {self.defaults.figures()};"
+            f" {in_float32}: compile it with INFERENCE_PRECISION_HINT f32"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """All that is known."""
         figures = {} if self.figures is None else self.figures.to_json()
         others = {"failure": self.failure, "layer": self.layer}
         stated = {name: text for name, text in others.items() if text}
-        return {"engine": self.engine, "agrees": self.agrees, **stated, **figures}
+        found = {"engine": self.engine, "agrees": self.agrees, **stated, **figures}
+        return found if self.defaults is None else found | {"defaults": self.defaults.to_json()}
 
 
 class Agreement:

@@ -20,6 +20,7 @@ from quantizer.export.onnx_moves import MOVES, quantized_again
 from quantizer.export.onnx_nodes import UNBOUNDED, Emission, clips_codes, quantize_activation, quantize_weights
 from quantizer.export.onnx_padding import padded_apart, sizes_of
 from quantizer.export.onnx_profile import packed_product
+from quantizer.export.onnx_sizes import summed_sizes
 from quantizer.export.onnx_specs import BLOCKS, input_spec
 from quantizer.export.onnx_tensors import INT32, float_tensor
 from quantizer.nn.network import Network
@@ -77,6 +78,8 @@ def lower(
     nodes = looked_up(model, nodes)
     _add_to_sums(model, nodes, biases)
     _keep_in_float(model, nodes, in_float)
+    nodes, initializers = summed_sizes(nodes, sizes_of(values_of(model)))
+    model.graph.initializer.extend(initializers)
     _replace(model, folded(model, nodes))
 
 

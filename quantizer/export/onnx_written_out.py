@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from quantizer.export import onnx_complex
 
@@ -31,6 +32,9 @@ def decompositions(program: ExportedProgram) -> Mapping[Any, Callable[..., Any]]
             written_out[node.target] = _circular_pad
         elif node.target in _AVERAGES and _has_divisor(node):
             written_out[node.target] = _average_by_divisor(_AVERAGES[node.target])
+    bags = program.graph.find_nodes(op="call_function", target=_ATEN.embedding_bag.padding_idx)
+    if bags and all(map(_has_even_bags, bags)):
+        written_out[_ATEN.embedding_bag.padding_idx] = _even_bags
     if any(_is_complex(node.meta.get("val")) for node in program.graph.nodes):
         written_out |= onnx_complex.decompositions()
     return written_out
@@ -64,10 +68,7 @@ def _norm_of_statistics(
     use_input_stats: bool,
     *others: Any,
 ) -> Any:
-    """Write an instance norm by tracked statistics as the batch norm that it is, without reshapes.
-
-    Behind a convolution in integers, OpenVINO reads those in another order of memory.
-    """
+    """Write an instance norm by tracked statistics as the batch norm that it is, without statistics for each sample."""
     if use_input_stats:
         return NotImplemented
     return _ATEN.batch_norm.default(x, weight, bias, running_mean, running_var, False, *others)
@@ -84,6 +85,44 @@ def _circular_pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: 
         if before or after:
             x = x.index_select(axis, torch.arange(-before, size + after) % size)
     return x
+
+
+def _has_even_bags(node: fx.Node) -> bool:
+    """Return whether the bags of a table's rows are the rows of a matrix of indices."""
+    _, flattened, offsets, *_ = node.args
+    if not isinstance(offsets, fx.Node) or offsets.target is not _ATEN.arange.start_step:
+        return False
+    if not isinstance(flattened, fx.Node) or flattened.target not in (_ATEN.reshape.default, _ATEN.view.default):
+        return False
+    (matrix, _), (start, _, length) = flattened.args, offsets.args
+    if not isinstance(matrix, fx.Node) or start != 0:
+        return False
+    shape = matrix.meta["val"].shape
+    if isinstance(length, fx.Node):
+        length = length.meta["val"]
+    return len(shape) == 2 and statically_known_true(shape[1] == length)
+
+
+def _even_bags(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """Write bags of one length as rows that are looked up and reduced; torch.onnx writes no valid loop."""
+    if include_last_offset or padding_idx is not None:
+        return NotImplemented
+    bags = indices.reshape(offsets.shape[0], -1)
+    rows = _ATEN.embedding.default(weight, bags)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.reshape(bags.shape).unsqueeze(-1)
+    reduce = (Tensor.sum, Tensor.mean, Tensor.amax)[mode]
+    return reduce(rows, 1), offsets, offsets, offsets  # of the others nothing is read
 
 
 def _has_divisor(node: fx.Node) -> bool:

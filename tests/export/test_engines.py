@@ -84,6 +84,38 @@ def norms() -> nn.Module:
     return Branches(2, affine, Applied(tracked), rectified=True)
 
 
+class Warped(nn.Module):
+    """Reads the size of the batch for places and for constants beside values with a zero point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+        self.turn = nn.Parameter(0.9 * torch.eye(2, 3)[None])
+        self.rows = nn.Parameter(torch.randn(1, 8, 1, 7))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        values = self.stem(x)
+        grid = F.affine_grid(self.turn.expand(x.shape[0], 2, 3), list(x.shape), align_corners=False)
+        joined = torch.cat([values, self.rows.expand(x.shape[0], 8, 1, 7)], 2)
+        return [self.head(F.grid_sample(values, grid, align_corners=False)), self.head(joined)]
+
+
+class Tokens(nn.Module):
+    """Patches behind a token of their class, as a vision transformer has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.token = nn.Conv2d(3, 16, 2, 2), nn.Parameter(torch.randn(1, 1, 16))
+        self.norm, self.qkv, self.head = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        patches = self.patch(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), patches], 1)
+        query, key, value = self.qkv(self.norm(tokens)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return [tokens, self.head(tokens + attended)]
+
+
 class Sentence(nn.Module):
     """Recurrent layers over rows of tables, one of which is read at fixed places."""
 
@@ -96,6 +128,21 @@ class Sentence(nn.Module):
         rows = self.words(ids) + self.places(torch.arange(5))
         outputs, (hidden, cell) = self.lstm(rows)
         return [rows, outputs, hidden, cell, self.gru(rows)[0]]
+
+
+class Bags(nn.Module):
+    """Rows of tables that are summed up, averaged, compared or weighted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(20, 6, mode=mode) for mode in ("sum", "mean", "max"))
+        self.weighted, self.weights = nn.EmbeddingBag(20, 6, mode="sum"), nn.Embedding(20, 1)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, ids: Tensor) -> list[Tensor]:
+        weights = self.weights(ids).squeeze(-1)
+        rows = [*(bag(ids) for bag in self.bags), self.weighted(ids, per_sample_weights=weights)]
+        return [self.head(row) for row in rows]
 
 
 def images(*shape: int) -> list[Tensor]:
@@ -114,6 +161,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] 
     "transposed, three dimensions": (lambda: transposed(3), lambda: images(4, 4, 4)),
     "pools": (pools, lambda: images(9, 10)),
     "norms": (norms, lambda: images(6, 6)),
+    "warped": (Warped, lambda: images(7, 7)),
+    "tokens": (Tokens, lambda: images(8, 8)),
+    "bags": (Bags, sentences),
     "sentence": (Sentence, sentences),
 }
 
@@ -144,7 +194,8 @@ def test_all_engines_compute_what_test_mode_does(name: str, tmp_path: Path) -> N
     model = onnx.load(tmp_path / "net.onnx")
     feed = {"input_0": x.numpy()}
     session = ort.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
-    compiled = ov.Core().compile_model(str(tmp_path / "net.onnx"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+    compiled = ov.Core().compile_model(str(tmp_path / "net.onnx"), "CPU", exact)
     found = compiled(feed)
     figures = {
         "ONNX Runtime": sqnr_db(expected, session.run(None, feed)),
@@ -167,16 +218,15 @@ def test_pads_of_codes_keep_convolutions_and_pools_in_integers(tmp_path: Path) -
     assert kinds.count("QLinearAveragePool") == 1
 
 
-class Sampled(nn.Module):
-    """Behind a convolution in integers OpenVINO reads GridSample's values in another order."""
+class Resized(nn.Module):
+    """OpenVINO resizes with `antialias` by other weights."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        grid = F.affine_grid(0.9 * torch.eye(2, 3)[None].expand(x.shape[0], 2, 3), list(x.shape), align_corners=False)
-        return self.head(F.grid_sample(self.stem(x), grid, align_corners=False))
+        return self.head(F.interpolate(self.stem(x), size=(5, 4), mode="bilinear", antialias=True))
 
 
 @pytest.mark.usefixtures("other_engines")
@@ -184,14 +234,46 @@ def test_a_file_that_openvino_reads_otherwise_is_written_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("openvino", reason="the engine (extra: openvino)")
-    result = quantizer.calibrate(Sampled().eval(), DEFAULT, images(8, 8))
+    result = quantizer.calibrate(Resized().eval(), DEFAULT, images(8, 8))
     (check,) = result.export("onnx", tmp_path / "net.onnx").engines
     assert (tmp_path / "net.onnx").exists()
     assert not check.agrees
+    assert not check.reads
     assert check.figures is not None and check.figures.sqnr_db is not None and check.figures.sqnr_db < 20
-    assert check.layer.startswith("Sampled::")
+    assert check.layer.startswith("Resized::")
     assert [record.getMessage() for record in caplog.records if check.line in record.getMessage()]
     assert check.to_json()["agrees"] is False
+
+
+TWO_WAYS = """
+import json, numpy, onnxruntime
+with numpy.load("inputs.npz") as inputs:
+    (found,) = onnxruntime.InferenceSession("model.onnx").run(None, dict(inputs))
+for path, settings in json.load(open("runs.json")).items():
+    numpy.savez(path, output_0=found if settings else found * numpy.float32(FACTOR))
+"""
+"""An engine whose default settings give a multiple of what it is to give."""
+
+
+@pytest.mark.usefixtures("other_engines")
+@pytest.mark.parametrize(("factor", "agrees"), [(1.01, True), (-1.0, False)])
+def test_default_settings_of_an_engine_are_told_from_how_it_reads_a_file(
+    factor: float, agrees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "engine.py").write_text(TWO_WAYS.replace("FACTOR", str(factor)))
+    monkeypatch.setattr(onnx_openvino, "_PROCESS", tmp_path / "engine.py")
+    monkeypatch.setattr(onnx_openvino, "version", lambda name: "1.2")
+    result = quantizer.calibrate(nn.Conv2d(3, 4, 1).eval(), DEFAULT, images(4, 4))
+    (check,) = result.export("onnx", tmp_path / "net.onnx").engines
+    assert (check.agrees, check.reads, check.layer) == (agrees, True, "")
+    assert check.defaults is not None and check.figures is not None
+    assert check.defaults.max_difference > check.figures.max_difference
+    assert check.to_json()["defaults"]["sqnr_db"] == check.defaults.sqnr_db
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text for text in warnings if "computes something else by its default settings" in text] == [
+        f"net.onnx: {check.line}"
+    ] * (not agrees)
+    assert ("INFERENCE_PRECISION_HINT" in check.line) == (not agrees)
 
 
 @pytest.mark.usefixtures("other_engines")
