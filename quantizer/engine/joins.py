@@ -18,7 +18,7 @@ from quantizer.numerics.deferred import loaded
 from quantizer.observers import Observer
 from quantizer.plan import joins
 from quantizer.plan.joins import CLOSE_DB
-from quantizer.plan.model import JoinDecision, JoinPlan, Key, Plan
+from quantizer.plan.model import JoinDecision, JoinPlan, Key, Plan, part_name
 
 FEW_BITS = 4.0
 """A part of a join that has fewer than this is told."""
@@ -145,9 +145,10 @@ def _gains(join: JoinPlan, graph: Graph) -> dict[str, dict[str, float]]:
 
     Where there is no such weight, all parts count alike.
     """
-    alike = {key[0]: 1.0 for key in join.sources}
+    alike = {part_name(key): 1.0 for key in join.sources}
     gains: dict[str, dict[str, float]] = {}
-    for layer, _ in join.inputs or ((join.name, ""),):
+    reading = [layer for layer, _ in join.inputs] or [join.name]
+    for layer in join.parts if join.is_of_channels else reading:
         gains[layer] = _weight_gains(join, graph, layer) if layer in join.parts else alike
     return gains
 
@@ -168,6 +169,6 @@ def _weight_gains(join: JoinPlan, graph: Graph, layer: str) -> dict[str, float]:
     for key, length in runs:
         if key is not None:
             total = float(squares[first : first + length].sum())
-            gains[key[0]] = round(gains.get(key[0], 0.0) + total, 9)
+            gains[part_name(key)] = round(gains.get(part_name(key), 0.0) + total, 9)
         first += length
     return gains

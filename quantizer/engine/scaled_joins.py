@@ -18,7 +18,7 @@ from quantizer.config.roles import is_parameter
 from quantizer.engine import calibrate
 from quantizer.engine.calibrate import DISTRIBUTION, Calibration
 from quantizer.graph.edits import Insertion, rescaled
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.deferred import beside, loaded
 from quantizer.observers import Observer
 from quantizer.plan.groups import PART_SCALE
@@ -68,6 +68,8 @@ def scalings(calibration: Calibration, joins: Iterable[JoinPlan], fixed: Contain
     graph = calibration.plan.graph
     found: list[Scaling] = []
     for join in joins:
+        if join.is_of_channels and not join.inputs and any(layer in fixed for layer in join.scalable):
+            continue  # others would read what is not quantized
         by_value: dict[str, list[str]] = {}
         for layer in join.scalable:
             if layer not in fixed:
@@ -115,7 +117,7 @@ def adjustment(graph: Graph, found: Iterable[Scaling]) -> Adjustment:
         for layer in scaling.readers:
             node = graph.by_name[layer]
             weight = graph.weight(node)
-            changed = rescaled(node, loaded(weight), inputs=1 / factors.to(loaded(weight)))
+            changed = _taken_back(node, loaded(weight), factors)
             result = result.with_parameters(layer, weight=beside(weight, changed))
         is_linear = graph.by_name[scaling.readers[0]].row.spatial == 0
         name = _free_name(f"{scaling.value.rpartition('/')[0]}/{PART_SCALE}", taken)
@@ -125,6 +127,12 @@ def adjustment(graph: Graph, found: Iterable[Scaling]) -> Adjustment:
         row = Insertion(name, PART_SCALE, scaling.value, scaling.readers, weight, axis)
         result = replace(result, insertions=(*result.insertions, row))
     return result
+
+
+def _taken_back(node: Node, weight: Tensor, factors: Tensor) -> Tensor:
+    """A layer's weight, divided by the factors of its input channels."""
+    inverse = 1 / factors.to(weight)
+    return weight * inverse if node.row.scales_channels else rescaled(node, weight, inputs=inverse)
 
 
 def _free_name(name: str, taken: Container[str]) -> str:
@@ -167,7 +175,7 @@ def _histogram(before: Calibration, parts: Iterable[Part]) -> Observer:
     seen: list[tuple[Observer, float]] = []
     for part in parts:
         tensor: TensorPlan = before.plan.tensors[part.key]
-        seen.append((before.histograms[tensor.source], part.factor))
+        seen.append((before.histograms[tensor.place], part.factor))
     return Observer.of_parts(DISTRIBUTION, seen)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from quantizer.graph.axis_rules import ALIKE, PADDED, PRODUCT, QUOTIENT, SAME, pads_zeros
+from quantizer.graph.computed_parts import Runs, computed_parts
 from quantizer.graph.ir import Graph, Node, readers
 from quantizer.graph.origins import Origins, maker, origins_of
 from quantizer.plan.floating import ARGUMENT, MASK, computes_in_float, floating, multiplied
@@ -59,6 +60,10 @@ class Layout:
         floats: why others need no quantization.
         origins: of what each joined value consists.
         joins: the joins that are read by something else than another join, by name.
+        runs: where the parts of joins lie in what is computed of them.
+        apart: those of `runs` that nothing reads which needs one grid for all parts, however indirectly.
+        blends: what is computed of parts and then multiplied by layers, like a join whose parts cannot be quantized
+            before it, by where it is quantized.
     """
 
     groups: dict[str, Group]
@@ -66,6 +71,9 @@ class Layout:
     floats: dict[str, str] = field(default_factory=dict)
     origins: dict[str, Origins] = field(default_factory=dict)
     joins: dict[str, Join] = field(default_factory=dict)
+    runs: dict[str, Runs] = field(default_factory=dict)
+    apart: set[str] = field(default_factory=set)
+    blends: dict[str, Join] = field(default_factory=dict)
 
 
 class _Everything(Container[str]):
@@ -102,6 +110,9 @@ class _Layouter:
     def __init__(self, graph: Graph, single: Container[str]) -> None:
         self.graph, self.single = graph, single
         self.where = Layout({}, {}, floating(graph), origins_of(graph))
+        if single is not EVERY_JOIN:
+            self.where.runs.update(computed_parts(graph, self.where.origins))
+            self.where.apart.update(_staying_apart(graph, self.where))
         # The join that alone reads a group's point, or another join.
         self.feeds: dict[str, str] = {}
         # What is only returned, and needs no quantization if it is not joined on one grid.
@@ -126,24 +137,55 @@ class _Layouter:
     def _place(self, node: Node) -> None:
         """Place the group that begins with a node which makes values."""
         group, join = self._chain(node)
+        if self._is_placed_behind(group):
+            return
         self._serve(group)
         if join:
             self.feeds[group.point] = join
         ends = {name for name, _ in outer_readers(self.graph, group.point)}
         # A sigmoid, a softmax, or what is computed of parts on different grids, and then only returned.
         is_last = node.row.kind == "nonlinear" and group.point == node.name
-        if ends == {""} and (is_last or self._reads_parts(node)):
+        reads_parts = self._reads_parts(node)
+        if reads_parts and group.point in self.where.apart:
+            self.where.served.update(dict.fromkeys(group.members, ""))
+        elif ends == {""} and (is_last or reads_parts):
             self.where.served[node.name] = ""
             self.last[group.point] = group
         else:
             self.where.groups[group.point] = group
+            products = self._products_of_parts(group)
+            if products:
+                self.where.blends[group.point] = Join(node.name, group, (), products, is_returned=False)
+
+    def _products_of_parts(self, group: Group) -> tuple[Product, ...]:
+        """The layers that multiply what is computed of several parts."""
+        if group.point not in self.where.runs:
+            return ()
+        products: list[Product] = []
+        for name, read in values_readers(self.graph, group.point, self.where.floats):
+            if name and self._multiplies(name, read):
+                products.append(Product(name, read))
+        return tuple(products)
+
+    def _is_placed_behind(self, group: Group) -> bool:
+        """Place a group of what is computed of parts behind the operators that bring these to one range, if any do."""
+        if group.point not in self.where.runs or self._products_of_parts(group):
+            return False
+        reading = [name for name, _ in values_readers(self.graph, group.point, self.where.floats)]
+        scaling = [name for name in reading if name and self.graph.by_name[name].op == PART_SCALE]
+        for name in scaling:
+            self.where.groups[name] = Group(name, (*group.members, name))
+        if scaling:
+            point = scaling[0] if len(reading) == 1 else ""
+            self.where.served.update(dict.fromkeys(group.members, point))
+        return bool(scaling)
 
     def _reads_parts(self, node: Node) -> bool:
         """Whether the node computes element by element with a value whose parts are on different grids."""
-        if node.row.axes not in _ELEMENTWISE:
+        if node.row.axes not in _ELEMENTWISE and node.name not in self.where.runs:
             return False
         for name in node.refs():
-            is_joined = name in self.where.origins or name in self.after_joins
+            is_joined = name in self.where.origins or name in self.after_joins or name in self.where.runs
             if is_joined and quantization_point(self.graph, self.where, name) is None:
                 return True
         return False
@@ -301,6 +343,22 @@ def outer_readers(graph: Graph, name: str, floats: Mapping[str, str] | None = No
             elif reader not in joins:
                 joins.add(reader)
                 pending.append(reader)
+
+
+def _staying_apart(graph: Graph, where: Layout) -> set[str]:
+    """Return what is computed of parts and read by the output, by factors for the parts, or to compute more such."""
+    apart: set[str] = set()
+    for node in reversed(graph.nodes):
+        if node.name not in where.runs:
+            continue
+        needs_one = False
+        for name, _ in values_readers(graph, node.name, where.floats):
+            reader = graph.by_name.get(name)
+            keeps = reader is None or reader.op == PART_SCALE or (reader.row.kind != "mac" and name in apart)
+            needs_one = needs_one or not keeps
+        if not needs_one:
+            apart.add(node.name)
+    return apart
 
 
 def quantization_point(graph: Graph, where: Layout, name: str) -> str | None:
