@@ -301,7 +301,7 @@ def _is_constant(number: Any) -> bool:
 
 
 def _has_parts(graph: Graph) -> bool:
-    """Whether positions matter: a part of a join may be overwritten or picked, or is moved before it is computed with."""
+    """Whether positions matter: parts of a join may be overwritten or picked, or are moved before they are read."""
     after: set[str] = set()
     moved: set[str] = set()
     for node in graph.nodes:

@@ -130,15 +130,13 @@ class _Layouter:
                 continue
             if node.is_join:
                 self._place_join(node)
-            elif not is_carried and self._makes_values(node):
+            elif not is_carried and not self._is_placed_behind(node) and self._makes_values(node):
                 self._place(node)
         return self.where
 
     def _place(self, node: Node) -> None:
         """Place the group that begins with a node which makes values."""
         group, join = self._chain(node)
-        if self._is_placed_behind(group):
-            return
         self._serve(group)
         if join:
             self.feeds[group.point] = join
@@ -154,7 +152,7 @@ class _Layouter:
         else:
             self.where.groups[group.point] = group
             products = self._products_of_parts(group)
-            if products:
+            if products and node.op != PART_SCALE:
                 self.where.blends[group.point] = Join(node.name, group, (), products, is_returned=False)
 
     def _products_of_parts(self, group: Group) -> tuple[Product, ...]:
@@ -167,8 +165,11 @@ class _Layouter:
                 products.append(Product(name, read))
         return tuple(products)
 
-    def _is_placed_behind(self, group: Group) -> bool:
-        """Place a group of what is computed of parts behind the operators that bring these to one range, if any do."""
+    def _is_placed_behind(self, node: Node) -> bool:
+        """Place what is computed of parts behind the operators that bring these to one range, if any do."""
+        if node.name not in self.where.runs or node.row.kind == "passthrough" or node.op == PART_SCALE:
+            return False
+        group, _ = self._chain(node)
         if group.point not in self.where.runs or self._products_of_parts(group):
             return False
         reading = [name for name, _ in values_readers(self.graph, group.point, self.where.floats)]
