@@ -91,11 +91,13 @@ def _parts(join: JoinPlan, layer: str, calibration: Calibration) -> tuple[Part, 
             return ()
         sizes[key] = _largest(calibration.observers[key])
     widest = max(sizes.values())
+    dtype = calibration.plan.graph.by_name[layer].dtype or torch.float32
+    largest = -math.log2(torch.finfo(dtype).tiny)  # of exponents whose powers of two have inverses in this format
     parts: list[Part] = []
     for key, channels in runs:
         assert key is not None  # or it had returned
         exponent = round(math.log2(widest / sizes[key])) if sizes[key] else 0
-        parts.append(Part(key, channels, 2.0**exponent))
+        parts.append(Part(key, channels, 2.0 ** min(exponent, largest)))
     return tuple(parts)
 
 
@@ -144,12 +146,33 @@ def _free_name(name: str, taken: Container[str]) -> str:
     return free
 
 
-def taken_over(before: Calibration, plan: Plan, found: Iterable[Scaling], inserted: Iterable[Insertion]) -> Calibration:
-    """Return a calibration of the plan for the scaled graph that has seen what the one before saw.
+def is_seen(before: Calibration, plan: Plan, found: Iterable[Scaling], inserted: Iterable[Insertion]) -> bool:
+    """Return whether a calibration has seen all that a plan for the scaled graph needs, parts as the whole is planned.
 
-    Raises:
-        LookupError: the plan has an activation of which nothing was seen.
+    Another entry of the config may be for the scaled value than for its parts, and then they were observed otherwise.
     """
+    parts = {row.name: scaling.parts for row, scaling in zip(inserted, found, strict=True)}
+    for key, tensor in plan.tensors.items():
+        if not tensor.is_calibrated:
+            continue
+        if tensor.source not in parts:
+            observer = before.observers.get(key)
+            if observer is None or observer.spec != tensor.spec:
+                return False
+            continue
+        if not tensor.spec.has_one_scale or tensor.channels is not None:
+            return False
+        for part in parts[tensor.source]:
+            place = before.plan.tensors[part.key].place
+            is_alike = before.observers[part.key].spec == tensor.spec
+            has_histogram = before.observers[part.key].has_histogram or place in before.histograms
+            if not is_alike or not has_histogram:
+                return False
+    return True
+
+
+def taken_over(before: Calibration, plan: Plan, found: Iterable[Scaling], inserted: Iterable[Insertion]) -> Calibration:
+    """Return a calibration of the plan for the scaled graph that has seen what the one before saw, if `is_seen`."""
     parts = {row.name: scaling.parts for row, scaling in zip(inserted, found, strict=True)}
     after = calibrate.start(plan)
     observers: dict[Key, Observer] = {key: each for key, each in before.observers.items() if not is_parameter(key[1])}
@@ -161,8 +184,6 @@ def taken_over(before: Calibration, plan: Plan, found: Iterable[Scaling], insert
         elif tensor.source in parts:
             seen = [(before.observers[part.key], part.factor) for part in parts[tensor.source]]
             observers[key] = together.setdefault(tensor.source, Observer.of_parts(tensor.spec, seen))
-        elif key not in observers:
-            raise LookupError(f"nothing was seen of {key[1]} of {key[0]}")
     histograms = dict(before.histograms)
     for source in after.histograms:
         if source in parts:

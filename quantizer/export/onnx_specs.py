@@ -29,9 +29,6 @@ SAFE = 64
 """Largest magnitude of int8 weights of which every CPU multiplies and adds right: those without VNNI add up two
 products with uint8 in 16 bits, and what does not fit saturates, 2 * 255 * 64 still does."""
 
-_CUTTING = ("relu6", "hardtanh", "clamp", "clamp_min")
-"""Activation functions that cut off values and leave the others as they are."""
-
 
 def input_key(layer: str, graph: Graph, specs: Specs) -> Key | None:
     """Where what a layer reads is quantized: by itself, or where it was made."""
@@ -104,7 +101,7 @@ def quantized_apart(graph: Graph, solution: Solution, *, any_rounding: bool = Fa
 def _keeps_codes(graph: Graph, join: Join) -> bool:
     """Whether rounding before a join's activation function leads to the same codes as rounding after it alone."""
     between = [graph.by_name[name] for name in join.group.members if name != join.name]
-    return all(node.row.keeps_scale or node.op in (*_CUTTING, PART_SCALE) for node in between)
+    return all(node.row.keeps_scale or node.row.cuts or node.op == PART_SCALE for node in between)
 
 
 def _part_factors(graph: Graph, where: Layout, join: Join) -> dict[str, float]:

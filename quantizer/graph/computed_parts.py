@@ -12,14 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.graph.axis_rules import ALIKE, PRODUCT, QUOTIENT, changes
+from quantizer.graph.axis_rules import changes
 from quantizer.graph.channel_labels import ChannelLabels, channels_along, compressed
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.label_replay import is_pointwise
 from quantizer.graph.origins import Origins
-
-_OF_TWO = (ALIKE, PRODUCT, QUOTIENT)
-_ELEMENTWISE = ("rsub", "lerp", "pow", "square", "sqrt", "exp", "expm1", "log1p")
-"""Operators without a rule for channels that compute element by element, too."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ def _is_computed_on(graph: Graph, name: str, origins: Container[str]) -> bool:
 
 def _keeps_apart(node: Node) -> bool:
     """Whether channels may lie in what an operator makes as they do in what it reads."""
-    return node.is_float and not node.row.weight and (node.row.axes is not None or node.op in _ELEMENTWISE)
+    return node.is_float and not node.row.weight and (node.row.axes is not None or is_pointwise(node))
 
 
 class _Walk:
@@ -106,7 +103,7 @@ class _Walk:
         """Return where the parts lie in what a node makes, None if it has none or they are mixed."""
         if self.known.keys().isdisjoint(node.refs()):
             return None
-        numbers = self._computed(node) if _is_elementwise(node) else self.labels.carried(node, self.known)
+        numbers = self._computed(node) if is_pointwise(node) else self.labels.carried(node, self.known)
         if numbers is None:
             return None
         self.known[node.name] = numbers
@@ -133,8 +130,3 @@ class _Walk:
                 return None
             found = spread
         return None if found is None else compressed(found)
-
-
-def _is_elementwise(node: Node) -> bool:
-    """Whether an operator computes element by element of several values."""
-    return node.row.axes in _OF_TWO or node.op in _ELEMENTWISE

@@ -202,7 +202,7 @@ class _Labels:
     def _blended(self, node: Node, labels: Tensor) -> Any:
         """The labels after windows, resizing or zeros around, where they are alike along the axes that these are on."""
         rule, made = node.row.axes, self.values.get(node.name)
-        if rule is None or rule.runs or not isinstance(labels, Tensor):
+        if rule is None or rule.runs or made is None or not isinstance(labels, Tensor):
             return None
         several = isinstance(made, (list, tuple))
         first = made[0] if several else made
