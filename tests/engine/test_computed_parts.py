@@ -164,7 +164,10 @@ def by_entry(roles: list[str], name: str, **words: Any) -> dict[str, Any]:
 BY_CHANNEL = INT8 | {"qscheme": "per_channel", "ch_axis": 1}
 MIXED: dict[str, dict[str, Any]] = {
     "fewer bits for parts": by_entry(["activation"], "re:.*/(cat|sigmoid.*|mul)", bit_width=4),
-    "channels": {"global_quant_config": HIERARCHICAL["global_quant_config"] | {"output_tensors": BY_CHANNEL}},
+    "channels": {
+        "global_quant_config": HIERARCHICAL["global_quant_config"]
+        | {"input_tensors": BY_CHANNEL, "output_tensors": BY_CHANNEL}
+    },
 }
 
 
@@ -188,7 +191,7 @@ def test_parts_that_were_observed_otherwise_than_the_whole_keep_their_own_scales
 
 
 class Half(nn.Module):
-    """A network of halves, for which a factor of 2^18 is infinite."""
+    """A network of halves, for which a factor of 2^18 is infinite, and zero times it no number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +201,7 @@ class Half(nn.Module):
             self.mix.weight[:, 4:] *= 30
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.mix(torch.cat([x[:, :4].sigmoid() * 640, x[:, 4:].sigmoid() * 2e-3], 1))  # type: ignore[no-any-return]
+        return self.mix(torch.cat([x[:, :4].sigmoid() * 640, x[:, 4:].relu() * 2e-3], 1))  # type: ignore[no-any-return]
 
 
 def test_factors_fit_the_networks_format() -> None:
