@@ -14,6 +14,24 @@ def base_role(role: str) -> Role:
     return cast(Role, role.partition("_")[0])
 
 
+def channels_role(first: int, length: int) -> str:
+    """Return the role of some channels of a layer's output, which are observed by themselves.
+
+    >>> channels_role(4, 3)
+    'activation_4_7'
+    """
+    return f"activation_{first}_{first + length}"
+
+
+def is_of_channels(role: str) -> bool:
+    """Whether it is a role of `channels_role`.
+
+    >>> is_of_channels("activation_4_7"), is_of_channels("activation")
+    (True, False)
+    """
+    return role.startswith("activation_")
+
+
 def is_parameter(role: str) -> bool:
     """Whether the tensor belongs to the layer and needs no data."""
     return base_role(role) in ("weights", "bias")

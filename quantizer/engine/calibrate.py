@@ -109,7 +109,7 @@ class Calibration:
         tensors = self.plan.tensors
         kept = {key: tensor for key, tensor in tensors.items() if key[0] not in layers or not tensor.is_calibrated}
         observers = {key: observer for key, observer in self.observers.items() if key in kept}
-        sources = {tensor.source for tensor in kept.values() if tensor.is_calibrated}
+        sources = {tensor.place for tensor in kept.values() if tensor.is_calibrated}
         histograms = {name: observer for name, observer in self.histograms.items() if name in sources}
         return replace(self, plan=replace(self.plan, tensors=kept), observers=observers, histograms=histograms)
 
@@ -158,9 +158,9 @@ def start(plan: Plan) -> Calibration:
                 else:
                     check_finite(parameter)
         elif tensor.is_calibrated:
-            calibration.observers[key] = shared.setdefault((tensor.source, tensor.spec), Observer(tensor.spec))
+            calibration.observers[key] = shared.setdefault((tensor.place, tensor.spec), Observer(tensor.spec))
             if not calibration.observers[key].has_histogram:
-                calibration.histograms.setdefault(tensor.source, Observer(DISTRIBUTION))
+                calibration.histograms.setdefault(tensor.place, Observer(DISTRIBUTION))
     _warn_of_zeros(calibration.observers)
     return calibration
 
@@ -243,11 +243,17 @@ def watchers(calibration: Calibration) -> Watchers:
         if not is_parameter(tensor.role):
             observer = calibration.observers.get(key)
             look = check_finite if observer is None else observer.observe
-            if observer is not None and tensor.source in histograms:
-                look = partial(observer.observe, beside=histograms.pop(tensor.source))
+            if observer is not None and tensor.place in histograms:
+                look = partial(observer.observe, beside=histograms.pop(tensor.place))
+            if tensor.channels is not None:
+                look = partial(_look_at_channels, look, *tensor.channels)
             watched.setdefault(tensor.source, {}).setdefault(id(observer), (tensor, look))
     means = calibration.means
     return {name: partial(_show, [*looks.values()], means.get(name)) for name, looks in watched.items()}
+
+
+def _look_at_channels(look: Watch, axis: int, first: int, length: int, value: Tensor) -> None:
+    look(value.narrow(axis, first, length))
 
 
 def _show(looks: list[tuple[TensorPlan, Watch]], mean: ChannelMean | None, value: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from quantizer.algorithms.adjustment import Adjustment
@@ -11,6 +11,7 @@ from quantizer.config.wording import shortened
 from quantizer.engine import scaled_joins
 from quantizer.engine.calibrate import Calibration
 from quantizer.engine.job import Job
+from quantizer.engine.scaled_joins import Scaling
 from quantizer.errors import ResultError
 from quantizer.graph.edits import by_channel
 from quantizer.graph.ir import Graph
@@ -18,7 +19,7 @@ from quantizer.numerics.deferred import loaded
 from quantizer.observers import Observer
 from quantizer.plan import joins
 from quantizer.plan.joins import CLOSE_DB
-from quantizer.plan.model import JoinDecision, JoinPlan, Key, Plan
+from quantizer.plan.model import JoinDecision, JoinPlan, Key, Plan, part_name
 
 FEW_BITS = 4.0
 """A part of a join that has fewer than this is told."""
@@ -63,15 +64,42 @@ def _scale_parts(job: Job, decisions: Mapping[str, JoinDecision]) -> list[str]:
     """Scale the parts of joins that have lost too much, as far as it can be done; return these joins."""
     far = [join for join in job.plan.joins if decisions[join.name].lost_db > CLOSE_DB and not join.is_single]
     rounded = {} if job.adjustment is None else job.adjustment.rounded
-    found = scaled_joins.scalings(job.calibration, far, rounded)
+    wanted = scaled_joins.scalings(job.calibration, far, rounded)
+    found = _possible(job, wanted)
     if not found:
         return []
     more = scaled_joins.adjustment(job.plan.graph, found)
+    plan = job.target.plan(job.config, more)
     job.target.adjust(more)
-    plan = job.target.plan(job.config)
     job.calibration = scaled_joins.taken_over(job.calibration, plan, found, more.insertions)
     job.adjustment = scaled_joins.merged(job.adjustment or Adjustment(), more)
     return list(dict.fromkeys(scaling.join for scaling in found))
+
+
+def _possible(job: Job, wanted: Sequence[Scaling]) -> Sequence[Scaling]:
+    """Those factors for which calibration has seen enough: all of them, or join by join."""
+    if not wanted or _is_seen(job, wanted):
+        return wanted
+    found: list[Scaling] = []
+    for scalings in _by_join(wanted):
+        if _is_seen(job, [*found, *scalings]):
+            found += scalings
+    return found
+
+
+def _by_join(scalings: Iterable[Scaling]) -> list[list[Scaling]]:
+    """The factors of each join, which are taken up together."""
+    by_join: dict[str, list[Scaling]] = {}
+    for scaling in scalings:
+        by_join.setdefault(scaling.join, []).append(scaling)
+    return [*by_join.values()]
+
+
+def _is_seen(job: Job, scalings: Sequence[Scaling]) -> bool:
+    """Whether calibration has seen what is quantized after these factors; the job stays as it is."""
+    more = scaled_joins.adjustment(job.plan.graph, scalings)
+    plan = job.target.plan(job.config, more)
+    return scaled_joins.is_seen(job.calibration, plan, scalings, more.insertions)
 
 
 def remarks(plan: Plan, decisions: Mapping[str, JoinDecision]) -> Iterator[tuple[int, str]]:
@@ -145,9 +173,10 @@ def _gains(join: JoinPlan, graph: Graph) -> dict[str, dict[str, float]]:
 
     Where there is no such weight, all parts count alike.
     """
-    alike = {key[0]: 1.0 for key in join.sources}
+    alike = {part_name(key): 1.0 for key in join.sources}
     gains: dict[str, dict[str, float]] = {}
-    for layer, _ in join.inputs or ((join.name, ""),):
+    reading = [layer for layer, _ in join.inputs] or [join.name]
+    for layer in join.parts if join.is_of_channels else reading:
         gains[layer] = _weight_gains(join, graph, layer) if layer in join.parts else alike
     return gains
 
@@ -168,6 +197,6 @@ def _weight_gains(join: JoinPlan, graph: Graph, layer: str) -> dict[str, float]:
     for key, length in runs:
         if key is not None:
             total = float(squares[first : first + length].sum())
-            gains[key[0]] = round(gains.get(key[0], 0.0) + total, 9)
+            gains[part_name(key)] = round(gains.get(part_name(key), 0.0) + total, 9)
         first += length
     return gains

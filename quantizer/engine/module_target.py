@@ -74,7 +74,8 @@ class ModuleTarget(Target):
                     help='list "weights" and "bias" alone, or use quantizer.calibrate, which traces the model',
                 )
 
-    def plan(self, config: Config) -> Plan:
+    def plan(self, config: Config, more: Adjustment | None = None) -> Plan:
+        assert more is None  # modules show no joins, which alone are tried out
         return self._without_floats(resolve(config, self.graph, self.graph))
 
     def _without_floats(self, plan: Plan) -> Plan:

@@ -18,7 +18,7 @@ from quantizer.config.roles import is_parameter
 from quantizer.engine import calibrate
 from quantizer.engine.calibrate import DISTRIBUTION, Calibration
 from quantizer.graph.edits import Insertion, rescaled
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.deferred import beside, loaded
 from quantizer.observers import Observer
 from quantizer.plan.groups import PART_SCALE
@@ -68,6 +68,8 @@ def scalings(calibration: Calibration, joins: Iterable[JoinPlan], fixed: Contain
     graph = calibration.plan.graph
     found: list[Scaling] = []
     for join in joins:
+        if join.is_of_channels and not join.inputs and any(layer in fixed for layer in join.scalable):
+            continue  # others would read what is not quantized
         by_value: dict[str, list[str]] = {}
         for layer in join.scalable:
             if layer not in fixed:
@@ -89,11 +91,13 @@ def _parts(join: JoinPlan, layer: str, calibration: Calibration) -> tuple[Part, 
             return ()
         sizes[key] = _largest(calibration.observers[key])
     widest = max(sizes.values())
+    dtype = calibration.plan.graph.by_name[layer].dtype or torch.float32
+    largest = -math.log2(torch.finfo(dtype).tiny)  # of exponents whose powers of two have inverses in this format
     parts: list[Part] = []
     for key, channels in runs:
         assert key is not None  # or it had returned
         exponent = round(math.log2(widest / sizes[key])) if sizes[key] else 0
-        parts.append(Part(key, channels, 2.0**exponent))
+        parts.append(Part(key, channels, 2.0 ** min(exponent, largest)))
     return tuple(parts)
 
 
@@ -115,7 +119,7 @@ def adjustment(graph: Graph, found: Iterable[Scaling]) -> Adjustment:
         for layer in scaling.readers:
             node = graph.by_name[layer]
             weight = graph.weight(node)
-            changed = rescaled(node, loaded(weight), inputs=1 / factors.to(loaded(weight)))
+            changed = _taken_back(node, loaded(weight), factors)
             result = result.with_parameters(layer, weight=beside(weight, changed))
         is_linear = graph.by_name[scaling.readers[0]].row.spatial == 0
         name = _free_name(f"{scaling.value.rpartition('/')[0]}/{PART_SCALE}", taken)
@@ -127,6 +131,12 @@ def adjustment(graph: Graph, found: Iterable[Scaling]) -> Adjustment:
     return result
 
 
+def _taken_back(node: Node, weight: Tensor, factors: Tensor) -> Tensor:
+    """A layer's weight, divided by the factors of its input channels."""
+    inverse = 1 / factors.to(weight)
+    return weight * inverse if node.row.scales_channels else rescaled(node, weight, inputs=inverse)
+
+
 def _free_name(name: str, taken: Container[str]) -> str:
     """The name, or with the first number that is free."""
     number, free = 0, name
@@ -136,12 +146,33 @@ def _free_name(name: str, taken: Container[str]) -> str:
     return free
 
 
-def taken_over(before: Calibration, plan: Plan, found: Iterable[Scaling], inserted: Iterable[Insertion]) -> Calibration:
-    """Return a calibration of the plan for the scaled graph that has seen what the one before saw.
+def is_seen(before: Calibration, plan: Plan, found: Iterable[Scaling], inserted: Iterable[Insertion]) -> bool:
+    """Return whether a calibration has seen all that a plan for the scaled graph needs, parts as the whole is planned.
 
-    Raises:
-        LookupError: the plan has an activation of which nothing was seen.
+    Another entry of the config may be for the scaled value than for its parts, and then they were observed otherwise.
     """
+    parts = {row.name: scaling.parts for row, scaling in zip(inserted, found, strict=True)}
+    for key, tensor in plan.tensors.items():
+        if not tensor.is_calibrated:
+            continue
+        if tensor.source not in parts:
+            observer = before.observers.get(key)
+            if observer is None or observer.spec != tensor.spec:
+                return False
+            continue
+        if not tensor.spec.has_one_scale or tensor.channels is not None:
+            return False
+        for part in parts[tensor.source]:
+            place = before.plan.tensors[part.key].place
+            is_alike = before.observers[part.key].spec == tensor.spec
+            has_histogram = before.observers[part.key].has_histogram or place in before.histograms
+            if not is_alike or not has_histogram:
+                return False
+    return True
+
+
+def taken_over(before: Calibration, plan: Plan, found: Iterable[Scaling], inserted: Iterable[Insertion]) -> Calibration:
+    """Return a calibration of the plan for the scaled graph that has seen what the one before saw, if `is_seen`."""
     parts = {row.name: scaling.parts for row, scaling in zip(inserted, found, strict=True)}
     after = calibrate.start(plan)
     observers: dict[Key, Observer] = {key: each for key, each in before.observers.items() if not is_parameter(key[1])}
@@ -153,8 +184,6 @@ def taken_over(before: Calibration, plan: Plan, found: Iterable[Scaling], insert
         elif tensor.source in parts:
             seen = [(before.observers[part.key], part.factor) for part in parts[tensor.source]]
             observers[key] = together.setdefault(tensor.source, Observer.of_parts(tensor.spec, seen))
-        elif key not in observers:
-            raise LookupError(f"nothing was seen of {key[1]} of {key[0]}")
     histograms = dict(before.histograms)
     for source in after.histograms:
         if source in parts:
@@ -167,7 +196,7 @@ def _histogram(before: Calibration, parts: Iterable[Part]) -> Observer:
     seen: list[tuple[Observer, float]] = []
     for part in parts:
         tensor: TensorPlan = before.plan.tensors[part.key]
-        seen.append((before.histograms[tensor.source], part.factor))
+        seen.append((before.histograms[tensor.place], part.factor))
     return Observer.of_parts(DISTRIBUTION, seen)
 
 

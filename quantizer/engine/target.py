@@ -52,8 +52,8 @@ class Target(Protocol):
             UsageError: the config asks for what this kind of target cannot do.
         """
 
-    def plan(self, config: Config) -> Plan:
-        """The plan for the graph as it is now."""
+    def plan(self, config: Config, more: Adjustment | None = None) -> Plan:
+        """The plan for the graph as it is now, or would be with `more`."""
 
     def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
         """What the user should hear of the plan, with levels of `logging`."""
@@ -96,8 +96,9 @@ class TracedTarget(Target):
     def prepare(self, config: Config, refused: Collection[str] = ()) -> None:
         self.graph = run_passes(self.original, config.settings, refused=refused)
 
-    def plan(self, config: Config) -> Plan:
-        return resolve(config, self.graph, self.original)
+    def plan(self, config: Config, more: Adjustment | None = None) -> Plan:
+        graph = self.graph if more is None else adjusted(self.graph, more)
+        return resolve(config, graph, self.original)
 
     def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
         """What passes did to parameters, and which operators stay float."""

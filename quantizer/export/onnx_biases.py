@@ -11,6 +11,7 @@ from quantizer.export.onnx_specs import input_key, is_narrow, output_spec
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import placed
 from quantizer.nn.network import Network
+from quantizer.plan.groups import layout
 
 CPU = torch.device("cpu")
 ROOM = 1 << 30
@@ -100,13 +101,13 @@ def overflowing(network: Network, solution: Solution, most: int = 2 * ROOM - 1) 
 
 def sum_steps(graph: Graph, solution: Solution) -> dict[str, Tensor]:
     """The units of the sums of each convolution with a bias that has an integer kernel: float32, () or [channels]."""
-    specs, found = solution.specs, {}
+    specs, found, where = solution.specs, {}, layout(graph)
     for (layer, role), weights in solution.tensors.items():
         node = graph.by_name[layer]
         has_bias = "bias" in node.params or layer in solution.corrections
         if role != "weights" or not node.row.spatial or node.row.transposed or not has_bias:
             continue
-        key, output = input_key(layer, graph, specs), output_spec(layer, graph, specs)
+        key, output = input_key(layer, graph, specs), output_spec(layer, graph, specs, where)
         by_output = weights.spec.ch_axis is None or (weights.spec.qscheme, weights.spec.ch_axis) == ("per_channel", 0)
         if key is None or output is None or not by_output or node.dtype != torch.float32:
             continue

@@ -11,6 +11,7 @@ from quantizer.export.agreement import Kernels
 from quantizer.export.onnx_lowering import MULTIPLYING, NUMBERED
 from quantizer.export.onnx_specs import input_spec, output_spec
 from quantizer.graph.ir import Graph
+from quantizer.plan.groups import Layout, layout
 
 INTEGER = {
     *("QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger", "MatMulIntegerToFloat", "QGemm"),
@@ -32,7 +33,11 @@ def kernels(model: ModelProto, optimized: str, graph: Graph, solution: Solution)
     floating = [node for node in model.graph.node if node.op_type in MULTIPLYING and node.name not in integer]
     readers = {name: node.op_type for node in model.graph.node for name in node.input}
     followers = {node.name: readers.get(node.output[0], "") for node in floating}
-    return Kernels(integer, {layer: _why(layer, graph, solution, after) for layer, after in followers.items()})
+    where = layout(graph)
+    reasons: dict[str, str] = {}
+    for layer, after in followers.items():
+        reasons[layer] = _why(layer, graph, where, solution, after)
+    return Kernels(integer, reasons)
 
 
 def _layer(name: str) -> str:
@@ -40,7 +45,7 @@ def _layer(name: str) -> str:
     return re.sub(r"_token_\d+$", "", name)
 
 
-def _why(layer: str, graph: Graph, solution: Solution, follower: str) -> str:
+def _why(layer: str, graph: Graph, where: Layout, solution: Solution, follower: str) -> str:
     """The first thing in the config that keeps a layer's multiplication in float, and what to write instead.
 
     `follower` is the operator that reads it in the file, which has none for what became bounds of codes.
@@ -56,7 +61,8 @@ def _why(layer: str, graph: Graph, solution: Solution, follower: str) -> str:
         return f"its weights are {_words(weights)}; 8 bits or fewer of integers have kernels"
     if node.row.transposed:
         return "ONNX Runtime has no integer kernel for transposed convolutions"
-    for role, spec in (("input", input_spec(layer, graph, specs)), ("output", output_spec(layer, graph, specs))):
+    output = output_spec(layer, graph, specs, where)
+    for role, spec in (("input", input_spec(layer, graph, specs)), ("output", output)):
         if spec is None:
             return f"its {role} is not quantized"
         if spec.dtype != "int" or spec.bit_width > 8:

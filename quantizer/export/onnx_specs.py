@@ -2,7 +2,7 @@
 values by other codes, scales or groups.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.graph.origins import maker
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.deferred import loaded
-from quantizer.plan.groups import PART_SCALE, Join, Layout, layout
+from quantizer.plan.groups import PART_SCALE, Join, Layout, layout, values_readers
 from quantizer.plan.model import Key
 
 Specs = Mapping[Key, QuantizationSpec]
@@ -41,11 +41,11 @@ def input_spec(layer: str, graph: Graph, specs: Specs) -> QuantizationSpec | Non
     return None if key is None else specs[key]
 
 
-def output_spec(layer: str, graph: Graph, specs: Specs) -> QuantizationSpec | None:
-    """How what a layer makes is quantized: at the layer, after what alone reads it, or by all that read it, alike."""
-    for name in _down(layer, graph):
-        read = {specs.get((reader, "input")) for reader in graph.consumers[name]}
-        found = specs.get((name, "activation")) or (read.pop() if len(read) == 1 else None)
+def output_spec(layer: str, graph: Graph, specs: Specs, where: Layout) -> QuantizationSpec | None:
+    """How what a layer makes is quantized: where `where`, the graph's layout, has it, or by all that read it, alike."""
+    for name in _points(layer, where):
+        reading = {specs.get((reader, "input")) for reader, _ in values_readers(graph, name, where.floats)}
+        found = specs.get((name, "activation")) or (reading.pop() if len(reading) == 1 else None)
         if found is not None:
             return found
     return None
@@ -84,6 +84,8 @@ def quantized_apart(graph: Graph, solution: Solution, *, any_rounding: bool = Fa
     tensors, where = dict(solution.tensors), layout(graph)
     for join in where.joins.values():
         whole = solution.tensors.get((join.group.point, "activation"))
+        if not _keeps_codes(graph, join):
+            continue
         if whole is None or not is_narrow(whole.spec) or whole.spec.is_dynamic:
             continue
         if any_rounding or whole.spec.round_mode == "half_even":
@@ -96,6 +98,12 @@ def quantized_apart(graph: Graph, solution: Solution, *, any_rounding: bool = Fa
     return replace(solution, tensors=tensors)
 
 
+def _keeps_codes(graph: Graph, join: Join) -> bool:
+    """Whether rounding before a join's activation function leads to the same codes as rounding after it alone."""
+    between = [graph.by_name[name] for name in join.group.members if name != join.name]
+    return all(node.row.keeps_scale or node.row.cuts or node.op == PART_SCALE for node in between)
+
+
 def _part_factors(graph: Graph, where: Layout, join: Join) -> dict[str, float]:
     """What the parts of a join are multiplied with before they are quantized, by the layer that made them."""
     scaling = graph.by_name[join.group.point]
@@ -105,6 +113,8 @@ def _part_factors(graph: Graph, where: Layout, join: Join) -> dict[str, float]:
     factors = loaded(graph.weight(scaling)).tolist()
     by_source: dict[str, float] = {}
     first = 0
+    if value not in where.origins:
+        return {}
     for source, length in where.origins[value].parts:
         by_source[source] = factors[first]
         first += length
@@ -191,18 +201,12 @@ def _up(layer: str, graph: Graph) -> Iterable[Key]:
             node = graph.source(node) if node.row.keeps_scale else None
 
 
-def _down(layer: str, graph: Graph) -> Iterable[str]:
-    """The layer, and what alone reads the one before, as long as it moves values, joins them or cuts them off; before
-    they are joined, whatever is fused with the layer.
-    """
-    is_joined = False
-    while True:
-        yield layer
-        reader, *others = graph.consumers[layer] or ("",)
-        if others or not reader:
-            return
-        row = graph.by_name[reader].row
-        is_joined = is_joined or row.kind == "join"
-        if not (row.kind == "join" or row.keeps_scale or (row.kind == "fusable" and not is_joined)):
-            return
-        layer = reader
+def _points(layer: str, where: Layout) -> Iterator[str]:
+    """The layers at which the values that a layer makes may be quantized: with what follows it, or once joined."""
+    point: str | None = layer
+    while point:
+        yield point
+        point = where.served.get(point)
+    for join in where.joins.values():
+        if any(layer in part.members for part in join.alone):
+            yield join.group.point

@@ -57,11 +57,13 @@ class AxisRule:
     """Where the channels of some arguments are in the result.
 
     `labels` gives those of the result (of each, where there are several), None where channels are mixed. They come by
-    way of `arguments`, the first one if none is named; one of them at least has labels.
+    way of `arguments`, the first one if none is named; one of them at least has labels. `runs` says whether the
+    operator itself is run on labels.
     """
 
     labels: Callable[[LabelledCall], Any]
     arguments: tuple[str, ...] = ()
+    runs: bool = True
 
 
 def changes(labels: Tensor, axis: int) -> bool:
@@ -82,7 +84,7 @@ def is_padded(attrs: Mapping[str, Any]) -> bool:
 
 def over_last(dims: int | None = None) -> AxisRule:
     """The rule of pooling and resizing: only the last so many axes are mixed; all but two if it is None."""
-    return AxisRule(lambda call: _over(call.first, range(-(dims or len(call.shape) - 2), 0), call.shape))
+    return AxisRule(lambda call: _over(call.first, range(-(dims or len(call.shape) - 2), 0), call.shape), runs=False)
 
 
 def _over(labels: Tensor | None, axes: Iterable[int], shape: torch.Size) -> Tensor | None:
@@ -173,8 +175,8 @@ INDEXED = AxisRule(
     lambda call: _run_beside(call, (at for at, i in enumerate(call.arguments["indices"]) if i is not None))
 )
 PICKED = AxisRule(lambda call: _run_beside(call, (call.arguments["dim"],)))
-PADDED = AxisRule(_padded)
-REDUCED = AxisRule(_reduced)
+PADDED = AxisRule(_padded, runs=False)
+REDUCED = AxisRule(_reduced, runs=False)
 ALIKE = AxisRule(_alike, ("input", "other"))
 PRODUCT = AxisRule(_product, ("input", "other"))
 QUOTIENT = AxisRule(_product, ("input",))

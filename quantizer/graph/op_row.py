@@ -34,6 +34,7 @@ class Op:
         transposed: whether its weight is [inputs, outputs, *kernel] instead of [outputs, inputs, *kernel].
         experts: whether its weight is a stack of matrices, one below the other, each for tokens of its own.
         rectifies: whether it is max(x, 0).
+        cuts: whether it cuts off values and leaves the others as they are.
         normalizes: whether it brings the last axis, a transformer's channels, to one size.
         nonzero: the argument that must not become zero, as it is divided by, or its logarithm taken.
         exact: the arguments of which a small error makes another value: angles, what is rounded to integers, places.
@@ -58,6 +59,7 @@ class Op:
     transposed: bool = False
     experts: bool = False
     rectifies: bool = False
+    cuts: bool = False
     normalizes: bool = False
     nonzero: str | None = None
     exact: tuple[str, ...] = ()

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.graph.axis_rules import JOINED, RESHAPED, SAME
-from quantizer.graph.channel_labels import meta_values
+from quantizer.graph.axis_rules import JOINED, PADDED, RESHAPED, SAME, LabelledCall, pads_zeros
+from quantizer.graph.channel_labels import compressed, meta_values
 from quantizer.graph.ir import Graph, Node, map_refs, references
 from quantizer.graph.targets import call
 from quantizer.numerics.deferred import loaded
@@ -146,6 +146,7 @@ class _Walk:
         """The sources of all that the node reads: any of them may be in what it makes."""
         sources: set[str] = set()
         constants = node.is_join and any(_is_constant(node.attrs.get(key)) for key in node.row.joins)
+        constants = constants or (node.row.axes is PADDED and not pads_zeros(node.attrs))
         for name in reads:
             known = self.origins.get(name)
             if known is not None:
@@ -188,10 +189,28 @@ class _Labels:
             return first
         if node.row.axes is RESHAPED:
             return first.reshape(self.values[node.name].shape)
+        blended = self._blended(node, first)
+        if blended is not None:
+            return blended
         if not (node.is_join or node.row.only_moves):
             return None  # a maximum or a sorting picks by value
         others = self._others(node)
+        if others is not None and node.row.axes is PADDED and not pads_zeros(node.attrs):
+            others["value"] = CONSTANT
         return None if others is None else call(node.target, others | labels)
+
+    def _blended(self, node: Node, labels: Tensor) -> Any:
+        """The labels after windows, resizing or zeros around, where they are alike along the axes that these are on."""
+        rule, made = node.row.axes, self.values.get(node.name)
+        if rule is None or rule.runs or made is None or not isinstance(labels, Tensor):
+            return None
+        several = isinstance(made, (list, tuple))
+        first = made[0] if several else made
+        argument = next(iter(node.inputs))
+        blended = rule.labels(LabelledCall({argument: compressed(labels)}, node.attrs, first.shape, lambda: None))
+        if blended is None or blended.shape != first.shape:
+            return None
+        return [blended] if several else blended
 
     def _read(self, node: Node) -> dict[str, Any] | None:
         """Labels of the values that are moved, by argument."""
@@ -282,7 +301,7 @@ def _is_constant(number: Any) -> bool:
 
 
 def _has_parts(graph: Graph) -> bool:
-    """Whether positions matter: a part of a join may be overwritten or picked, or is moved before it is multiplied."""
+    """Whether positions matter: parts of a join may be overwritten or picked, or are moved before they are read."""
     after: set[str] = set()
     moved: set[str] = set()
     for node in graph.nodes:
@@ -297,7 +316,7 @@ def _has_parts(graph: Graph) -> bool:
                 moved.add(node.name)
             if node.op == "getitem" or _elements(node) < _elements(graph.source(node)):
                 return True
-        elif node.row.kind in ("mac", "float") and not moved.isdisjoint(node.refs()):
+        elif (node.row.kind in ("mac", "float") or node.row.axes is not None) and not moved.isdisjoint(node.refs()):
             return True
     return False
 

@@ -6,6 +6,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from quantizer.graph.axis_rules import ALIKE, PADDED, PRODUCT, QUOTIENT, SAME, pads_zeros
+from quantizer.graph.computed_parts import Runs, computed_parts
 from quantizer.graph.ir import Graph, Node, readers
 from quantizer.graph.origins import Origins, maker, origins_of
 from quantizer.plan.floating import ARGUMENT, MASK, computes_in_float, floating, multiplied
@@ -60,6 +61,10 @@ class Layout:
         origins: of what each joined value consists.
         joins: the joins that are read by something else than another join, by name.
         arguments: what stays float as an argument and is multiplied as well; the layers that multiply it quantize it.
+        runs: where the parts of joins lie in what is computed of them.
+        apart: those of `runs` that nothing reads which needs one grid for all parts, however indirectly.
+        blends: what is computed of parts and then multiplied by layers, like a join whose parts cannot be quantized
+            before it, by where it is quantized.
     """
 
     groups: dict[str, Group]
@@ -68,6 +73,9 @@ class Layout:
     origins: dict[str, Origins] = field(default_factory=dict)
     joins: dict[str, Join] = field(default_factory=dict)
     arguments: dict[str, tuple[Product, ...]] = field(default_factory=dict)
+    runs: dict[str, Runs] = field(default_factory=dict)
+    apart: set[str] = field(default_factory=set)
+    blends: dict[str, Join] = field(default_factory=dict)
 
 
 class _Everything(Container[str]):
@@ -104,6 +112,9 @@ class _Layouter:
     def __init__(self, graph: Graph, single: Container[str]) -> None:
         self.graph, self.single = graph, single
         self.where = Layout({}, {}, floating(graph), origins_of(graph))
+        if single is not EVERY_JOIN:
+            self.where.runs.update(computed_parts(graph, self.where.origins))
+            self.where.apart.update(_staying_apart(graph, self.where))
         # The join that alone reads a group's point, or another join.
         self.feeds: dict[str, str] = {}
         # What is only returned, and needs no quantization if it is not joined on one grid.
@@ -121,7 +132,7 @@ class _Layouter:
                 continue
             if node.is_join:
                 self._place_join(node)
-            elif not is_carried and self._makes_values(node):
+            elif not is_carried and not self._is_placed_behind(node) and self._makes_values(node):
                 self._place(node)
         return self.where
 
@@ -134,18 +145,50 @@ class _Layouter:
         ends = {name for name, _ in outer_readers(self.graph, group.point)}
         # A sigmoid, a softmax, or what is computed of parts on different grids, and then only returned.
         is_last = node.row.kind == "nonlinear" and group.point == node.name
-        if ends == {""} and (is_last or self._reads_parts(node)):
+        reads_parts = self._reads_parts(node)
+        if reads_parts and group.point in self.where.apart:
+            self.where.served.update(dict.fromkeys(group.members, ""))
+        elif ends == {""} and (is_last or reads_parts):
             self.where.served[node.name] = ""
             self.last[group.point] = group
         else:
             self.where.groups[group.point] = group
+            products = self._products_of_parts(group)
+            if products and node.op != PART_SCALE:
+                self.where.blends[group.point] = Join(node.name, group, (), products, is_returned=False)
+
+    def _products_of_parts(self, group: Group) -> tuple[Product, ...]:
+        """The layers that multiply what is computed of several parts."""
+        if group.point not in self.where.runs:
+            return ()
+        products: list[Product] = []
+        for name, read in values_readers(self.graph, group.point, self.where.floats):
+            if name and self._multiplies(name, read):
+                products.append(Product(name, read))
+        return tuple(products)
+
+    def _is_placed_behind(self, node: Node) -> bool:
+        """Place what is computed of parts behind the operators that bring these to one range, if any do."""
+        if node.name not in self.where.runs or node.row.kind == "passthrough" or node.op == PART_SCALE:
+            return False
+        group, _ = self._chain(node)
+        if group.point not in self.where.runs or self._products_of_parts(group):
+            return False
+        reading = [name for name, _ in values_readers(self.graph, group.point, self.where.floats)]
+        scaling = [name for name in reading if name and self.graph.by_name[name].op == PART_SCALE]
+        for name in scaling:
+            self.where.groups[name] = Group(name, (*group.members, name))
+        if scaling:
+            point = scaling[0] if len(reading) == 1 else ""
+            self.where.served.update(dict.fromkeys(group.members, point))
+        return bool(scaling)
 
     def _reads_parts(self, node: Node) -> bool:
         """Whether the node computes element by element with a value whose parts are on different grids."""
-        if node.row.axes not in _ELEMENTWISE:
+        if node.row.axes not in _ELEMENTWISE and node.name not in self.where.runs:
             return False
         for name in node.refs():
-            is_joined = name in self.where.origins or name in self.after_joins
+            is_joined = name in self.where.origins or name in self.after_joins or name in self.where.runs
             if is_joined and quantization_point(self.graph, self.where, name) is None:
                 return True
         return False
@@ -312,6 +355,22 @@ def outer_readers(graph: Graph, name: str, floats: Mapping[str, str] | None = No
             elif reader not in joins:
                 joins.add(reader)
                 pending.append(reader)
+
+
+def _staying_apart(graph: Graph, where: Layout) -> set[str]:
+    """Return what is computed of parts and read by the output, by factors for the parts, or to compute more such."""
+    apart: set[str] = set()
+    for node in reversed(graph.nodes):
+        if node.name not in where.runs:
+            continue
+        needs_one = False
+        for name, _ in values_readers(graph, node.name, where.floats):
+            reader = graph.by_name.get(name)
+            keeps = reader is None or reader.op == PART_SCALE or (reader.row.kind != "mac" and name in apart)
+            needs_one = needs_one or not keeps
+        if not needs_one:
+            apart.add(node.name)
+    return apart
 
 
 def quantization_point(graph: Graph, where: Layout, name: str) -> str | None:

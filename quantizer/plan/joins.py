@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
+from itertools import groupby
 
 from quantizer.config.model import Config
+from quantizer.config.roles import channels_role
+from quantizer.graph.computed_parts import Runs
 from quantizer.graph.ir import Graph
 from quantizer.plan.groups import EVERY_JOIN, Group, Join, Layout, Product, quantization_point
 from quantizer.plan.match import RANKS, MatchedRule
-from quantizer.plan.model import ENTRIES, JoinDecision, JoinPlan, Key, Plan, TensorPlan
+from quantizer.plan.model import ENTRIES, JoinDecision, JoinPlan, Key, Plan, TensorPlan, part_name
 
 OWN = "its parts keep their own quantization"
 CLOSE_DB = 9.0
@@ -106,9 +109,19 @@ class JoinPlanner:
         They are specified as the whole is, where a layer multiplies it.
         """
         parts: dict[Key, TensorPlan] = {}
-        for join in open_joins(self.where).values():
+        for join in (*open_joins(self.where).values(), *self.where.blends.values()):
             whole = self._whole(join)
             if whole is None or join.is_single:
+                continue
+            spans = self._spans(join)
+            for first, length in spans.values():
+                span = (self.where.runs[join.group.point].axis, first, length)
+                key = self._span_key(join, first, length)
+                layer, role = key
+                parts[key] = replace(
+                    whole, layer=layer, role=role, source=join.group.point, members=(layer,), channels=span
+                )
+            if spans or join.group.point in self.where.blends:
                 continue
             for name in self.where.origins[join.name].sources:
                 key = self._part_key(name)
@@ -124,10 +137,63 @@ class JoinPlanner:
         """Return the open joins; `observed` are the parts that are quantized in neither way."""
         plans: list[JoinPlan] = []
         for join in open_joins(self.where).values():
-            plan = self._plan(join, observed)
+            plan = self._plan_of_channels(join) if self._spans(join) else self._plan(join, observed)
             if plan.single is not None or plan.inputs:
                 plans.append(plan)
+        for join in self.where.blends.values():
+            if self._spans(join):
+                plans.append(self._plan_of_channels(join))
         return plans
+
+    def _plan_of_channels(self, join: Join) -> JoinPlan:
+        """What there is to decide of parts that an operator computes, after which they are channels of one value."""
+        keys: dict[int, Key] = {}
+        for number, (first, length) in self._spans(join).items():
+            keys[number] = self._span_key(join, first, length)
+        parts: dict[str, tuple[tuple[Key | None, int], ...]] = {}
+        inputs: list[Key] = []
+        for product in join.products:
+            key = self._input_key(product)
+            if key is not None:
+                inputs.append(key)
+            if self._is_scalable(product):
+                lying = groupby(self.where.runs[product.value].numbers)
+                parts[product.layer] = tuple((keys[number], len([*same])) for number, same in lying)
+        single = (join.group.point, "activation")
+        has_single = single in self.tensors
+        alone = [self._key_at(part.point) for part in join.alone]
+        is_blend = join.group.point in self.where.blends
+        return JoinPlan(
+            name=join.name,
+            single=single if has_single else None,
+            sources=(*keys.values(),),
+            alone=tuple(key for key in alone if key in self.tensors),
+            observed=(*keys.values(),),
+            inputs=() if is_blend and has_single else tuple(inputs),
+            divisible=(),
+            scalable=(*parts,),
+            is_returned=join.is_returned,
+            parts=parts,
+        )
+
+    def _spans(self, join: Join) -> dict[int, tuple[int, int]]:
+        """Where the parts lie in what is quantized, if calibration can bring them to one range there.
+
+        Nothing else can be done for them where all that multiplies them reads what an operator has computed.
+        """
+        whole, point = self._whole(join), join.group.point
+        runs = self.where.runs.get(point)
+        if whole is None or runs is None or join.is_single or not whole.is_calibrated:
+            return {}
+        if whole.spec.dtype != "int" or not whole.spec.has_one_scale:
+            return {}
+        scalable = [self._is_scalable(product) for product in join.products]
+        is_possible = all(scalable) if point in self.where.blends else any(scalable)
+        return runs.spans() if is_possible else {}
+
+    def _span_key(self, join: Join, first: int, length: int) -> Key:
+        """The tensor of a part that is some channels of a value."""
+        return join.group.point, channels_role(first, length)
 
     def _plan(self, join: Join, observed: Container[Key]) -> JoinPlan:
         sources = self._source_keys(join)
@@ -227,14 +293,19 @@ class JoinPlanner:
         return node.row.spatial == 0 or origins.axis == _CHANNELS_OF_IMAGES
 
     def _is_scalable(self, product: Product) -> bool:
-        """Whether the parts of a divisible product lie along the layer's input channels."""
-        row = self.graph.by_name[product.layer].row
-        axis = self.where.origins[product.value].axis
-        if row.scales_channels:
-            return False  # on integers of their own its products are as good
-        if row.spatial == 0:
-            return axis == self.graph.by_name[product.value].rank - 1
-        return axis == _CHANNELS_OF_IMAGES
+        """Whether the parts lie along the layer's input channels, so that its weights can take factors back."""
+        node = self.graph.by_name[product.layer]
+        lying = self.where.runs.get(product.value) or self.where.origins.get(product.value)
+        if lying is None:
+            return False
+        if node.row.scales_channels:
+            # On integers of their own the products of parts are as good.
+            return isinstance(lying, Runs) and lying.axis == node.row.channels
+        if not node.is_multiplying or node.operands.get("input") != product.value:
+            return False
+        if node.row.spatial == 0:
+            return lying.axis == self.graph.by_name[product.value].rank - 1
+        return lying.axis == _CHANNELS_OF_IMAGES
 
 
 def left_out(join: JoinPlan, *, is_close: bool) -> tuple[Key, ...]:
@@ -243,7 +314,8 @@ def left_out(join: JoinPlan, *, is_close: bool) -> tuple[Key, ...]:
     Args:
         is_close: whether the ranges of the parts are close enough for one scale.
     """
-    has_one = join.is_single or (is_close and not join.is_returned)
+    has_no_other = join.is_of_channels and not join.inputs
+    has_one = join.is_single or ((is_close or has_no_other) and not join.is_returned)
     if join.single is not None and has_one:
         return (*join.alone, *join.inputs, *join.observed)
     if join.is_single:
@@ -262,7 +334,7 @@ def decide(join: JoinPlan, lost_bits: Mapping[str, float], gains: Mapping[str, M
     """
     lost_db = max((_lost_db(lost_bits, weights) for weights in gains.values()), default=0.0)
     left = left_out(join, is_close=lost_db <= CLOSE_DB)
-    has_one = join.single is not None and join.single not in left
+    has_one = join.single not in left if join.single is not None else join.is_of_channels
     return JoinDecision(join, "one" if has_one else "own", gains, lost_bits, lost_db, left)
 
 
@@ -277,7 +349,7 @@ def lost_bits(join: JoinPlan, widths: Mapping[Key, float]) -> dict[str, float]:
     lost: dict[str, float] = {}
     for key in join.sources:
         if key in widths and whole is not None:
-            lost[key[0]] = round(max(0.0, math.log2(whole / widths[key])), 3)
+            lost[part_name(key)] = round(max(0.0, math.log2(whole / widths[key])), 3)
     return lost
 
 

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import QuantizationSpec, Settings
-from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.config.roles import is_of_channels, is_parameter, parameter_name
 from quantizer.graph.ir import Graph
 
 Key = tuple[str, str]
 """A layer and a role, which together name one tensor."""
 T = TypeVar("T")
+Span = tuple[int, int, int]
+"""Some channels of a value: the axis, the first of them, and how many."""
 ENTRIES = ("input", "quant_stub")
 """Operators whose output is what a config calls the network's input."""
 
@@ -27,6 +29,7 @@ class TensorPlan:
 
     `source` is the node whose value is quantized (for parameters, the layer itself), `members` the layers that share
     it, `origins` the file position of each value of `spec`, or "default", `scales` how many scales a parameter has.
+    `channels` are those of the source that are looked at; None for all.
     """
 
     layer: str
@@ -36,6 +39,15 @@ class TensorPlan:
     source: str
     members: tuple[str, ...] = ()
     scales: int = 0
+    channels: Span | None = None
+
+    @property
+    def place(self) -> str:
+        """The source, with the channels of it: what tensors that are observed together have in common."""
+        if self.channels is None:
+            return self.source
+        axis, first, length = self.channels
+        return f"{self.source}[{':, ' * axis}{first}:{first + length}]"
 
     @property
     def is_calibrated(self) -> bool:
@@ -50,7 +62,7 @@ class TensorPlan:
 
     def to_json(self) -> dict[str, Any]:
         """For plan.json: what was decided, and where each value comes from."""
-        elsewhere = {"source": self.source} if self.source != self.layer else {}
+        elsewhere = {"source": self.place} if self.place != self.layer else {}
         return self.decided() | elsewhere | {"origins": {k: _portable(v) for k, v in self.origins.items()}}
 
 
@@ -86,6 +98,24 @@ class JoinPlan:
     is_returned: bool
     is_single: bool = False
     parts: Mapping[str, tuple[tuple[Key | None, int], ...]] = field(default_factory=dict)
+
+    @property
+    def is_of_channels(self) -> bool:
+        """Whether its parts are channels of what an operator computes, and so cannot be quantized before it."""
+        return any(is_of_channels(role) for _, role in self.sources)
+
+
+def part_name(key: Key) -> str:
+    """Return what a part of a join is called: the layer that makes it, or channels of that.
+
+    >>> part_name(("Net/mul", "activation")), part_name(("Net/mul", "activation_4_7"))
+    ('Net/mul', 'Net/mul[4:7]')
+    """
+    layer, role = key
+    if not is_of_channels(role):
+        return layer
+    first, end = role.split("_")[1:]
+    return f"{layer}[{first}:{end}]"
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from quantizer.plan.ungrouped import is_apart
 NO_RULES = "operator without quantization rules"
 EXCLUDED = "excluded"
 LEFT_FLOAT = "the config leaves it float"
+APART = "holds parts that nothing reads which needs one scale for them"
 _FIELDS = tuple(f.name for f in dataclasses.fields(QuantizationSpec))
 _NO_VALUES = {"constant": "a constant", "module": "a module without weights that can be quantized"}
 _DERIVED = ("ch_axis", "finest_position")  # by default from the layer and from the device
@@ -168,6 +169,8 @@ class _Resolver:
     def _why_float(self, node: Node) -> str:
         """In words, for `inspect` and plan.json."""
         served = self.where.served.get(node.name)
+        if served == "" and node.name in self.where.runs and self.graph.consumers[node.name] != ("",):
+            return APART
         if served is not None:
             return f"quantized at {served}" if served else "the network's last activation"
         if node.op in _NO_VALUES:

@@ -41,6 +41,8 @@ class Joined(nn.Module):
         if self.kind == "read twice":
             parts += [self.c(torch.cat([b, b], 1))]
         y = torch.cat(parts, 1)
+        if self.kind == "bent after":
+            y = F.leaky_relu(y, 0.3)
         return self.last(F.relu(y) if self.kind == "cut after" else y).mean((2, 3))  # type: ignore[no-any-return]
 
 
@@ -60,6 +62,13 @@ def test_all_is_multiplied_in_integers_and_no_code_changes(kind: str, tmp_path: 
     assert found.kernels is not None
     assert found.kernels.floating == {}
     assert found.first_differing is None
+    assert verification.equal >= 0.99
+
+
+def test_nothing_is_rounded_before_an_activation_function_that_changes_codes(tmp_path: Path) -> None:
+    verification = result("bent after").export("onnx", tmp_path / "net.onnx")
+    assert verification.default_session is not None
+    assert verification.default_session.first_differing is None
     assert verification.equal >= 0.99
 
 
