@@ -85,11 +85,11 @@ class OpenVinoCheck:
         """Wait for the outputs and return how far they are from test mode's, with a warning where that is too far."""
         try:
             in_float32, by_default = map(self._tensors, self.run.outputs())
+            figures, defaults = self._compared(in_float32, by_default)
         except VerificationError as error:
             checked = EngineCheck(self.engine, agrees=False, failure=error.message)
             logger.warning("%s: %s", self.file.name, checked.line)
             return checked
-        figures, defaults = self._compared(in_float32, by_default)
         figures = self._with_float_figures(figures, in_float32)
         defaults = self._with_float_figures(defaults, by_default)
         reads = worst_of(figures, self.deployment) is None
@@ -113,7 +113,11 @@ class OpenVinoCheck:
 
     @torch.no_grad()
     def _compared(self, *runs: list[Tensor]) -> list[Verification]:
-        """Return how far the outputs of each run, and their parts, are from test mode's."""
+        """Return how far the outputs of each run, and their parts, are from test mode's.
+
+        Raises:
+            VerificationError: an output has another shape.
+        """
         deployment = self.deployment
         recorder = Recorder(deployment.outputs)
         network = deployment.network()
@@ -121,10 +125,17 @@ class OpenVinoCheck:
         expected = widened(tensor_leaves(made))
         verifications: list[Verification] = []
         for outputs in runs:
+            self._require_same_shapes(expected, outputs)
             agreement = Agreement("outputs", deployment.outputs, deployment.part_steps)
             agreement.add(expected, outputs, recorder)
             verifications.append(agreement.result())
         return verifications
+
+    def _require_same_shapes(self, expected: list[Tensor], outputs: list[Tensor]) -> None:
+        for value, ours, theirs in zip(self.file.model.graph.output, expected, outputs, strict=True):
+            if ours.shape != theirs.shape:
+                text = f"output {value.name} has the shape {list(theirs.shape)}, and {list(ours.shape)} in test mode"
+                raise VerificationError(text)
 
     def _first_layer(self) -> str:
         """Return the first layer whose codes differ by more than rounding, each made of the codes that it reads."""

@@ -282,6 +282,10 @@ def test_default_settings_of_an_engine_are_told_from_how_it_reads_a_file(
     [
         ("import os; os.abort()", "it crashes with signal 6"),
         ("raise ValueError('no such operator')", "ValueError: no such operator"),
+        (
+            TWO_WAYS.replace("found * numpy.float32(FACTOR)", "found.swapaxes(0, 1)"),
+            "output output_0 has the shape [4, 2, 4, 4], and [2, 4, 4, 4] in test mode",
+        ),
     ],
 )
 def test_an_engine_that_fails_keeps_no_file_from_being_written(
