@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.config.model import Config
 from quantizer.engine import calibrate, evaluate, fingerprint
+from quantizer.engine.joins import decided
 from quantizer.engine.results import read_info, write_results
 from quantizer.engine.solution import quantized_network
 from quantizer.graph.ir import Graph
@@ -99,6 +100,7 @@ def run(case: Case, original: Graph, config: Config, folder: Path) -> Found:
     calibration = calibrate.start(plan)
     batches = [Batch(batch, dict(case.kwargs), None, None) for batch in case.batches]
     calibrate.run(calibration, network, batches)
+    calibration = decided(calibration)
     write_results(folder, original, config, calibration, calibrate.solution(calibration), fingerprint.model(original))
     quantized = quantized_network(graph, read_info(folder).solution)
     reference = Network(run_passes(original, config.settings, device=False))
