@@ -82,6 +82,19 @@ class Adjustment:
         """With more layers rounded."""
         return replace(self, rounded={**self.rounded, **found})
 
+    def followed_by(self, later: Adjustment) -> Adjustment:
+        """Return both, of which `later` was made on the graph that this one had changed."""
+        both = self
+        for layer, values in later.parameters.items():
+            both = both.with_parameters(layer, **values)
+        return replace(
+            both,
+            insertions=(*self.insertions, *later.insertions),
+            rounded={**both.rounded, **later.rounded},
+            qparams={**both.qparams, **later.qparams},
+            remarks=(*self.remarks, *later.remarks),
+        )
+
     def with_remarks(self, *remarks: Remark) -> Adjustment:
         """With more remarks."""
         return replace(self, remarks=(*self.remarks, *remarks))

@@ -72,7 +72,7 @@ def _scale_parts(job: Job, decisions: Mapping[str, JoinDecision]) -> list[str]:
     plan = job.target.plan(job.config, more)
     job.target.adjust(more)
     job.calibration = scaled_joins.taken_over(job.calibration, plan, found, more.insertions)
-    job.adjustment = scaled_joins.merged(job.adjustment or Adjustment(), more)
+    job.adjustment = (job.adjustment or Adjustment()).followed_by(more)
     return list(dict.fromkeys(scaling.join for scaling in found))
 
 

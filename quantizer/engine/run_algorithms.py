@@ -85,15 +85,7 @@ def run_algorithms(job: Job) -> None:
     if found.parameters or found.insertions:
         job.events.message(*_difference_line(scope.graph, found, job.first_batch()))
     job.target.adjust(found)
-    job.adjustment = found if job.adjustment is None else _together(job.adjustment, found)
-
-
-def _together(before: Adjustment, found: Adjustment) -> Adjustment:
-    """What algorithms have found, and the parameters that had been changed before them and that they left."""
-    parameters = dict(before.parameters)
-    for layer, values in found.parameters.items():
-        parameters[layer] = {**parameters.get(layer, {}), **values}
-    return replace(found, parameters=parameters)
+    job.adjustment = (job.adjustment or Adjustment()).followed_by(found)
 
 
 def _read_again(job: Job) -> Iterator[Batch]:

@@ -7,7 +7,7 @@ times smaller: both then have 8 bits of one scale, and so have their weights. Po
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -198,12 +198,3 @@ def _histogram(before: Calibration, parts: Iterable[Part]) -> Observer:
         tensor: TensorPlan = before.plan.tensors[part.key]
         seen.append((before.histograms[tensor.place], part.factor))
     return Observer.of_parts(DISTRIBUTION, seen)
-
-
-def merged(first: Adjustment, second: Adjustment) -> Adjustment:
-    """Return both, of which the second was made on the graph that the first had changed."""
-    parameters: Mapping[str, Mapping[str, Tensor]] = second.parameters
-    together = first
-    for layer, values in parameters.items():
-        together = together.with_parameters(layer, **values)
-    return replace(together, insertions=(*first.insertions, *second.insertions))

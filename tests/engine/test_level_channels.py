@@ -144,9 +144,6 @@ def first():
 
 def rest():
     return images(1, 4)[2:]
-
-def other():
-    return [image * 1e-3 for image in images(1, 4)[2:]]
 """
 
 
@@ -174,19 +171,27 @@ def test_results_hold_the_levels(model_file: str, tmp_path: Path) -> None:
     assert run_command([*test, "--gate", "sqnr_db>=28", "-q"]) == 0
 
 
-def test_merged_calibrations_have_the_levels_of_both(
+def merge(model_file: str, folders: list[Path], into: Path) -> int:
+    return run_command(["merge", "--model", model_file, "-q", "-o", str(into), *map(str, folders)])
+
+
+def test_merged_calibrations_have_the_levels_of_both(model_file: str, tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        assert calib(model_file, folder, "first") == 0
+    assert merge(model_file, folders, tmp_path / "c") == 0
+    assert levels(tmp_path / "c") == levels(tmp_path / "a") != {}
+
+
+def test_calibrations_with_other_levels_are_not_merged(
     model_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, data in {"a": "first", "b": "rest"}.items():
-        assert calib(model_file, tmp_path / name, data) == 0
-    merge = ["merge", "--model", model_file, "-q", "-o", str(tmp_path / "c"), str(tmp_path / "a"), str(tmp_path / "b")]
-    status = run_command(merge)
-    if levels(tmp_path / "a") == levels(tmp_path / "b"):
-        assert status == 0
-        assert levels(tmp_path / "c") == levels(tmp_path / "a")
-    else:
-        assert status == 5
-        assert "levelled channels by other factors" in capsys.readouterr().err
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder, data in zip(folders, ("first", "rest"), strict=True):
+        assert calib(model_file, folder, data) == 0
+    assert levels(folders[0]) != levels(folders[1])
+    assert merge(model_file, folders, tmp_path / "c") == 5
+    assert "their data have levelled channels by other factors" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
