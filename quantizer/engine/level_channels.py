@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment
 from quantizer.config.wording import shortened
-from quantizer.graph.edits import by_channel, rescaled
+from quantizer.graph.edits import by_channel, channels_of, rescaled
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.passes.equalization import Pair, find_pairs
 from quantizer.nn.network import Network
@@ -118,11 +118,14 @@ def decide(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
     if not pairs:
         return {}
     ranges = _channel_ranges(plan.graph, pairs, batches)
+    if not ranges:
+        return {}  # observing says that there are no data
     weights = {pair.second.name: loaded(plan.graph.weight(pair.second)).detach() for pair in pairs}
     exponents: dict[str, list[int]] = {}
     for pair in reversed(pairs):  # factors of a later pair change what the channels of an earlier one are worth
         columns = _column_sizes(weights[pair.second.name], pair)
-        levels = _exponents(ranges[pair.second.name], columns, pair)
+        count, _ = channels_of(pair.first, plan.graph.weight(pair.first))
+        levels = _exponents(ranges[pair.second.name], columns, pair, count)
         if not any(levels):
             continue
         exponents[pair.first.name] = levels
@@ -155,10 +158,11 @@ def _channel_ranges(graph: Graph, pairs: Iterable[Pair], batches: Iterable[Batch
     return ranges
 
 
-def _exponents(ranges: Tensor, columns: Tensor, pair: Pair) -> list[int]:
-    """The exponent of each output channel of the first layer; zeros if no channel that matters has lost too much."""
+def _exponents(ranges: Tensor, columns: Tensor, pair: Pair, count: int) -> list[int]:
+    """The exponent of each of the first layer's `count` output channels, of which the second may read some; zeros if no
+    channel that matters has lost too much.
+    """
     columns = columns.to(ranges.device)
-    count = max(pair.channels) + 1
     origins = torch.tensor(pair.channels)
     sizes = torch.zeros(count).scatter_reduce(0, origins, ranges, "amax")
     products = torch.zeros(count).scatter_reduce(0, origins, ranges * columns, "amax")

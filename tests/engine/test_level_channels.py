@@ -45,6 +45,21 @@ def skewed(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(*layers).eval()
 
 
+class Front(nn.Module):
+    """A first layer with more channels than the second one reads."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.wide, self.last = nn.Conv2d(8, 10, 1), layers[1]  # type: ignore[index]
+        self.wide.weight.data[:8] *= RANGES.view(8, 1, 1, 1)
+        assert self.wide.bias is not None
+        self.wide.bias.data[:8] *= RANGES
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.wide(x)[:, :8])  # type: ignore[no-any-return]
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "two depthwise": lambda: skewed(depthwise(), depthwise()),
     "rectified": lambda: skewed(depthwise(), nn.ReLU(), depthwise()),
@@ -52,6 +67,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "pooled": lambda: skewed(nn.Conv2d(8, 8, 1), nn.ReLU(), nn.MaxPool2d(2), depthwise()),
     "transposed": lambda: skewed(nn.ConvTranspose2d(8, 8, 2, 2, groups=8), nn.Conv2d(8, 8, 1, groups=8)),
     "transposed behind": lambda: skewed(nn.Conv2d(8, 8, 1), nn.ConvTranspose2d(8, 8, 4, 2, 1, groups=8)),
+    "some of the channels": lambda: Front(skewed(depthwise(), depthwise())),
     "three in a row": lambda: skewed(depthwise(), depthwise(1), depthwise()),
 }
 
